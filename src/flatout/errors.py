@@ -1,0 +1,12 @@
+"""The two ways a run can fail that are not a bug in flatout."""
+
+
+class InputError(ValueError):
+    """Something the user gave is wrong: a file, a flag, a value.
+
+    The message is all the user sees, so it names the thing and the mend. The command line exits with 2.
+    """
+
+
+class TrainingFailed(RuntimeError):
+    """Training could not go on (a non-finite loss, a lost device). The command line exits with 1."""
