@@ -1,0 +1,90 @@
+"""Image arrays of every common layout and range to uint8 [N, H, W, C].
+
+Shape letters: N images, H height, W width, C channels.
+"""
+
+import numpy as np
+
+from flatout.errors import InputError
+
+BYTES = (0.0, 255.0)
+UNIT = (0.0, 1.0)
+SIGNED = (-1.0, 1.0)
+_BLOCK = 4096
+
+
+def channels_last(images: np.ndarray, where: object) -> np.ndarray:
+    """Return a view [N, H, W, C] of images [N, H, W], [N, H, W, C] or [N, C, H, W] with C 1 or 3.
+
+    Raises:
+        InputError: the shape is none of these, or could be two of them.
+    """
+    if images.ndim == 3 and min(images.shape[1:]) > 0:
+        return images[..., None]
+    if images.ndim != 4 or min(images.shape[1:]) == 0:
+        raise InputError(f"{where}: images of shape {images.shape}; give [N, H, W], [N, H, W, C] or [N, C, H, W]")
+    first, last = images.shape[1] in (1, 3), images.shape[3] in (1, 3)
+    if first and last and images.shape[1:] != (1, 1, 1):
+        raise InputError(f"{where}: images of shape {images.shape}: channels may be first or last; give [N, H, W]")
+    if not first and not last:
+        raise InputError(f"{where}: images of shape {images.shape}: no axis of 1 or 3 channels; leave out any others")
+    return images if last else images.transpose(0, 2, 3, 1)
+
+
+def value_range(low: float, high: float, where: object, *, signed: bool = False) -> tuple[float, float]:
+    """Return the range that pixels from `low` to `high` are taken to be scaled to: 0..1, 0..255 or (if allowed) -1..1.
+
+    Raises:
+        InputError: the values are not finite, or fit no range.
+    """
+    if not np.isfinite((low, high)).all():
+        raise InputError(f"{where}: pixels hold values that are not finite numbers (NaN or infinity)")
+    for allowed, (bottom, top) in ((True, UNIT), (signed, SIGNED), (True, BYTES)):
+        if allowed and bottom <= low and high <= top:
+            return bottom, top
+    ranges = "0..1, -1..1 or 0..255" if signed else "0..1 or 0..255"
+    raise InputError(f"{where}: pixels run from {low:g} to {high:g}; scale them to {ranges}")
+
+
+def range_of(images: np.ndarray, where: object) -> tuple[float, float]:
+    """Return the range of an array of images, by its type and, for floats, its values; integers are 0..255.
+
+    Raises:
+        InputError: the type is no number, or the values fit no range.
+    """
+    if images.dtype == np.uint8:
+        return BYTES
+    if images.dtype.kind == "b":
+        return UNIT
+    if images.dtype.kind not in "iuf":
+        raise InputError(f"{where}: images of type {images.dtype}; give uint8, or numbers in 0..1 or 0..255")
+    if images.size == 0:
+        return BYTES
+    found = value_range(float(images.min()), float(images.max()), where)
+    return BYTES if images.dtype.kind in "iu" else found
+
+
+def to_uint8(images: np.ndarray, scale: tuple[float, float], where: object) -> np.ndarray:
+    """Return images scaled from the range to 0..255 and rounded; uint8 images are returned as they are.
+
+    Raises:
+        InputError: a value is outside the range, or the range is 0..255 and a value is no whole number.
+    """
+    if images.dtype == np.uint8:
+        return images
+    low, high = scale
+    pixels = np.empty(images.shape, dtype=np.uint8)
+    for start in range(0, len(images), _BLOCK):  # by blocks, so that no float copy of everything is made
+        block = images[start : start + _BLOCK].astype(np.float32)
+        # The comparisons are false for NaN too.
+        if not (block.min() >= low and block.max() <= high):
+            raise InputError(
+                f"{where}: pixels run from {block.min():g} to {block.max():g} among images {start} to "
+                f"{start + len(block) - 1}, where {low:g}..{high:g} is expected"
+            )
+        scaled = (block - low) * (255.0 / (high - low))
+        rounded = np.rint(scaled)
+        if scale == BYTES and not np.array_equal(rounded, scaled):
+            raise InputError(f"{where}: pixels in 0..255 must be whole numbers; scale them to 0..1 or round them")
+        pixels[start : start + _BLOCK] = rounded
+    return pixels
