@@ -9,7 +9,7 @@ Shape letters: M pictures, H height, W width, C channels (1 or 3), K classes.
 
 import io
 import math
-import os
+import re
 import unicodedata
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.errors import InputError
+from flatout.report.folder import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -134,9 +134,12 @@ def curve_svg(metrics: Sequence[Mapping[str, Any]], quantity: str, best_epoch: i
     FigureCanvasSVG(figure).print_svg(buffer, metadata=metadata)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace("#ffffff", "none")
-    for colour, variable in ((INK, "ink"), (MUTED, "muted"), (FAINT, "line"), *((c, n) for n, (c, _) in LINES.items())):
+    variables = {INK: "ink", MUTED: "muted", FAINT: "line", WRONG: "wrong"} | {
+        c: name for name, (c, _) in LINES.items()
+    }
+    for colour, variable in variables.items():
         svg = svg.replace(colour, f"var(--{variable})")
-    return svg
+    return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{quantity}-", svg)  # several panels share one page
 
 
 def draw_confusion(path: Path, matrix_KK: np.ndarray, classes: Sequence[str]) -> None:
@@ -208,21 +211,6 @@ def shorten(text: str, width: int) -> str:
     return f"{head.rstrip()}…{tail.lstrip()}"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: into a temporary file beside it, then renamed.
-
-    Raises:
-        InputError: the file cannot be written, or the disk is full.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
-
-
 def _figure(width: float, height: float, dpi: int, layout: Any = None) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -250,7 +238,7 @@ def _write(figure: "Figure", path: Path, palette: bool = False) -> None:
 
 
 def _palette(image: "Image") -> "Image":
-    """Return an image that holds 256 colours for `image`: exact ones of white and of the text, fitted ones for the rest."""
+    """Return an image that holds 256 colours for `image`: exact ones of white and text, fitted ones else."""
     from PIL import Image, ImageColor
 
     steps = 6  # of each text colour towards white, for smooth edges of letters
