@@ -125,7 +125,7 @@ def _build_timm(name: str, num_outputs: int, image_size: int, channels: int, see
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
             f"model = {name!r}: cannot be built for {channels}-channel images of {image_size}x{image_size} pixels "
-            f"({_first_line(error)}); change image_size or the model"
+            f"({first_line(error)}); change image_size or the model"
         ) from error
 
 
@@ -143,7 +143,7 @@ def _call_factory(name: str, num_outputs: int, image_size: int, channels: int, s
         except (AttributeError, ImportError, SyntaxError, TypeError, ValueError) as error:
             raise InputError(
                 f"model = {name!r}: cannot be imported as package.module:factory "
-                f"({type(error).__name__}: {_first_line(error)})"
+                f"({type(error).__name__}: {first_line(error)})"
             ) from error
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         if "num_classes" not in parameters and not takes_any:
@@ -154,7 +154,7 @@ def _call_factory(name: str, num_outputs: int, image_size: int, channels: int, s
                 num_classes=num_outputs, **{key: value for key, value in sizes.items() if key in parameters}
             )
         except Exception as error:  # the user's code may raise anything
-            raise InputError(f"model = {name!r}: raised {type(error).__name__}: {_first_line(error)}") from error
+            raise InputError(f"model = {name!r}: raised {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise InputError(f"model = {name!r}: must return a torch.nn.Module, not {type(model).__name__}")
     return model
@@ -192,7 +192,7 @@ def check_outputs(model: "nn.Module", name: str, *, num_outputs: int, image_size
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             logits = model(torch.zeros(2, channels, image_size, image_size, device=device))
     except Exception as error:  # someone else's code may raise anything
-        raise InputError(f"model {name!r} fails on {shown}: {type(error).__name__}: {_first_line(error)}") from error
+        raise InputError(f"model {name!r} fails on {shown}: {type(error).__name__}: {first_line(error)}") from error
     finally:
         for module, training in modes.items():
             module.training = training
@@ -204,5 +204,6 @@ def check_outputs(model: "nn.Module", name: str, *, num_outputs: int, image_size
         )
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -2,8 +2,8 @@
 
 Each is a plain sequence `features -> flatten -> classifier`, takes normalised float images `x_NCHW` (N images, C
 channels, H = W = `image_size` pixels) and returns logits `[N, K]`, K = `num_outputs`. Softmax, log-softmax and sigmoid
-belong to the loss, which computes them together with the logarithm, without overflow. A net for two classes under binary
-cross-entropy has one output. Biases start at 0 unless said otherwise.
+belong to the loss, which computes them together with the logarithm, without overflow. A net for two classes under
+binary cross-entropy has one output. Biases start at 0 unless said otherwise.
 """
 
 import itertools

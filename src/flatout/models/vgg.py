@@ -13,7 +13,7 @@ _BLOCKS = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))  # (convolutions, fi
 
 
 class VGG16(nn.Sequential):
-    """The thirteen 3x3 convolutions of VGG16 in five pooled blocks, flatten, one linear layer to logits `[N, num_outputs]`.
+    """The thirteen 3x3 convolutions of VGG16 in five pooled blocks, then one linear layer to logits `[N, num_outputs]`.
 
     Configuration D of Simonyan and Zisserman (https://arxiv.org/abs/1409.1556). The convolutions are named `features.N`
     as in torchvision, so that published weights load; those expect RGB images normalised with ImageNet's mean and

@@ -1,0 +1,175 @@
+"""Published or given weights into a model: from the hub, a file or a folder.
+
+Nothing read here can execute code: files are safetensors, or torch checkpoints read with `weights_only=True`.
+"""
+
+import pickle
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout.errors import InputError
+from flatout.models.head import head_modules
+from flatout.models.load import create_timm, first_line, seeded
+from flatout.models.weights import read_weights
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Tensors = dict[str, "torch.Tensor"]
+
+_FILES_IN_A_FOLDER = ("weights.safetensors", "model.safetensors", "pytorch_model.bin")
+_NESTED_KEYS = ("state_dict", "model", "model_state_dict")
+_MEND = "give --weights FILE, or --no-pretrained to start from random weights"
+
+
+def load_pretrained(
+    model: "nn.Module", name: str, *, weights: str, image_size: int, channels: int, report: Callable[[str], None]
+) -> None:
+    """Load published or given weights into a model that `build` made. A head of another size keeps its fresh weights.
+
+    Args:
+        model: changed in place, or left as it was where an error is raised.
+        name: the name that it was built by.
+        weights: "" for the published weights of `name` (downloaded once, then cached); else a safetensors file, a torch
+            checkpoint, or a folder that holds one, a run folder included.
+        image_size: height and width in pixels that it was built for.
+        channels: input channels that it was built for.
+        report: is told in a sentence what was loaded.
+
+    Raises:
+        InputError: there are no such weights, they could not be downloaded or read, would execute code, are damaged, or
+            do not fit; the tensors that do not fit are named with both shapes.
+    """
+    if weights:
+        path = _find(Path(weights))
+        tensors = read_weights(path)[0] if path.suffix == ".safetensors" else _read_checkpoint(path)
+        _fit(model, tensors, str(path), report)
+    elif name.startswith("timm:"):
+        _load_timm(model, name, image_size, channels, report)
+    elif name == "vgg16":
+        _load_vgg16(model, report)
+    else:
+        raise InputError(f"no weights are published for the model {name}; {_MEND}")
+
+
+def _load_vgg16(model: "nn.Module", report: Callable[[str], None]) -> None:
+    import torch
+
+    from flatout.models import vgg
+
+    try:
+        tensors = torch.hub.load_state_dict_from_url(
+            vgg.IMAGENET_URL, map_location="cpu", weights_only=True, check_hash=True, progress=sys.stderr.isatty()
+        )
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:  # RuntimeError: what came has another hash
+        raise InputError(f"could not download {vgg.IMAGENET_URL} ({first_line(error)}); {_MEND}") from error
+    _fit(model, tensors, vgg.IMAGENET_URL, report)
+
+
+def _load_timm(model: "nn.Module", name: str, image_size: int, channels: int, report: Callable[[str], None]) -> None:
+    """Take the weights of a second model: timm fits position embeddings and input channels only as it creates one."""
+    config: Mapping[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
+    source = config.get("hf_hub_id") or config.get("url")
+    if not source:
+        raise InputError(f"no weights are published for the model {name}; {_MEND}")
+    num_outputs: int = model.num_classes  # type: ignore[assignment]
+    try:
+        with seeded(0):
+            published = create_timm(name, num_outputs, image_size, channels, pretrained=True)
+    except OSError as error:
+        raise InputError(f"could not download {source} for {name} ({first_line(error)}); {_MEND}") from error
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"the weights {source} do not load into {name} ({first_line(error)}); {_MEND}") from error
+    tensors = published.state_dict()
+    if config["num_classes"] != num_outputs:  # then the second model's head is as fresh as the first's
+        heads = tuple(f"{head}." for head in head_modules(published))
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(heads)}
+    _fit(model, tensors, source, report)
+
+
+def _fit(model: "nn.Module", tensors: Tensors, where: str, report: Callable[[str], None]) -> None:
+    """Load tensors into a model, all or nothing; only the head may be missing, more, or of another shape."""
+    own = model.state_dict()
+    tensors = _strip_prefixes(tensors, own)
+    heads = tuple(head_modules(model))
+
+    def in_head(name: str) -> bool:
+        return any(head == "" or name.startswith(f"{head}.") for head in heads)
+
+    body, own_body = ({n for n in names if not in_head(n)} for names in (tensors, own))
+    reshaped = {name for name in tensors.keys() & own.keys() if tensors[name].shape != own[name].shape}
+    # Batch norm counts its batches since PyTorch 0.4.1 only; older files lack the count, which nothing here reads.
+    missing = {name for name in own_body - body if not name.endswith(".num_batches_tracked")}
+    problems = [
+        f"{name} is {list(tensors[name].shape)} in the file but {list(own[name].shape)} in the model"
+        for name in sorted(reshaped & body)
+    ]
+    problems += [f"{name} {list(own[name].shape)} is not in the file" for name in sorted(missing)]
+    problems += [
+        f"{name} {list(tensors[name].shape)} is in the file but not in the model" for name in sorted(body - own_body)
+    ]
+    if problems:
+        raise InputError(f"the weights {where} do not fit the model: {_shortened(problems)}")
+    head_fits = tensors.keys() - body == own.keys() - own_body and not reshaped
+    loaded = {name: tensor for name, tensor in tensors.items() if head_fits or name in body}
+    if not loaded:
+        raise InputError(f"the weights {where} do not fit the model: none of their tensors has its shapes")
+    model.load_state_dict(loaded, strict=False)
+    fresh = f"the head ({', '.join(heads)}) starts fresh, since the file has none of its size"
+    report(f"Weights from {where}: {len(loaded)} tensors; {'the head included' if head_fits else fresh}.")
+
+
+def _strip_prefixes(tensors: Tensors, own: Iterable[str]) -> Tensors:
+    """Undo what torch.compile (`_orig_mod.`) and data-parallel wrappers (`module.`) did to names the model lacks."""
+    known = set(own)
+    stripped = {}
+    for name, tensor in tensors.items():
+        plain = name if name in known else name.replace("_orig_mod.", "")
+        while plain not in known and plain.startswith("module."):
+            plain = plain.removeprefix("module.")
+        stripped[plain] = tensor
+    return stripped
+
+
+def _shortened(problems: list[str], most: int = 6) -> str:
+    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
+    return "; ".join(problems[:most] + more)
+
+
+def _find(path: Path) -> Path:
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise InputError(f"--weights {path}: there is no such file or folder")
+    for name in _FILES_IN_A_FOLDER:
+        if (path / name).is_file():
+            return path / name
+    raise InputError(f"--weights {path}: the folder holds none of {', '.join(_FILES_IN_A_FOLDER)}; name the file")
+
+
+def _read_checkpoint(path: Path) -> Tensors:
+    import torch
+
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError, KeyError) as error:
+        code = re.search(r"GLOBAL ([\w.]+)|TorchScript", str(error))
+        if code:
+            raise InputError(
+                f"{path}: holds code ({code[1] or code[0]}) besides tensors, and loading it would execute that, so it is "
+                "refused; save the tensors alone, as safetensors or with torch.save(model.state_dict(), FILE)"
+            ) from None
+        # torch's own text advises to load without the protection, so it is not passed on.
+        raise InputError(
+            f"{path}: cannot be read as a torch checkpoint ({type(error).__name__}); it is damaged, or not one"
+        ) from None
+    nested = (content[key] for key in _NESTED_KEYS if isinstance(content, dict) and isinstance(content.get(key), dict))
+    state = next(nested, content)
+    if not isinstance(state, dict) or not state or not all(isinstance(t, torch.Tensor) for t in state.values()):
+        found = f"the keys {list(state)[:6]}" if isinstance(state, dict) else f"a {type(state).__name__}"
+        raise InputError(f"{path}: holds no state dict (names with tensors), but {found}")
+    return dict(state)
