@@ -6,6 +6,7 @@ escaped by the template. A piece that is missing or damaged is left out with a s
 
 import base64
 import io
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -16,7 +17,7 @@ import numpy as np
 
 from flatout.report import pictures
 from flatout.report.folder import Predictions, RunFiles, read_run, write_atomically
-from flatout.report.pictures import finite
+from flatout.report.pictures import finite, shorten
 
 THUMBNAIL_PIXELS = 192  # twice the width a picture has on the page, for dense screens
 CLASSES_SHOWN = 20
@@ -67,7 +68,7 @@ def _write_page(files: RunFiles) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["duration"] = duration
+    environment.filters |= {"duration": duration, "breakable": _breakable, "shorten": shorten}
     html = environment.get_template("page.html.j2").render(_content(files))
     path = files.run / "report.html"
     write_atomically(path, html.encode())
@@ -96,7 +97,7 @@ def _content(files: RunFiles) -> dict[str, Any]:
         "class_table": _class_table(shown, files.classes) if shown else [],
         "classes_shown": CLASSES_SHOWN,
         "time": _time(summary),
-        "recipe": files.recipe.strip(),
+        "recipe": re.split(r"\n\n(?=\[)", files.recipe.strip()),
         "environment": _environment(summary),
         "skipped": list((summary.get("skipped_images") or {}).items()),
         "skipped_shown": SKIPPED_SHOWN,
@@ -265,8 +266,17 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def _breakable(text: str) -> Any:
+    """Return the text escaped; a line may end after the characters that join words in names of files and classes."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"(?<=[_/.-])(?=\w)", "<wbr>", str(escape(text))))
+
+
 def _date(files: RunFiles) -> str:
-    """Return when the run ended: when its figures were last written."""
+    """Return when the run ended: the summary's `date`, else when its figures were last written."""
+    if files.summary.get("date"):
+        return str(files.summary["date"])
     source = "metrics.jsonl" if "summary.json" in files.missing else "summary.json"
     path = files.run / source if (files.run / source).is_file() else files.run / "recipe.toml"
     return datetime.fromtimestamp(path.stat().st_mtime).astimezone().strftime("%Y-%m-%d %H:%M")

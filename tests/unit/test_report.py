@@ -1,0 +1,436 @@
+"""The pictures, the verdict and the page of a run folder."""
+
+import gzip
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flatout.errors import InputError
+from flatout.recipe import Augment, Optimizer, Recipe, Schedule
+from flatout.report import pictures
+from flatout.report.page import draw_all, duration, write_page
+from flatout.report.verdict import verdict
+
+RECIPE = Recipe(
+    job="sample", model="cnn", image_size=28, channels=1, epochs=4, batch_size=64, optimizer=Optimizer(lr=0.05)
+)
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "x^2 costs $5 and $6",
+    "狗 in Chinese",
+    'quote"&amp;',
+    "a_very_long_name_that_goes_on_and_on_one",
+]
+
+
+def epoch_line(epoch: int, **values: Any) -> dict[str, Any]:
+    line = {"epoch": epoch, "step": 10 * epoch, "learning_rate": 0.05, "train_loss": 1 / epoch, "train_accuracy": 0.8}
+    return line | {"valid_loss": 1 / epoch, "valid_accuracy": 0.8, "test_loss": None, "test_accuracy": None} | values
+
+
+def summary_of(classes: list[str], **values: Any) -> dict[str, Any]:
+    summary: dict[str, Any] = {
+        "job": "sample", "engine": "torch", "devices": ["cpu"], "epochs": 4, "parameters": 1234, "classes": classes,
+        "images_per_second": 1000.0, "train_seconds": 60.0, "wall_seconds": 65.0, "best_epoch": 2, "stopped": None,
+        "test_accuracy": 0.8, "test_correct": 80, "test_count": 100, "valid_accuracy": 0.8, "notes": [], "verdict": [],
+        "time_seconds": {"train": 60.0, "evaluate": 2.0}, "versions": {"torch": "2.15"}, "skipped_images": {},
+    }  # fmt: skip
+    return summary | values
+
+
+def write_run(
+    run: Path,
+    classes: list[str],
+    *,
+    size: int = 28,
+    channels: int = 1,
+    count: int = 60,
+    metrics: list[dict[str, Any]] | None = None,
+    **values: Any,
+) -> Path:
+    """Write a run folder in which every third answer is wrong."""
+    rng = np.random.default_rng(0)
+    K = len(classes)
+    labels = np.arange(count) % K
+    answers = np.where(np.arange(count) % 3 == 0, (labels + 1) % K, labels)
+    probabilities = np.full((count, K), 0.1 / K, np.float32)
+    probabilities[np.arange(count), answers] += 0.9
+    sample = np.arange(min(count, 50))
+    wrong = np.flatnonzero(answers[sample] != labels[sample])
+    run.mkdir()
+    (run / "recipe.toml").write_text(RECIPE.to_toml(), encoding="utf-8")
+    metrics = metrics if metrics is not None else [epoch_line(e) for e in range(1, 5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics), encoding="utf-8")
+    (run / "summary.json").write_text(json.dumps(summary_of(classes, **values)), encoding="utf-8")
+    images = rng.integers(0, 256, (len(sample), size, size, channels), dtype=np.uint8)
+    np.savez(
+        run / "predictions.npz", split="test", probabilities=probabilities, labels=labels, sample=sample,
+        images=images, grid=sample[:25], mistakes=wrong,
+    )  # fmt: skip
+    return run
+
+
+def replace_predictions(run: Path, **changes: Any) -> None:
+    with np.load(run / "predictions.npz") as arrays:
+        content: dict[str, Any] = dict(arrays)
+    np.savez(run / "predictions.npz", **(content | changes))
+
+
+class Page(HTMLParser):
+    """The elements of a page, their addresses, and the text under each heading."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.ids: list[str] = []
+        self.sections: dict[str, str] = {"": ""}
+        self._heading: str | None = None
+        self._current = ""
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "srcset", "action"):
+                self.addresses.append(value or "")
+            if name == "id":
+                self.ids.append(value or "")
+        if tag == "h2":
+            self._heading = ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "h2" and self._heading is not None:
+            self._current, self._heading = self._heading, None
+            self.sections[self._current] = ""
+        if tag in ("td", "th"):
+            self.sections[self._current] += " | "
+
+    def handle_data(self, data: str) -> None:
+        if self._heading is not None:
+            self._heading += data
+        else:
+            self.sections[self._current] += data
+
+
+def pixels(path: Path) -> np.ndarray:
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+def coloured(image: np.ndarray, colour: str) -> int:
+    """Return how many pixels are within a small distance of a colour."""
+    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return int((np.abs(image - wanted).max(axis=-1) < 12).sum())
+
+
+def blue_and_red(image: np.ndarray) -> tuple[int, int]:
+    """Return how many pixels are clearly blue and how many clearly red; letters have soft edges."""
+    difference = image[..., 2] - image[..., 0]
+    return int((difference > 60).sum()), int((difference < -60).sum())
+
+
+def test_page_holds_every_section_in_order(tmp_path: Path):
+    run = write_run(
+        tmp_path / "run", ["cat", "dog", "owl"], skipped_images={"a/b.jpg": "truncated"}, verdict=["Too low."]
+    )
+    draw_all(run)
+    page = Page(run / "report.html")
+    assert list(page.sections)[1:] == [
+        "Verdict", "Curves", "25 predictions", "Most confident mistakes", "Confusion matrix", "Accuracy of each class",
+        "Where the time went", "Recipe", "Environment", "Skipped images",
+    ]  # fmt: skip
+    assert "80 of 100 right" in page.sections[""]
+    assert "Too low." in page.sections["Verdict"]
+    assert "a/b.jpg" in page.sections["Skipped images"]
+    assert "evaluation" in page.sections["Where the time went"]
+    assert "everything else" in page.sections["Where the time went"]  # 65 s in all, 62 s accounted for
+    assert page.tags.count("img") == 25 + 17 + 1
+    assert page.tags.count("svg") == 2
+    assert {"predictions.png", "curves.png", "confusion.png", "report.html"} <= {path.name for path in run.iterdir()}
+    assert not list(run.glob(".*"))
+
+
+def test_page_is_self_contained(tmp_path: Path):
+    draw_all(write_run(tmp_path / "run", ["cat", "dog"], size=128, channels=3))
+    page = Page(tmp_path / "run" / "report.html")
+    assert all(address.startswith(("data:image/", "#")) for address in page.addresses)
+    assert not {"script", "link", "iframe", "object", "form"} & set(page.tags)
+    assert len(page.ids) == len(set(page.ids))
+
+
+def test_names_from_data_are_escaped(tmp_path: Path):
+    run = write_run(tmp_path / "run", HOSTILE, skipped_images={"<img src=x onerror=alert(1)>": "<b>bad</b>"})
+    draw_all(run)
+    page = Page(run / "report.html")
+    assert "script" not in page.tags
+    assert "b" not in page.tags
+    assert "<b>bad</b>" in page.sections["Skipped images"]
+    for name in HOSTILE:
+        assert name in page.sections["Accuracy of each class"]
+
+
+def test_class_table_is_worst_first_and_short(tmp_path: Path):
+    classes = [f"class {i:02}" for i in range(30)]
+    draw_all(write_run(tmp_path / "run", classes, count=90))
+    table = Page(tmp_path / "run" / "report.html").sections["Accuracy of each class"]
+    shown = re.findall(r"class \d\d(?= \| \d+ \| 3 \|)", table)
+    assert shown == classes[::3] + [name for name in classes if name not in classes[::3]][:10]
+    assert "the worst 20 of 30 classes" in table
+    assert re.search(r"class 00 \| 0 \| 3 \|\s+0\.000 \|\s+class 01 3\s×", table)
+
+
+@pytest.mark.parametrize(("size", "channels"), [(8, 1), (28, 3), (128, 3)])
+def test_prediction_titles_are_blue_where_right_and_red_where_wrong(tmp_path: Path, size: int, channels: int):
+    images = np.full((2, size, size, channels), 128, np.uint8)
+    for name, predicted in (("right", [0, 1]), ("wrong", [1, -1])):
+        pictures.draw_predictions(tmp_path / f"{name}.png", images, [0, 1], predicted, ["cat", "dog"])
+    right, wrong = pixels(tmp_path / "right.png"), pixels(tmp_path / "wrong.png")
+    assert blue_and_red(right)[0] > 50
+    assert blue_and_red(right)[1] == 0
+    assert blue_and_red(wrong)[0] == 0
+    assert blue_and_red(wrong)[1] > 50
+    assert (right[0, 0] == 255).all()
+
+
+def test_tiny_images_are_enlarged_by_whole_pixels(tmp_path: Path):
+    board = (np.indices((8, 8)).sum(0) % 2 * 255).astype(np.uint8)[None, :, :, None]
+    pictures.draw_predictions(tmp_path / "p.png", board, [0], [0], ["a", "b"])
+    row = pixels(tmp_path / "p.png")
+    picture = row[row.shape[0] // 2 :, : row.shape[1] // 5].mean(axis=-1)
+    assert np.isin(picture, (0, 255)).mean() > 0.97  # no grey between the fields
+
+
+def test_long_titles_stay_in_their_columns(tmp_path: Path):
+    names = ["W" * 60, "狗" * 40]
+    images = np.zeros((25, 8, 8, 1), np.uint8)
+    pictures.draw_predictions(tmp_path / "p.png", images, [0] * 25, [1] * 25, names)
+    image = pixels(tmp_path / "p.png")
+    width = image.shape[1]
+    for column in range(1, 5):
+        gap = image[:, round(width * column / 5) - 1 : round(width * column / 5) + 2]
+        assert blue_and_red(gap) == (0, 0)
+
+
+def test_shorten_keeps_both_ends():
+    assert pictures.shorten("crocodile_head", 40) == "crocodile_head"
+    short = pictures.shorten("crocodile_head", 9)
+    assert len(short) == 9
+    assert (short[0], short[-1]) == ("c", "d")
+    assert pictures.shorten("two\nlines", 40) == "two lines"
+
+
+@pytest.mark.parametrize("count", [2, 10, 101, 300])
+def test_confusion_shows_right_in_blue_and_wrong_in_red(tmp_path: Path, count: int):
+    classes = [f"a rather long name {i}" for i in range(count)]
+    path = tmp_path / "c.png"
+    pictures.draw_confusion(path, np.eye(count, dtype=int) * 5, classes)
+    assert coloured(pixels(path), pictures.RIGHT) > 500
+    assert coloured(pixels(path), pictures.WRONG) == 0
+    pictures.draw_confusion(path, np.roll(np.eye(count, dtype=int), 1, axis=1) * 5, classes)
+    assert coloured(pixels(path), pictures.WRONG) > 500
+    assert coloured(pixels(path), pictures.RIGHT) == 0
+    assert path.stat().st_size < 400_000
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        pytest.param([], id="none"),
+        pytest.param([epoch_line(1)], id="one epoch"),
+        pytest.param([epoch_line(1, train_loss=math.nan, train_accuracy=None, valid_loss=math.inf)], id="all broken"),
+        pytest.param([epoch_line(1), epoch_line(2, train_loss=math.nan), {"epoch": 3}], id="broken later"),
+        pytest.param([epoch_line(e, train_loss=10.0 ** (9 * e), learning_rate=0.1 / e) for e in (1, 2)], id="huge"),
+        pytest.param([epoch_line(e, train_loss=0.0, test_accuracy=0.5) for e in range(1, 400)], id="many"),
+    ],
+)
+def test_curves_draw_whatever_happened(tmp_path: Path, metrics: list[dict[str, Any]]):
+    pictures.draw_curves(tmp_path / "curves.png", metrics)
+    assert pixels(tmp_path / "curves.png").min() < 100
+
+
+def test_learning_rate_panel_only_where_it_changes(tmp_path: Path):
+    pictures.draw_curves(tmp_path / "constant.png", [epoch_line(e) for e in (1, 2)])
+    pictures.draw_curves(tmp_path / "moving.png", [epoch_line(e, learning_rate=0.1 / e) for e in (1, 2)])
+    assert pixels(tmp_path / "moving.png").shape[0] > pixels(tmp_path / "constant.png").shape[0]
+
+
+def test_drawing_leaves_pyplot_and_settings_alone(tmp_path: Path):
+    import sys
+
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    had_pyplot = "matplotlib.pyplot" in sys.modules
+    draw_all(write_run(tmp_path / "run", ["a", "b"]))
+    assert dict(matplotlib.rcParams) == before
+    assert ("matplotlib.pyplot" in sys.modules) == had_pyplot
+
+
+def test_a_failed_run_still_has_a_page(tmp_path: Path):
+    metrics = [epoch_line(1), epoch_line(2, train_loss=math.nan, valid_accuracy=None)]
+    run = write_run(
+        tmp_path / "run", ["a", "b"], metrics=metrics, test_accuracy=None, test_correct=None, valid_accuracy=math.nan,
+        stopped="the loss was not a number in epoch 2", images_per_second=math.nan, time_seconds=None,
+    )  # fmt: skip
+    replace_predictions(run, probabilities=np.full((60, 2), np.nan, np.float32))
+    draw_all(run)
+    page = Page(run / "report.html")
+    assert "Stopped: the loss was not a number in epoch 2" in page.sections[""]
+    assert "training accuracy, epoch 2" in page.sections[""]
+    assert "For 60 images the model's answer was not a number" in page.sections["Verdict"]
+    assert "a / none" in page.sections["25 predictions"]
+    assert "nan" not in page.sections[""]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "section", "sentence"),
+    [
+        ("predictions.npz", None, "25 predictions", "There was no test data"),
+        ("predictions.npz", b"PK garbage", "Confusion matrix", "predictions.npz cannot be read"),
+        ("metrics.jsonl", None, "Curves", "There is no metrics.jsonl"),
+        ("metrics.jsonl", b'{"epoch": 1, "train_loss": 0.5}\n{"epo', "Curves", "Line 2 of metrics.jsonl is damaged"),
+        ("summary.json", None, "", "the run did not come to its end"),
+        ("summary.json", b"{", "", "summary.json cannot be read"),
+    ],
+)
+def test_a_missing_or_damaged_piece_is_named(
+    tmp_path: Path, name: str, content: bytes | None, section: str, sentence: str
+):
+    run = write_run(tmp_path / "run", ["a", "b"])
+    (run / name).unlink()
+    if content is not None:
+        (run / name).write_bytes(content)
+    draw_all(run)
+    assert sentence in Page(run / "report.html").sections[section]
+
+
+def test_no_run_folder_is_refused(tmp_path: Path):
+    with pytest.raises(InputError, match="no such run folder"):
+        draw_all(tmp_path / "nothing")
+    with pytest.raises(InputError, match=r"recipe\.toml"):
+        draw_all(tmp_path)
+    (tmp_path / "recipe.toml").write_text(RECIPE.to_toml())
+    with pytest.raises(InputError, match=r"summary\.json nor metrics\.jsonl"):
+        write_page(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
+
+
+def test_a_page_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path):
+    run = write_run(tmp_path / "run", ["a", "b"])
+    (run / "report.html").mkdir()
+    with pytest.raises(InputError, match=r"report\.html: cannot be written"):
+        write_page(run)
+    assert not list(run.glob(".*"))
+
+
+def test_page_of_real_images(tmp_path: Path, shared_data: Path):
+    run = write_run(tmp_path / "run", [f"class {i}" for i in range(10)])
+    with gzip.open(shared_data / "fashion-mnist" / "t10k-images-idx3-ubyte.gz") as file:
+        images = np.frombuffer(file.read(16 + 50 * 784), np.uint8, offset=16).reshape(50, 28, 28, 1)
+    replace_predictions(run, images=images)
+    draw_all(run)
+    assert (run / "predictions.png").stat().st_size < 300_000
+    assert (run / "report.html").stat().st_size < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (3.14, "3.1 s"), (9.97, "10 s"), (99.4, "99 s"), (269, "4 min 29 s"), (3720, "1 h 02 min")],
+)
+def test_duration(seconds: float, text: str):
+    assert duration(seconds) == text
+
+
+NAMES = [f"c{i}" for i in range(101)]
+STEADY = [epoch_line(e) for e in range(1, 9)]
+
+
+def test_verdict_says_nothing_when_all_is_well():
+    summary = summary_of(
+        ["a", "b"], input_wait_fraction=0.01, train_class_counts=[100, 90], test_class_counts=[50, 50],
+        test_predicted_counts=[40, 60],
+    )  # fmt: skip
+    assert verdict(summary, STEADY, RECIPE) == []
+    assert verdict({}, [], RECIPE) == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "advice"),
+    [
+        (Optimizer(lr=0.001), "the learning rate 0.001 is probably too low; try --lr 0.01"),
+        (Optimizer(name="momentum", lr=0.001), "too low; try --lr 0.01"),
+        (Optimizer(name="adam", lr=0.01), "too high; try --lr 0.001"),
+        (Optimizer(name="adam", lr=0.001), "try --lr 0.01 and --lr 0.0001"),
+    ],
+)
+def test_verdict_on_chance_advises_on_the_learning_rate(optimizer: Optimizer, advice: str):
+    recipe = RECIPE.override({f"optimizer.{k}": v for k, v in {"name": optimizer.name, "lr": optimizer.lr}.items()})
+    metrics = [epoch_line(e, train_accuracy=0.012, train_loss=4.6) for e in (1, 2)]
+    found = verdict(summary_of(NAMES, test_accuracy=0.01, test_count=930), metrics, recipe)
+    assert len(found) == 1
+    assert found[0].startswith("Test accuracy 0.010 is chance for 101 classes")
+    assert advice in found[0]
+
+
+def test_verdict_on_chance_knows_the_largest_class_and_small_numbers():
+    summary = summary_of(["a", "b"], test_accuracy=0.9, test_count=100, test_class_counts=[90, 10])
+    metrics = [epoch_line(1, train_accuracy=0.9)]
+    assert "always answering the largest class (0.900)" in verdict(summary, metrics, RECIPE)[0]
+    few = summary_of(["a", "b"], test_accuracy=0.6, test_count=40)
+    assert "give or take" in verdict(few, [epoch_line(1, train_accuracy=0.6)], RECIPE)[0]
+    assert verdict(few | {"test_count": 4000}, [epoch_line(1, train_accuracy=0.6)], RECIPE) == []
+
+
+def test_verdict_on_chance_after_learning_points_at_the_labels():
+    summary = summary_of(NAMES, test_accuracy=0.01, test_count=930)
+    assert "what was learnt does not carry over" in verdict(summary, [epoch_line(1, train_accuracy=0.9)], RECIPE)[0]
+
+
+def test_verdict_on_overfitting():
+    metrics = [epoch_line(e, train_accuracy=0.99, valid_accuracy=0.8) for e in range(1, 9)]
+    (found,) = verdict(summary_of(["a", "b"]), metrics, RECIPE)
+    assert found.startswith("Overfitting: accuracy 0.990 in training, 0.800 on validation images")
+    assert "augment.shift" in found
+    augmented = Recipe(model="cnn", image_size=8, epochs=1, batch_size=1, augment=Augment(shift=0.1))
+    assert "augment." not in verdict(summary_of(["a", "b"]), metrics, augmented)[0]
+
+
+def test_verdict_on_still_improving():
+    metrics = [epoch_line(e, valid_accuracy=0.6 + 0.02 * e, train_accuracy=0.6) for e in range(1, 9)]
+    (found,) = verdict(summary_of(["a", "b"]), metrics, RECIPE)
+    assert found.startswith("Validation accuracy was still rising at the end, by 0.040 over the last 2 epochs")
+    assert "--epochs 8" in found
+    cosine = Recipe(model="cnn", image_size=8, epochs=4, batch_size=1, schedule=Schedule(name="cosine"))
+    assert verdict(summary_of(["a", "b"]), metrics, cosine) == []
+    assert verdict(summary_of(["a", "b"], stopped="interrupted in epoch 8"), metrics, RECIPE) == []
+
+
+def test_verdict_on_a_loss_that_blew_up():
+    metrics = [epoch_line(1), epoch_line(2, train_loss=math.nan)]
+    (found,) = verdict(summary_of(["a", "b"]), metrics, RECIPE)
+    assert "stopped being a number in epoch 2" in found
+    assert "--lr 0.005" in found
+    (violent,) = verdict(summary_of(["a", "b"]), [epoch_line(1, train_loss=1.5), epoch_line(2)], RECIPE)
+    assert "the 0.69 of a net that knows nothing" in violent
+
+
+def test_verdict_on_input_wait_classes_and_balance():
+    summary = summary_of(
+        ["a", "b", "c"], input_wait_fraction=0.43, train_class_counts=[1200, 900, 30],
+        test_class_counts=[50, 40, 10], test_predicted_counts=[60, 40, 0],
+    )  # fmt: skip
+    never, unbalanced, wait = verdict(summary, STEADY, RECIPE)
+    assert never == "Never predicted, although the test images hold them: c."
+    assert "1,200 training images of a, 30 of c" in unbalanced
+    assert wait.startswith("43% of the training time")
+    balanced = RECIPE.override({"class_weights": "balanced"})
+    assert len(verdict(summary, STEADY, balanced)) == 2
