@@ -7,7 +7,6 @@ Rates are medians over the repeats; ratios are medians of the ratios within a re
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import time
@@ -21,6 +20,7 @@ import torch
 from PIL import Image
 
 from flatout.data.decode import decode_image
+from flatout.data.fingerprint import usable_cores
 
 
 def rate(decode: Callable[[Path], np.ndarray], files: list[Path], threads: int) -> float:
@@ -48,7 +48,7 @@ def main() -> None:
     files = sorted(p for p in arguments.folder.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))[: arguments.images]
     size = arguments.size
     torch.set_num_threads(1)
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
 
     def pillow(file: Path) -> np.ndarray:
         with Image.open(file) as image:

@@ -76,8 +76,8 @@ def decode_image(path: Path, *, size: int, channels: int, resize: str) -> np.nda
 
     Against Pillow's `convert`, `crop` and `resize(..., BILINEAR)` 8-bit values of photographs differ by, at most and on
     average over a data set: 2 and 0.05 for reductions under 2; 16 and 0.2 from 2 on; 40 and 0.7 where a JPEG was scaled
-    in the DCT, which only happens from 4 on. Grey from a coloured JPEG: 16 and 0.1 for reductions under 2, because it is
-    the luma that the file stores, where Pillow computes it from RGB that was cut off at 0 and 255.
+    in the DCT, which only happens from 4 on. Grey from a coloured JPEG: 16 and 0.1 for reductions under 2, as it
+    is the luma that the file stores, where Pillow computes it from RGB that was cut off at 0 and 255.
 
     Raises:
         BadImage: the file cannot be read, is no image, is damaged or incomplete, too large, or of an unsupported kind.

@@ -1,0 +1,46 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.data.split import carve
+
+
+@given(
+    counts=st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    fraction=st.floats(0, 0.99),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_every_sample_is_kept_or_taken_and_each_class_gives_its_share(counts, fraction, seed):
+    labels = np.repeat(np.arange(len(counts)), counts)
+    kept, taken = carve(labels, fraction, seed, stream=0)
+    assert np.array_equal(np.sort(np.concatenate([kept, taken])), np.arange(len(labels)))
+    assert np.all(np.diff(kept) > 0)
+    assert np.all(np.diff(taken) > 0)
+    for index, count in enumerate(counts):
+        given_away = np.count_nonzero(labels[taken] == index)
+        assert abs(given_away - fraction * count) < 1
+        assert given_away < count or count == 0
+    assert len(taken) <= round(fraction * len(labels))
+    if min(counts) * (1 - fraction) >= 2:  # no class is so small that it had to keep a sample
+        assert len(taken) == round(fraction * len(labels))
+
+
+def test_largest_remainders_make_up_the_total():
+    labels = np.repeat([0, 1, 2], [5, 8, 7])  # a tenth: 0.5, 0.8, 0.7 of 2 in all
+    _, taken = carve(labels, 0.1, 1, stream=0)
+    assert labels[taken].tolist() == [1, 2]
+
+
+def test_seed_and_stream_decide_the_choice():
+    labels = np.arange(1000) % 10
+    chosen = {
+        (seed, stream): carve(labels, 0.2, seed, stream=stream)[1].tobytes() for seed in (1, 2) for stream in (0, 1)
+    }
+    assert len(set(chosen.values())) == 4
+    assert carve(labels, 0.2, 1, stream=0)[1].tobytes() == chosen[1, 0]
+
+
+def test_the_choice_of_a_seed_never_changes():
+    kept, taken = carve(np.arange(20) % 2, 0.25, 1, stream=0)
+    assert taken.tolist() == [4, 7, 8, 11, 12]
+    assert len(kept) == 15
