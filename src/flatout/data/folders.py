@@ -79,7 +79,7 @@ def find(folder: Path, class_list: Path | None) -> Found | None:
             raise InputError(f"{folder}: both {parts[name].name} and {entry.name} mean {name}; leave one")
         if name is not None:
             parts[name] = Path(entry.path)
-    if any(_holds_folders_only(path) for path in parts.values()):
+    if any(_holds_class_folders(path) for path in parts.values()):
         return _found(folder, ordered(parts, folder), class_list)
     if len(parts) == len(below) or not _has_images(folder):
         return None
@@ -97,9 +97,11 @@ def _found(folder: Path, parts: dict[str, Path], class_list: Path | None) -> Fou
     return Found(kind=KIND, path=folder, inputs=(), read=lambda: _read(folder, parts, class_list))
 
 
-def _holds_folders_only(folder: Path) -> bool:
+def _holds_class_folders(folder: Path) -> bool:
+    """Whether there are several folders, or one and no image beside it (an image may lie there by mistake)."""
     entries = visible(folder)
-    return any(e.is_dir() for e in entries) and not any(is_image_name(e.name) and e.is_file() for e in entries)
+    below = sum(entry.is_dir() for entry in entries)
+    return below > 1 or (below == 1 and not any(is_image_name(e.name) and e.is_file() for e in entries))
 
 
 def _has_images(folder: Path) -> bool:
@@ -110,7 +112,7 @@ def _has_images(folder: Path) -> bool:
 
 def _refuse_wrapper(folder: Path, below: list[os.DirEntry[str]]) -> None:
     """Point to the real folder where an archive was unpacked into one more folder."""
-    if len(below) == 1 and _holds_folders_only(Path(below[0].path)):
+    if len(below) == 1 and _holds_class_folders(Path(below[0].path)):
         inner = [entry.name for entry in visible(below[0].path) if entry.is_dir()]
         if len(inner) > 1:
             raise InputError(
@@ -134,7 +136,7 @@ def _read(folder: Path, parts: dict[str, Path], class_list: Path | None) -> Sour
         if loose.images and not listings[split]:
             raise InputError(f"{path}: holds images but no class folders; sort the images into a folder for each class")
         if loose.images:
-            notes.append(f"ignored {len(loose.images):,} images outside the class folders in {path}")
+            notes.append(f"ignored images outside the class folders in {path}: {len(loose.images):,}")
         for listing in listings[split].values():
             others += listing.others
     extra = [e.name for e in visible(folder) if e.is_dir() and split_of(e.name) is None]
@@ -142,7 +144,7 @@ def _read(folder: Path, parts: dict[str, Path], class_list: Path | None) -> Sour
         notes.append(f"ignored beside the splits: {first_few(extra, 5)}")
     if others:
         kinds = ", ".join(f"{name} {count:,}" for name, count in others.most_common(5))
-        notes.append(f"ignored {others.total():,} files that are no images ({kinds})")
+        notes.append(f"ignored files that are no images: {others.total():,} ({kinds})")
     counts = {split: sum(len(listing.images) for listing in found.values()) for split, found in listings.items()}
     splits = spans(counts, folder)
     classes, labels = _label(folder, listings, class_list)

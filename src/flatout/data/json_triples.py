@@ -144,6 +144,8 @@ def _read_parts(path: Path, scanner: _Scanner) -> tuple[dict[str, np.ndarray], l
         blocks = _read_images(path, scanner, split)
         scanner.take(",", f"after the {split} images")
         part_labels = scanner.take_list(f"{split} labels")
+        if not all(isinstance(label, (int, float, str)) for label in part_labels):
+            raise InputError(f"{path}: {split} labels: each must be one number or name")
         scanner.take("]", f"after the {split} labels")
         count = sum(map(len, blocks))
         if len(part_labels) != count:

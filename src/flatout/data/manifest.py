@@ -254,9 +254,9 @@ def _locate_files(rows: list[_Row], folder: Path) -> list[Path]:
             files.append(folder / row.file)
     if outside:
         raise InputError(
-            f"{len(outside):,} paths lead out of {folder}: {first_few(outside)}; "
+            f"paths that lead out of {folder}, {len(outside):,}: {first_few(outside)}; "
             "put the CSV file into a folder that holds all the images"
         )
     if missing:
-        raise InputError(f"{len(missing):,} files are missing, paths being relative to {folder}: {first_few(missing)}")
+        raise InputError(f"missing files, {len(missing):,} (paths are relative to {folder}): {first_few(missing)}")
     return files
