@@ -328,8 +328,8 @@ def _draw_panel(axes: "Axes", metrics: Sequence[Mapping[str, Any]], quantity: st
         return
     if quantity == "loss" and min(drawn) > 0 and max(drawn) > LOG_LOSS_FROM_RATIO * min(drawn):
         axes.set_yscale("log")
-    if quantity == "accuracy" and len(epochs) == 1:
-        axes.set_ylim(0, 1.02)
+    if len(epochs) == 1 and min(drawn) >= 0:  # one point gives no scale of its own
+        axes.set_ylim(0, 1.02 if quantity == "accuracy" else 1.3 * max(drawn) or 1)
     if quantity == "learning_rate":
         axes.set_ylim(0, max(drawn) * 1.1)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=3))
