@@ -160,8 +160,8 @@ def _read_checkpoint(path: Path) -> Tensors:
         code = re.search(r"GLOBAL ([\w.]+)|TorchScript", str(error))
         if code:
             raise InputError(
-                f"{path}: holds code ({code[1] or code[0]}) besides tensors, and loading it would execute that, so it is "
-                "refused; save the tensors alone, as safetensors or with torch.save(model.state_dict(), FILE)"
+                f"{path}: holds code ({code[1] or code[0]}) besides tensors, and loading it would execute that, so it "
+                "is refused; save the tensors alone, as safetensors or with torch.save(model.state_dict(), FILE)"
             ) from None
         # torch's own text advises to load without the protection, so it is not passed on.
         raise InputError(

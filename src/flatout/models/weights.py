@@ -18,7 +18,7 @@ _DIGEST_KEY = "blake2b"
 
 
 def save_weights(path: Path, model: "nn.Module", metadata: Mapping[str, str]) -> None:
-    """Write a model's parameters and buffers, under plain names (no `_orig_mod.` of torch.compile); see `save_tensors`."""
+    """Write a model's parameters and buffers as `save_tensors` does, torch.compile's `_orig_mod.` left out of names."""
     save_tensors(path, {name.replace("_orig_mod.", ""): t for name, t in model.state_dict().items()}, metadata)
 
 

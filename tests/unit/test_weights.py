@@ -1,0 +1,406 @@
+"""Weights in and out of models and files: what loads, what is said, what is refused, and that damage is noticed."""
+
+import hashlib
+import os
+import pickle
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from flatout.errors import InputError
+from flatout.models import vgg
+from flatout.models.load import build
+from flatout.models.pretrained import load_pretrained
+from flatout.models.weights import read_weights, save_tensors, save_weights
+
+METADATA = {
+    "model": "fashion-cnn",
+    "classes": '["cat", "dog"]',
+    "image_size": "28",
+    "channels": "1",
+    "mean": "[0.1307]",
+}
+
+
+def make(
+    name: str = "fashion-cnn", *, classes: int = 10, size: int = 28, channels: int = 1, seed: int = 1
+) -> nn.Module:
+    return build(name, num_classes=classes, image_size=size, channels=channels, seed=seed)
+
+
+def load(model: nn.Module, weights: Path | str, *, name: str = "fashion-cnn", size: int = 28, channels: int = 1) -> str:
+    said: list[str] = []
+    load_pretrained(model, name, weights=str(weights), image_size=size, channels=channels, report=said.append)
+    assert len(said) == 1
+    return said[0]
+
+
+def assert_equal_state(a: nn.Module, b: nn.Module) -> None:
+    other = b.state_dict()
+    assert a.state_dict().keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in a.state_dict().items())
+
+
+def differing(a: nn.Module, b: nn.Module) -> set[str]:
+    return {name for name, tensor in a.state_dict().items() if not torch.equal(tensor, b.state_dict()[name])}
+
+
+# --- files ---
+
+
+def test_saved_weights_come_back_with_their_metadata(tmp_path: Path):
+    model = make().to(memory_format=torch.channels_last)
+    save_weights(tmp_path / "weights.safetensors", model, METADATA)
+    tensors, metadata = read_weights(tmp_path / "weights.safetensors")
+    assert metadata == METADATA
+    assert tensors.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in tensors.items())
+    assert load_file(tmp_path / "weights.safetensors").keys() == tensors.keys()  # plain safetensors for everyone else
+    assert [p.name for p in tmp_path.iterdir()] == ["weights.safetensors"]
+
+
+def test_saving_replaces_the_older_file(tmp_path: Path):
+    path = tmp_path / "weights.safetensors"
+    save_weights(path, make(seed=1), {})
+    save_weights(path, make(seed=2), {})
+    assert torch.equal(read_weights(path)[0]["classifier.2.weight"], make(seed=2).get_parameter("classifier.2.weight"))
+
+
+def test_compiled_model_is_saved_under_plain_names(tmp_path: Path):
+    model = make()
+    save_weights(tmp_path / "w.safetensors", torch.compile(model), {})  # type: ignore[arg-type]
+    assert read_weights(tmp_path / "w.safetensors")[0].keys() == model.state_dict().keys()
+
+
+def test_every_kind_of_tensor_survives(tmp_path: Path):
+    shared = torch.rand(4, 4)
+    tensors = {
+        "a": shared,
+        "b": shared,
+        "part": shared[:, 1],
+        "scalar": torch.tensor(7),
+        "empty": torch.zeros(0, 3),
+        "half": torch.rand(5).bfloat16(),
+        "flags": torch.tensor([True, False]),
+    }
+    save_tensors(tmp_path / "t.safetensors", tensors, {})
+    read, _ = read_weights(tmp_path / "t.safetensors")
+    assert read.keys() == tensors.keys()
+    assert all(read[name].dtype == t.dtype and torch.equal(read[name], t) for name, t in tensors.items())
+
+
+def test_any_flipped_bit_is_noticed(tmp_path: Path):
+    path = tmp_path / "w.safetensors"
+    save_tensors(path, {"x": torch.arange(6.0), "y": torch.ones(2)}, {"classes": "cat,dog"})
+    whole = path.read_bytes()
+    read_weights(path)
+    label = whole.index(b"blake2b")  # a flip here only makes the file one without a digest
+    for position in {*range(len(whole))} - {*range(label, label + 7)}:
+        damaged = bytearray(whole)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match=r"w\.safetensors"):
+            read_weights(path)
+
+
+def test_swapped_tensors_and_edited_metadata_are_noticed(tmp_path: Path):
+    path = tmp_path / "w.safetensors"
+    save_tensors(path, {"x": torch.zeros(2), "y": torch.ones(2)}, {"classes": "cat,dog"})
+    digest = path.read_bytes().partition(b'"blake2b":"')[2][:32].decode()
+    zeros, ones = torch.zeros(2), torch.ones(2)
+    save_file({"x": zeros, "y": ones}, path, {"classes": "cat,dog", "blake2b": digest})
+    read_weights(path)
+    for tensors, classes in (
+        ({"x": ones, "y": zeros}, "cat,dog"),
+        ({"x": zeros}, "cat,dog"),
+        ({"x": zeros, "y": ones}, "dog,cat"),
+    ):
+        save_file(tensors, path, {"classes": classes, "blake2b": digest})
+        with pytest.raises(InputError, match="is damaged"):
+            read_weights(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\xff" * 64])
+def test_other_files_are_no_safetensors(tmp_path: Path, content: bytes):
+    (tmp_path / "w.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match=r"w\.safetensors: cannot be read as safetensors"):
+        read_weights(tmp_path / "w.safetensors")
+    with pytest.raises(InputError, match=r"none\.safetensors: cannot be read"):
+        read_weights(tmp_path / "none.safetensors")
+
+
+def test_full_disk_is_named_and_leaves_the_old_file_alone(tmp_path: Path):
+    path = tmp_path / "w.safetensors"
+    save_weights(path, make(seed=1), {})
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # the file system's own answer to a write too many
+    try:
+        with pytest.raises(InputError, match=r"w\.safetensors: could not be written"):
+            save_weights(path, make(seed=2), {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+def test_missing_folder_is_named(tmp_path: Path):
+    with pytest.raises(InputError, match="gone"):
+        save_weights(tmp_path / "gone" / "w.safetensors", make(), {})
+
+
+# --- into models ---
+
+
+@pytest.mark.parametrize("layout", ["run folder", "safetensors", "checkpoint", "state_dict", "model", "bin folder"])
+def test_local_weights_load_whole(tmp_path: Path, layout: str):
+    trained, model = make(seed=8), make(seed=9)
+    state = trained.state_dict()
+    path = tmp_path / "w.pt"
+    if layout == "run folder":
+        save_weights(tmp_path / "weights.safetensors", trained, METADATA)
+        path = tmp_path
+    elif layout == "safetensors":
+        path = tmp_path / "w.safetensors"
+        save_file(state, path)
+    elif layout == "bin folder":
+        torch.save(state, tmp_path / "pytorch_model.bin")
+        path = tmp_path
+    else:
+        torch.save(state if layout == "checkpoint" else {"epoch": 3, layout: state}, path)
+    said = load(model, path)
+    assert_equal_state(model, trained)
+    assert "18 tensors" in said
+    assert "the head included" in said
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_wrapper_prefixes_are_stripped(tmp_path: Path, prefix: str):
+    trained, model = make(seed=8), make(seed=9)
+    torch.save({prefix + name: tensor for name, tensor in trained.state_dict().items()}, tmp_path / "w.pt")
+    load(model, tmp_path / "w.pt")
+    assert_equal_state(model, trained)
+
+
+def test_model_with_a_submodule_called_module_keeps_its_names(tmp_path: Path):
+    def wrapped() -> nn.Module:
+        return nn.ModuleDict({"module": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+
+    trained, model = wrapped(), wrapped()
+    torch.save(trained.state_dict(), tmp_path / "w.pt")
+    load(model, tmp_path / "w.pt", name="mine:wrapped")
+    assert_equal_state(model, trained)
+
+
+def test_head_of_another_size_starts_fresh_and_is_said(tmp_path: Path):
+    trained, model, fresh = make(classes=10, seed=8), make(classes=3, seed=9), make(classes=3, seed=9)
+    save_weights(tmp_path / "w.safetensors", trained, {})
+    said = load(model, tmp_path / "w.safetensors")
+    assert "the head (classifier.2) starts fresh" in said
+    body = {name for name in model.state_dict() if not name.startswith("classifier.2.")}
+    assert all(torch.equal(model.state_dict()[name], trained.state_dict()[name]) for name in body)
+    assert not {"classifier.2.weight", "classifier.2.bias"} & differing(model, fresh)
+
+
+def test_other_shapes_are_named_with_both_and_nothing_is_loaded(tmp_path: Path):
+    save_weights(tmp_path / "w.safetensors", make(size=32, channels=3), {})
+    model, before = make(seed=9), make(seed=9)
+    with pytest.raises(InputError) as raised:
+        load(model, tmp_path / "w.safetensors")
+    assert "classifier.0.weight is [50, 500] in the file but [50, 320] in the model" in str(raised.value)
+    assert "features.0.weight is [10, 3, 5, 5] in the file but [10, 1, 5, 5] in the model" in str(raised.value)
+    assert_equal_state(model, before)
+
+
+def test_missing_and_unexpected_tensors_are_named(tmp_path: Path):
+    state = make().state_dict()
+    state["extra.weight"] = state.pop("features.4.weight")
+    torch.save(state, tmp_path / "w.pt")
+    with pytest.raises(InputError) as raised:
+        load(make(), tmp_path / "w.pt")
+    assert "features.4.weight [20, 10, 5, 5] is not in the file" in str(raised.value)
+    assert "extra.weight [20, 10, 5, 5] is in the file but not in the model" in str(raised.value)
+
+
+def test_another_models_file_is_refused_in_few_words(tmp_path: Path):
+    save_weights(tmp_path / "w.safetensors", make(), {})
+    with pytest.raises(InputError, match=r"and \d+ more") as raised:
+        load(make("vgg16", size=32), tmp_path / "w.safetensors", name="vgg16")
+    assert len(str(raised.value)) < 1000
+
+
+def test_checkpoints_older_than_the_batch_count_load(tmp_path: Path):
+    trained, model = make(seed=8), make(seed=9)
+    state = {name: t for name, t in trained.state_dict().items() if not name.endswith("num_batches_tracked")}
+    torch.save(state, tmp_path / "w.pt")
+    load(model, tmp_path / "w.pt")
+    assert_equal_state(model, trained)
+
+
+class Executes:
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def test_pickle_that_executes_code_is_refused_and_not_executed(tmp_path: Path):
+    marker = tmp_path / "executed"
+    torch.save({**make().state_dict(), "boom": Executes(marker)}, tmp_path / "w.pt")
+    with pytest.raises(InputError, match=r"w\.pt: holds code \(\w+\.mkdir\) besides tensors.*refused"):
+        load(make(), tmp_path / "w.pt")
+    assert not marker.exists()
+    with (tmp_path / "w.pt").open("rb") as file:  # the file does execute code where it is let
+        torch.load(file, weights_only=False)
+    assert marker.exists()
+
+
+def test_whole_pickled_model_is_refused(tmp_path: Path):
+    torch.save(make(), tmp_path / "w.pt")
+    with pytest.raises(InputError, match=r"holds code \(flatout\.models\.nets\.FashionCNN\)"):
+        load(make(), tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint at all", pickle.dumps({"a": 1}, protocol=2)])
+def test_other_files_are_no_checkpoints(tmp_path: Path, content: bytes):
+    (tmp_path / "w.pt").write_bytes(content)
+    with pytest.raises(
+        InputError, match=r"w\.pt: (cannot be read as a torch checkpoint|holds no state dict)"
+    ) as raised:
+        load(make(), tmp_path / "w.pt")
+    assert "weights_only" not in str(raised.value)
+
+
+def test_truncated_checkpoint_is_refused(tmp_path: Path):
+    torch.save(make().state_dict(), tmp_path / "w.pt")
+    whole = (tmp_path / "w.pt").read_bytes()
+    (tmp_path / "w.pt").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"w\.pt: cannot be read as a torch checkpoint"):
+        load(make(), tmp_path / "w.pt")
+
+
+def test_checkpoint_without_a_state_dict_names_what_it_holds(tmp_path: Path):
+    torch.save({"epoch": 3, "loss": 0.5}, tmp_path / "w.pt")
+    with pytest.raises(InputError, match=r"holds no state dict.*\['epoch', 'loss'\]"):
+        load(make(), tmp_path / "w.pt")
+
+
+def test_paths_without_weights_are_named(tmp_path: Path):
+    with pytest.raises(InputError, match=r"no such file or folder"):
+        load(make(), tmp_path / "none")
+    with pytest.raises(InputError, match=r"holds none of weights\.safetensors, model\.safetensors"):
+        load(make(), tmp_path)
+
+
+# --- published weights ---
+
+
+def test_torchvisions_vgg16_gives_equal_features(tmp_path: Path):
+    from torchvision.models import vgg16
+
+    theirs, ours = vgg16(weights=None, init_weights=False).eval(), make("vgg16", classes=4, size=64, channels=3).eval()
+    theirs.classifier = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1000))  # the real top is 500 MB
+    head = ours.get_parameter("classifier.weight").clone()
+    torch.save(theirs.state_dict(), tmp_path / "vgg16.pth")
+    said = load(ours, tmp_path / "vgg16.pth", name="vgg16", size=64, channels=3)
+    assert "26 tensors" in said
+    assert "the head (classifier) starts fresh" in said
+    images = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(ours.get_submodule("features")(images), theirs.features(images))
+    assert torch.equal(ours.get_parameter("classifier.weight"), head)
+
+
+def publish(state: dict[str, torch.Tensor], folder: Path) -> str:
+    torch.save(state, folder / "file.pth")
+    digest = hashlib.sha256((folder / "file.pth").read_bytes()).hexdigest()
+    return (folder / "file.pth").rename(folder / f"vgg16-{digest[:8]}.pth").as_uri()
+
+
+def test_vgg16_is_downloaded_checked_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    published = make("vgg16", classes=9, size=32, channels=3, seed=8)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(vgg, "IMAGENET_URL", publish(published.state_dict(), tmp_path))
+    model = make("vgg16", size=32, channels=3, seed=9)
+    assert "starts fresh" in load(model, "", name="vgg16", size=32, channels=3)
+    assert differing(model.get_submodule("features"), published.get_submodule("features")) == set()
+    next(tmp_path.glob("vgg16-*.pth")).unlink()
+    load(model, "", name="vgg16", size=32, channels=3)  # from the cache
+
+
+def test_failed_or_corrupt_download_says_the_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
+    model = make("vgg16", size=32, channels=3)
+    mend = "could not download .*; give --weights FILE, or --no-pretrained to start from random weights"
+    monkeypatch.setattr(vgg, "IMAGENET_URL", (tmp_path / "vgg16-00000000.pth").as_uri())
+    with pytest.raises(InputError, match=mend):
+        load(model, "", name="vgg16", size=32, channels=3)
+    (tmp_path / "vgg16-00000000.pth").write_bytes(b"an error page")
+    with pytest.raises(InputError, match=f"invalid hash.*{mend[22:]}"):
+        load(model, "", name="vgg16", size=32, channels=3)
+
+
+@pytest.mark.parametrize("name", ["caltech-cnn", "mine:net"])
+def test_models_without_published_weights_say_so(name: str):
+    with pytest.raises(InputError, match=f"no weights are published for the model {name}; give --weights FILE"):
+        load(make("caltech-cnn", channels=3), "", name=name)
+
+
+@pytest.fixture
+def published_timm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """Let timm find the weights of a random little ViT for 160x160 RGB images at a file URL."""
+    import timm
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
+    model = timm.create_model("test_vit.r160_in1k")
+    torch.save(model.state_dict(), tmp_path / "vit.pth")
+    config = timm.get_pretrained_cfg("test_vit.r160_in1k")
+    assert config is not None
+    changed = {"hf_hub_id": None, "url": (tmp_path / "vit.pth").as_uri()}
+    registry = timm.models._registry._model_pretrained_cfgs  # timm offers no public way to point at another place
+    monkeypatch.setitem(registry, "test_vit.r160_in1k", type(config)(**{**config.__dict__, **changed}))
+    return model
+
+
+def test_timm_fits_published_weights_to_size_and_channels(published_timm: nn.Module):
+    name = "timm:test_vit.r160_in1k"
+    model, fresh = (make(name, classes=5, size=64) for _ in range(2))
+    said = load(model, "", name=name, size=64)
+    assert "the head (head) starts fresh" in said
+    head, adapted = {"head.weight", "head.bias"}, {"patch_embed.proj.weight", "pos_embed"}
+    assert differing(model, fresh) >= adapted
+    assert not differing(model, fresh) & head
+    theirs = published_timm.state_dict()
+    assert all(torch.equal(t, theirs[n]) for n, t in model.state_dict().items() if n not in head | adapted)
+
+
+def test_timm_head_of_the_published_size_is_kept(published_timm: nn.Module):
+    name = "timm:test_vit.r160_in1k"
+    model = make(name, classes=1000, size=160, channels=3)
+    state = torch.get_rng_state()
+    assert "the head included" in load(model, "", name=name, size=160, channels=3)
+    assert_equal_state(model, published_timm)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_timm_without_network_says_the_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    name = "timm:test_resnet"
+    with pytest.raises(
+        InputError, match=r"could not download timm/test_resnet.* give --weights FILE, or --no-pretrained"
+    ):
+        load(make(name, size=64, channels=3), "", name=name, size=64, channels=3)
+
+
+def test_timm_model_without_published_weights_says_so():
+    name = "timm:test_vit4"
+    with pytest.raises(InputError, match=f"no weights are published for the model {name}"):
+        load(make(name, size=32, channels=3), "", name=name, size=32, channels=3)
