@@ -6,6 +6,7 @@ into the run folder complete, so that the file alone repeats the run.
 
 import dataclasses
 import difflib
+import functools
 import tomllib
 import types
 import typing
@@ -78,6 +79,13 @@ class Optimizer:
             "must be two numbers, each at least 0 and less than 1",
         )
         _require(eps > 0, "optimizer.eps", eps, "must be greater than 0")
+
+
+SGD = functools.partial(Optimizer, name="sgd")
+Momentum = functools.partial(Optimizer, name="momentum")
+Adagrad = functools.partial(Optimizer, name="adagrad")
+Adam = functools.partial(Optimizer, name="adam")
+AdamW = functools.partial(Optimizer, name="adamw")
 
 
 @dataclass(frozen=True, kw_only=True)

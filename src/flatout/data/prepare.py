@@ -1,0 +1,84 @@
+"""From whatever the user names to the splits a run trains and tests on."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatout.data.feed import Samples
+from flatout.data.pack import Pack
+from flatout.data.source import Found, Source
+from flatout.data.split import carve
+from flatout.errors import InputError
+from flatout.recipe import Data
+
+# Enough images for mean and standard deviation to three digits.
+MEASURED_IMAGES = 5000
+
+
+def find(data: Any, classes: str = "") -> Found | Source:
+    """Recognise a path, or read arrays or torch data sets given in Python.
+
+    Raises:
+        InputError: nothing is there, or it is nothing that can be trained on.
+    """
+    from flatout.data.recognise import from_python, recognise
+
+    return recognise(Path(data), classes=classes) if isinstance(data, str | Path) else from_python(data)
+
+
+def splits_of(pack: Pack, data: Data, seed: int) -> dict[str, Samples]:
+    """Return the splits of a pack; what it lacks is carved out of its training images.
+
+    A validation split is carved where there is none, a test split only where there is neither. Both are stratified by
+    class and depend on the labels and the seed alone.
+    """
+    rows = {name: np.arange(start, stop) for name, (start, stop) in pack.splits.items()}
+    wanted = {"test": data.test_fraction, "valid": data.valid_fraction}
+    if len(rows) > 1:
+        del wanted["test"]
+    if "valid" in rows:
+        wanted.clear()
+    total = len(rows["train"])
+    for name, fraction in wanted.items():
+        # The fractions are of all training images, though the second split is carved from what the first left.
+        left = rows["train"]
+        kept, taken = carve(pack.labels[left], fraction * total / len(left), seed, stream=name)
+        if len(taken):
+            rows["train"], rows[name] = left[kept], left[taken]
+    order = [name for name in ("train", "valid", "test") if name in rows]
+    return {name: Samples(images=pack.images, rows=rows[name], labels=pack.labels[rows[name]]) for name in order}
+
+
+def measure(samples: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of each channel, of pixels scaled to 0..1, over evenly spaced images."""
+    positions = np.unique(np.linspace(0, len(samples) - 1, min(len(samples), MEASURED_IMAGES)).astype(np.int64))
+    sums, squares, count = 0.0, 0.0, 0
+    for chunk in np.array_split(positions, -(-len(positions) // 256)):
+        images = samples.read(chunk, np.empty((len(chunk), *samples.images.shape[1:]), np.uint8))
+        pixels = images.reshape(-1, images.shape[-1]).astype(np.float64) / 255
+        sums, squares, count = sums + pixels.sum(0), squares + np.square(pixels).sum(0), count + len(pixels)
+    mean = sums / count
+    std = np.sqrt(np.maximum(squares / count - np.square(mean), 1e-8))
+    return tuple(round(float(m), 4) for m in mean), tuple(round(max(float(s), 1e-4), 4) for s in std)
+
+
+def class_weights(labels: np.ndarray, classes: int) -> np.ndarray:
+    """Return float32 [classes], inversely proportional to the number of samples of each class, 1 on average over samples."""
+    counts = np.bincount(labels, minlength=classes)
+    present = counts > 0
+    weights = np.zeros(classes, np.float32)
+    weights[present] = len(labels) / (present.sum() * counts[present])
+    return weights
+
+
+def match_classes(pack: Pack, classes: tuple[str, ...]) -> np.ndarray:
+    """Return the labels of a pack as indices into `classes`, matched by name.
+
+    Raises:
+        InputError: the pack has a class that is not among them.
+    """
+    unknown = [name for name in pack.classes if name not in classes]
+    if unknown:
+        raise InputError(f"{pack.folder}: class {unknown[0]!r} is not one that the model knows: {', '.join(classes)}")
+    return np.array([classes.index(name) for name in pack.classes], np.int64)[pack.labels]

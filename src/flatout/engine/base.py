@@ -1,0 +1,74 @@
+"""What the training loop asks of an engine. One device or a thousand, the loop sees the same few calls."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from flatout.data.feed import Samples
+from flatout.data.order import Batch
+from flatout.metrics import Counts
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evaluation:
+    """The result of one pass over a split.
+
+    Attributes:
+        counts: sums over all samples, each counted once.
+        probabilities: float32 [N, K] in the order of the split.
+    """
+
+    counts: Counts
+    probabilities: np.ndarray
+
+
+class Engine(Protocol):
+    """Trains one model on all devices it was made for. Steps only enqueue work; `counts` waits for it."""
+
+    def describe(self) -> list[str]:
+        """Return sentences about the devices, threads and number formats in use."""
+        ...
+
+    def place(self, samples: Samples) -> Any:
+        """Bring a split to where the steps will read it; what is returned means something to the engine alone."""
+        ...
+
+    def begin_epoch(self, placed: Any, transforms: np.ndarray | None) -> None:
+        """Take the epoch's augmentation table (see `augment.epoch_transforms`)."""
+        ...
+
+    def feed(self, placed: Any, batches: Iterable[Batch]) -> Iterator[Any]:
+        """Yield the batches as the steps want them, prepared ahead of time."""
+        ...
+
+    def train_step(self, placed: Any, inputs: Any, learning_rate: float, seed: int) -> None:
+        """Update the state from one batch; `seed` decides what a dropout drops."""
+        ...
+
+    def evaluate(self, placed: Any) -> Evaluation:
+        """Run the model over a split, and wait for the result."""
+        ...
+
+    def counts(self) -> tuple[Counts, int | None]:
+        """Wait for all steps; return the sums since the last call and the first step whose loss was not finite.
+
+        Steps count from 0 since `begin_epoch`; None where all were finite.
+        """
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return a copy of everything that training changes: torch tensors on the CPU by name.
+
+        `model.NAME` holds parameters and buffers under their plain names, `optimizer.NAME.KEY` what the optimizer keeps.
+        """
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from a state that `state` returned, on this engine or another."""
+        ...
+
+    def peak_memory_bytes(self) -> int | None:
+        """Return the most device memory used so far; None where the device has no memory of its own."""
+        ...

@@ -1,0 +1,188 @@
+"""Settle a torch device: threads, number formats, memory; and decide by size where arrays live."""
+
+import contextlib
+import ctypes
+import os
+import sys
+import tempfile
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import psutil
+import torch
+
+from flatout.errors import InputError
+
+# Share of the free memory that images may take; the rest is for the model, its activations and everybody else.
+MEMORY_SHARE = 0.5
+
+Place = Literal["device", "memory", "disk"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How a device was settled: `precision` is what `auto` came to."""
+
+    device: torch.device
+    precision: str
+    threads: int
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which the model runs."""
+        if self.precision == "bf16":
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def describe(self) -> list[str]:
+        """Return sentences for the log."""
+        words = {
+            "fp32": "32-bit floats",
+            "tf32": "32-bit floats, matrix products and convolutions in TF32",
+            "bf16": "bfloat16 with 32-bit weights",
+        }
+        where = f"{self.threads} threads" if self.device.type == "cpu" else self._name()
+        return [f"{self.device.type}: {where}, {words[self.precision]}"]
+
+    def _name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "Apple GPU"
+
+
+def prepare(device: torch.device, precision: str) -> Setup:
+    """Settle a device for training: once a process, before the first step.
+
+    Raises:
+        InputError: the hardware lacks the precision asked for; unsupported formats are emulated, many times slower.
+    """
+    available = precisions(device)
+    if precision == "auto":
+        precision = "tf32" if "tf32" in available else "fp32"
+    if precision not in available:
+        raise InputError(f"precision = {precision!r}: {device.type} here has only {', '.join(available)}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+        format = "ieee" if precision == "fp32" else "tf32"
+        torch.backends.cuda.matmul.fp32_precision = format
+        torch.backends.cudnn.conv.fp32_precision = format  # pyright: ignore[reportAttributeAccessIssue]
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        threads = cpu_threads()
+        torch.set_num_threads(threads)
+        # Numbers near zero take a slow path in the processor, hundreds of cycles each.
+        torch.set_flush_denormal(True)
+        _keep_freed_memory()
+    return Setup(device=device, precision=precision, threads=threads)
+
+
+def precisions(device: torch.device) -> list[str]:
+    """Return the number formats that the device computes in hardware."""
+    found = ["fp32"]
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            found.append("tf32")
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            found.append("bf16")
+    elif device.type == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16", False):
+        found.append("bf16")
+    return found
+
+
+def cpu_threads() -> int:
+    """Return the cores this process may use, without second threads of a core; OMP_NUM_THREADS overrides."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdigit() and int(wanted) > 0:
+        return int(wanted)
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    physical = psutil.cpu_count(logical=False) or allowed
+    return max(1, min(allowed, physical))
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep freed blocks instead of handing them back to the kernel.
+
+    The activations of a step are megabytes each and freed at its end. By default every one is mapped and zeroed page by
+    page again in the next step, which took a seventh of the time of a small network's step.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mmap_max, trim_threshold = -4, -1
+        mallopt(mmap_max, 0)
+        mallopt(trim_threshold, 2**31 - 1)
+
+
+def placement(nbytes: int, device: torch.device, wanted: str) -> Place:
+    """Return where `nbytes` of images live: the device if they fit, else memory, else they stay on disk."""
+    if wanted in ("device", "memory", "disk"):
+        return wanted  # pyright: ignore[reportReturnType]
+    if nbytes <= MEMORY_SHARE * free_device_bytes(device):
+        return "device"
+    if device.type != "cpu" and nbytes <= MEMORY_SHARE * free_host_bytes():
+        return "memory"
+    return "disk"
+
+
+def allocate(count: int, like: torch.Tensor, device: torch.device, wanted: str) -> torch.Tensor | np.ndarray:
+    """Return room for `count` rows shaped as those of `like` [B, ...]: on the device, in memory or in a mapped file.
+
+    The file is float32 whatever `like` is; it is removed with the array, or when the process ends.
+
+    Raises:
+        InputError: neither memory nor the disk of temporary files has the room.
+    """
+    shape = (count, *like.shape[1:])
+    where = placement(count * like[0].nbytes, device, wanted)
+    if where == "device":
+        return torch.empty(shape, dtype=like.dtype, device=device)
+    if where == "memory":
+        return np.empty(shape, np.float32)
+    needed = 4 * int(np.prod(shape))
+    handle, name = tempfile.mkstemp(prefix="flatout-features-")
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, needed)
+        rows = np.memmap(name, np.float32, "r+" if os.fstat(handle).st_size else "w+", shape=shape)
+    except OSError as error:
+        Path(name).unlink()
+        raise InputError(
+            f"{Path(name).parent}: no room for {needed / 2**30:.1f} GiB of cached features ({error.strerror}); "
+            "point TMPDIR to a larger disk"
+        ) from None
+    finally:
+        os.close(handle)
+    weakref.finalize(rows, Path(name).unlink, missing_ok=True)
+    return rows
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Return the free memory of a device; the CPU's is the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return free_host_bytes()
+
+
+def free_host_bytes() -> int:
+    """Return the memory that can be taken without swapping, within the limit of a container."""
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        free = min(free, limit - used)
+    return free
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Return the most memory torch held on the device; None where that is the host's memory."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def peak_rss_bytes() -> int:
+    """Return the most memory this process ever held."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

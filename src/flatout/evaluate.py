@@ -1,0 +1,52 @@
+"""Evaluate a finished run, on its own test data or on other data."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout.console import Console
+from flatout.data.feed import Samples
+from flatout.errors import InputError
+
+if TYPE_CHECKING:
+    from flatout.run import Run
+
+
+def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Console) -> dict[str, Any]:
+    """See `Run.evaluate`."""
+    from flatout.data.pack import PackSettings, cache_folder, load_pack
+    from flatout.data.prepare import find, match_classes, splits_of
+    from flatout.engine.choose import make_engine
+
+    recipe = run.recipe
+    other = data is not None
+    if not other and not recipe.data.path:
+        raise InputError(f"{run.path}: its data was given in Python; say what to evaluate on")
+    found = find(data if other else recipe.data.path, recipe.data.classes)
+    settings = PackSettings(
+        size=recipe.image_size,
+        channels=recipe.channels,
+        resize=recipe.data.resize,
+        on_bad_image=recipe.data.on_bad_image,
+        max_bad_share=recipe.data.max_bad_share,
+    )
+    pack = load_pack(found, settings, cache=cache_folder(), report=console)
+    console.finish()
+    console.note(pack.describe())
+    labels = match_classes(pack, run.classes)
+    if other and len(pack.splits) == 1:
+        split, samples = "all", Samples(images=pack.images, rows=np.arange(len(labels)), labels=labels)
+    else:
+        splits = splits_of(pack, recipe.data, recipe.seed)
+        split = next((name for name in ("test", "valid") if name in splits), "train")
+        rows = splits[split].rows
+        samples = Samples(images=pack.images, rows=rows, labels=labels[rows])
+    # The engine trains nothing here, so what is frozen does not matter, and nothing is worth caching.
+    built = make_engine(
+        run.model, recipe, engine=engine, devices=devices, report=console.note, cache_prefix=False, capture=False
+    )
+    counts = built.evaluate(built.place(samples)).counts
+    name = "valid" if split == "valid" else "test"
+    figures = {"loss": counts.loss, "accuracy": counts.accuracy, "correct": counts.correct, "count": counts.count}
+    named = {f"{name}_{key}": value for key, value in figures.items()}
+    return {"run": str(run.path), "split": split, **named, "devices": devices, "engine": engine}

@@ -1,0 +1,38 @@
+"""Every random number in flatout: a function of (seed, stream, index), never a state.
+
+Any process can compute any number again at any time, so a run means the same on every engine, on every number of
+devices and after every resume. The generator is NumPy's Philox, a counter-based generator (Salmon et al., "Parallel
+random numbers: as easy as 1, 2, 3", SC 2011). Only its raw 64-bit output is used: NumPy promises that this never
+changes, which it does not promise of shuffles and distributions.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+
+
+class Stream(IntEnum):
+    """What the numbers are for; streams never overlap."""
+
+    ORDER = 1
+    AUGMENT = 2
+    SPLIT = 3
+    STEP = 4
+    PICTURES = 5
+
+
+def raw(seed: int, stream: Stream, index: int, count: int) -> np.ndarray:
+    """Return `count` uniform 64-bit integers (uint64 [count]) for one index, such as an epoch, of one stream."""
+    key = np.array([seed, (int(stream) << 48) | index], dtype=np.uint64)
+    return np.random.Philox(key=key).random_raw(count)
+
+
+def uniform(seed: int, stream: Stream, index: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Return uniform numbers in [0, 1), float64 of the given shape, with 53 random bits each."""
+    count = int(np.prod(shape))
+    return ((raw(seed, stream, index, count) >> np.uint64(11)) * 2.0**-53).reshape(shape)
+
+
+def permutation(seed: int, stream: Stream, index: int, count: int) -> np.ndarray:
+    """Return a random permutation of 0..count-1, int64 [count]."""
+    return np.argsort(raw(seed, stream, index, count), kind="stable")

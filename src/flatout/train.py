@@ -1,0 +1,252 @@
+"""The training loop: epochs, evaluation, schedule, the best weights, when to stop. It knows no device.
+
+The loop's position is (epoch, step); everything else it needs is a function of that, the seed and the history, so it can
+begin anywhere.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flatout.augment import epoch_transforms
+from flatout.data.order import steps_per_epoch, training_batches
+from flatout.engine.base import Engine
+from flatout.errors import TrainingFailed
+from flatout.metrics import NO_COUNTS, Counts
+from flatout.randomness import Stream, raw
+from flatout.recipe import Recipe
+from flatout.schedule import learning_rate
+
+
+class Stopped(Exception):
+    """The user or the system asked the run to end; `signal_number` says how."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+        self.signal_number = signal_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """One line of metrics.jsonl. Losses are means, accuracies fractions; None where a split is missing."""
+
+    epoch: int
+    step: int
+    learning_rate: float
+    train_loss: float
+    train_accuracy: float
+    valid_loss: float | None
+    valid_accuracy: float | None
+    test_loss: float | None
+    test_accuracy: float | None
+    images: int
+    seconds: float
+    images_per_second: float
+
+
+@dataclass(kw_only=True, eq=False)
+class Progress:
+    """How far a run has come: with the engine's state, all that a checkpoint needs.
+
+    Attributes:
+        epoch, step: finished epochs, and finished steps of the next one.
+        history: a record of every finished epoch.
+        counts: sums over the finished steps of the unfinished epoch.
+        best_epoch: the epoch, from 1, whose weights `best` holds; 0 for none.
+        best: the engine's state at the best epoch, model tensors only.
+        train_seconds, evaluate_seconds, wait_seconds: time in training epochs, in evaluation, and waiting for input.
+        epoch_seconds: the part of train_seconds spent in the unfinished epoch.
+        images_trained: images in all finished steps.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    history: list[EpochRecord] = field(default_factory=list)
+    counts: Counts = NO_COUNTS
+    best_epoch: int = 0
+    best: dict[str, Any] = field(default_factory=dict)
+    train_seconds: float = 0.0
+    evaluate_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    epoch_seconds: float = 0.0
+    images_trained: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Callbacks:
+    """What the loop tells its caller.
+
+    Attributes:
+        step: after every step, with the progress and the number of images of the step; may raise `Stopped`.
+        poll: whether to fetch the running loss now, which waits for the device; asked after every step.
+        loss: takes the mean loss and the number of steps since it was last told.
+        epoch: after every epoch, its evaluation and the choice of the best weights.
+    """
+
+    step: Callable[[Progress, int], None]
+    poll: Callable[[Progress], bool]
+    loss: Callable[[Progress, float], None]
+    epoch: Callable[[Progress], None]
+
+
+def train(engine: Engine, recipe: Recipe, placed: dict[str, Any], count: int, progress: Progress, tell: Callbacks) -> str:
+    """Train from where `progress` stands to the end of the recipe, updating it.
+
+    Args:
+        engine: holds the model.
+        recipe: what to do.
+        placed: the splits, by name, as the engine placed them.
+        count: the number of training images.
+        progress: where to begin; it always matches the engine's state when this returns or raises `Stopped`.
+        tell: callbacks.
+
+    Returns:
+        Why training ended before the last epoch, as words; empty if it did not.
+
+    Raises:
+        TrainingFailed: a loss was not finite; the message names epoch and step.
+        Stopped: raised by a callback.
+    """
+    steps = steps_per_epoch(count, recipe.batch_size, recipe.drop_last)
+    while progress.epoch < recipe.epochs:
+        rate = _train_epoch(engine, recipe, placed["train"], count, steps, progress, tell)
+        record = _finish_epoch(engine, recipe, placed, steps, rate, progress)
+        progress.history.append(record)
+        _keep_best(engine, recipe, progress)
+        tell.epoch(progress)
+        waited = progress.epoch - progress.best_epoch
+        if recipe.early_stopping and progress.best_epoch and waited >= recipe.early_stopping:
+            return f"early stopping: no better validation result in {waited} epochs"
+    return ""
+
+
+def _train_epoch(
+    engine: Engine, recipe: Recipe, train: Any, count: int, steps: int, progress: Progress, tell: Callbacks
+) -> float:
+    """Run the steps of one epoch that are left; return the last learning rate."""
+    epoch, clock, rate = progress.epoch, _Clock(progress), recipe.optimizer.lr
+    watched = _watched_losses(progress.history)
+    batches = training_batches(recipe.seed, epoch, count, recipe.batch_size, recipe.drop_last, start=progress.step)
+    engine.begin_epoch(train, epoch_transforms(recipe.augment, recipe.seed, epoch, count))
+    seeds = raw(recipe.seed, Stream.STEP, epoch, steps) >> np.uint64(1)
+    first_step = progress.step
+    for inputs in clock.waiting(engine.feed(train, batches)):
+        rate = learning_rate(recipe, epoch * steps + progress.step, steps, watched)
+        engine.train_step(train, inputs, rate, int(seeds[progress.step]))
+        progress.step += 1
+        images = min(recipe.batch_size, count - (progress.step - 1) * recipe.batch_size)
+        progress.images_trained += images
+        clock.tick()
+        if tell.poll(progress):
+            tell.loss(progress, _fetch_counts(engine, progress, first_step).loss)
+        try:
+            tell.step(progress, images)
+        except Stopped:
+            _fetch_counts(engine, progress, first_step)
+            raise
+    _fetch_counts(engine, progress, first_step)
+    clock.tick()
+    return rate
+
+
+def _fetch_counts(engine: Engine, progress: Progress, first_step: int) -> Counts:
+    """Wait for the device and add what it counted to the epoch's sums; return what was added."""
+    counts, bad_step = engine.counts()
+    if bad_step is not None:
+        raise TrainingFailed(
+            f"the loss is not finite in epoch {progress.epoch + 1}, step {first_step + bad_step + 1}; a lower "
+            "optimizer.lr is the usual mend. The weights of the last good epoch are kept."
+        )
+    progress.counts += counts
+    return counts
+
+
+def _finish_epoch(
+    engine: Engine, recipe: Recipe, placed: dict[str, Any], steps: int, rate: float, progress: Progress
+) -> EpochRecord:
+    began = time.perf_counter()
+    # The test split is looked at after every epoch only where no validation split exists, and decides nothing.
+    watched = "valid" if "valid" in placed else "test"
+    evaluated = {watched: engine.evaluate(placed[watched]).counts} if watched in placed else {}
+    progress.evaluate_seconds += time.perf_counter() - began
+    counts, seconds = progress.counts, progress.epoch_seconds
+    progress.epoch, progress.step, progress.counts, progress.epoch_seconds = progress.epoch + 1, 0, NO_COUNTS, 0.0
+    results = {}
+    for name in ("valid", "test"):
+        split = evaluated.get(name)
+        results[f"{name}_loss"] = split.loss if split else None
+        results[f"{name}_accuracy"] = split.accuracy if split else None
+    return EpochRecord(
+        epoch=progress.epoch,
+        step=progress.epoch * steps,
+        learning_rate=rate,
+        train_loss=counts.loss,
+        train_accuracy=counts.accuracy,
+        images=counts.count,
+        seconds=seconds,
+        images_per_second=counts.count / seconds if seconds else 0.0,
+        **results,
+    )
+
+
+def _watched_losses(history: list[EpochRecord]) -> list[float]:
+    """Return the losses that the plateau schedule watches: validation, or training where there is none."""
+    return [r.train_loss if r.valid_loss is None else r.valid_loss for r in history]
+
+
+def _keep_best(engine: Engine, recipe: Recipe, progress: Progress) -> None:
+    """Keep the weights if this epoch is the best by validation accuracy, the lower loss deciding between equals."""
+    record = progress.history[-1]
+    if recipe.keep != "best" or record.valid_accuracy is None:
+        return
+
+    def merit(r: EpochRecord) -> tuple[float, float]:
+        loss = r.valid_loss if r.valid_loss is not None and math.isfinite(r.valid_loss) else math.inf
+        return (r.valid_accuracy or 0.0, -loss)
+
+    if progress.best_epoch == 0 or merit(record) > merit(progress.history[progress.best_epoch - 1]):
+        progress.best_epoch = record.epoch
+        progress.best = {k: v for k, v in engine.state().items() if k.startswith("model.")}
+
+
+class _Clock:
+    """Adds the time of an epoch to the progress as it passes."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._last = progress, time.perf_counter()
+
+    def tick(self) -> None:
+        """Count the time since the last tick as training."""
+        now = time.perf_counter()
+        self._progress.train_seconds += now - self._last
+        self._progress.epoch_seconds += now - self._last
+        self._last = now
+
+    def waiting(self, inputs: Iterator[Any]) -> Iterator[Any]:
+        """Yield inputs, counting the time they take to come."""
+        while True:
+            began = time.perf_counter()
+            item = next(inputs, None)
+            self._progress.wait_seconds += time.perf_counter() - began
+            if item is None:
+                return
+            yield item
+
+
+def to_plain(progress: Progress) -> dict[str, Any]:
+    """Return the progress without tensors as plain values, for a checkpoint."""
+    fields = {f.name: getattr(progress, f.name) for f in dataclasses.fields(progress) if f.name != "best"}
+    fields["history"] = [dataclasses.asdict(record) for record in progress.history]
+    fields["counts"] = dataclasses.asdict(progress.counts)
+    return fields
+
+
+def from_plain(fields: dict[str, Any], best: dict[str, Any]) -> Progress:
+    """Return the progress that `to_plain` wrote."""
+    history = [EpochRecord(**record) for record in fields["history"]]
+    return Progress(**{**fields, "history": history, "counts": Counts(**fields["counts"]), "best": best})

@@ -1,0 +1,165 @@
+"""The engine against a plain hand-written torch loop, which is the oracle."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from flatout.data.feed import Samples
+from flatout.data.order import training_batches
+from flatout.engine.torch import TorchEngine
+from flatout.recipe import Optimizer, Recipe
+from flatout.train import Callbacks, Progress, train
+
+SILENT = Callbacks(
+    step=lambda progress, images: None,
+    poll=lambda progress: False,
+    loss=lambda progress, loss: None,
+    epoch=lambda progress: None,
+)
+
+
+def make_samples(count: int = 70, size: int = 12, channels: int = 1, classes: int = 5) -> Samples:
+    rng = np.random.default_rng(7)
+    images = rng.integers(0, 256, (count, size, size, channels), dtype=np.uint8)
+    return Samples(images=images, rows=np.arange(count), labels=rng.integers(0, classes, count))
+
+
+def make_net(channels: int = 1, classes: int = 5) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 3),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.BatchNorm2d(6),
+        nn.Conv2d(6, 8, 3),
+        nn.ReLU(),
+        nn.BatchNorm2d(8),
+        nn.Flatten(),
+        nn.Linear(72, classes),
+    )
+
+
+def make_recipe(**changes: object) -> Recipe:
+    base = Recipe(model="test", image_size=12, channels=1, epochs=2, batch_size=16)
+    return base.override({"data.mean": [0.4], "data.std": [0.3], "keep": "last", **changes})
+
+
+def plain_loop(net: nn.Module, samples: Samples, recipe: Recipe, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """Train as anybody would by hand: the short last batch is simply short."""
+    pixels = torch.from_numpy(samples.images[samples.rows]).permute(0, 3, 1, 2).float() / 255
+    mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
+    x = (pixels - mean[:, None, None]) / std[:, None, None]
+    y = torch.from_numpy(samples.labels)
+    net.train()
+    for epoch in range(recipe.epochs):
+        for batch in training_batches(recipe.seed, epoch, len(samples), recipe.batch_size, recipe.drop_last):
+            chosen = torch.from_numpy(batch.samples[: batch.count])
+            optimizer.zero_grad()
+            functional.cross_entropy(net(x[chosen]), y[chosen], label_smoothing=recipe.label_smoothing).backward()
+            optimizer.step()
+    return net
+
+
+def engine_weights(net: nn.Module, samples: Samples, recipe: Recipe, **options: object) -> dict[str, torch.Tensor]:
+    engine = TorchEngine(net, recipe, **options)  # type: ignore[arg-type]
+    train(engine, recipe, {"train": engine.place(samples)}, len(samples), Progress(), SILENT)
+    return {k.removeprefix("model."): v for k, v in engine.state().items() if k.startswith("model.")}
+
+
+OPTIMIZERS = {
+    "sgd": (Optimizer(name="sgd", lr=0.05), lambda p: torch.optim.SGD(p, lr=0.05)),
+    "momentum": (
+        Optimizer(name="sgd", lr=0.05, momentum=0.9, dampening=0.1, weight_decay=1e-3),
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=1e-3),
+    ),
+    "nesterov": (
+        Optimizer(name="momentum", lr=0.05, nesterov=True),
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    ),
+    "adagrad": (Optimizer(name="adagrad", lr=0.01), lambda p: torch.optim.Adagrad(p, lr=0.01)),
+    "adam": (Optimizer(name="adam", lr=0.001), lambda p: torch.optim.Adam(p, lr=0.001)),
+    "adamw": (
+        Optimizer(name="adamw", lr=0.001, weight_decay=0.01),
+        lambda p: torch.optim.AdamW(p, lr=0.001, weight_decay=0.01),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equals_plain_loop(name: str) -> None:
+    """Two epochs with a short last batch (70 = 4 * 16 + 6) and batch normalisation."""
+    section, make = OPTIMIZERS[name]
+    samples = make_samples()
+    recipe = make_recipe().override({f"optimizer.{k}": v for k, v in vars(section).items()})
+    net = make_net()
+    expected = plain_loop(net, samples, recipe, make(net.parameters())).state_dict()
+    found = engine_weights(make_net(), samples, recipe)
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_the_comparison_can_fail() -> None:
+    samples, recipe = make_samples(), make_recipe(**{"optimizer.lr": 0.05})
+    net = make_net()
+    expected = plain_loop(net, samples, recipe, torch.optim.SGD(net.parameters(), lr=0.051)).state_dict()
+    found = engine_weights(make_net(), samples, recipe)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(found["0.weight"], expected["0.weight"], rtol=1e-3, atol=2e-5)
+
+
+def test_label_smoothing_and_drop_last() -> None:
+    samples = make_samples()
+    recipe = make_recipe(label_smoothing=0.1, drop_last=True, **{"optimizer.lr": 0.05})
+    net = make_net()
+    expected = plain_loop(net, samples, recipe, torch.optim.SGD(net.parameters(), lr=0.05)).state_dict()
+    found = engine_weights(make_net(), samples, recipe)
+    torch.testing.assert_close(found["8.weight"], expected["8.weight"], rtol=1e-3, atol=2e-5)
+
+
+def test_class_weights_equal_torchs() -> None:
+    samples, recipe = make_samples(), make_recipe(epochs=1, batch_size=70)
+    weights = np.array([0.5, 1, 2, 1, 1], np.float32)
+    net = make_net().train()
+    x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    functional.cross_entropy(net(x), torch.from_numpy(samples.labels), weight=torch.from_numpy(weights)).backward()
+    optimizer.step()
+    found = engine_weights(make_net(), samples, recipe, class_weights=weights)
+    torch.testing.assert_close(found["8.weight"], net.state_dict()["8.weight"], rtol=1e-4, atol=1e-6)
+
+
+def test_same_seed_gives_the_same_bits() -> None:
+    samples, recipe = make_samples(), make_recipe(**{"augment.rotate": 10.0, "augment.flip": True})
+    first, second = (engine_weights(make_net(), samples, recipe) for _ in range(2))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    other = engine_weights(make_net(), samples, recipe.override({"seed": 2}))
+    assert not torch.equal(first["0.weight"], other["0.weight"])
+
+
+@pytest.mark.parametrize("placement", ["device", "memory", "disk"])
+def test_where_the_images_live_changes_nothing(placement: str, tmp_path) -> None:
+    samples = make_samples()
+    np.save(tmp_path / "images.npy", samples.images)
+    mapped = Samples(images=np.load(tmp_path / "images.npy", mmap_mode="r"), rows=samples.rows, labels=samples.labels)
+    expected = engine_weights(make_net(), samples, make_recipe())
+    found = engine_weights(make_net(), mapped, make_recipe(**{"data.placement": placement}))
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_counts_are_of_every_sample_once() -> None:
+    samples, recipe = make_samples(), make_recipe()
+    engine = TorchEngine(make_net(), recipe)
+    progress = Progress()
+    placed = engine.place(samples)
+    train(engine, recipe, {"train": placed, "valid": placed}, len(samples), progress, SILENT)
+    assert [r.images for r in progress.history] == [70, 70]
+    assert progress.images_trained == 140
+    result = engine.evaluate(placed)
+    assert result.counts.count == 70
+    assert result.probabilities.shape == (70, 5)
+    right = int((result.probabilities.argmax(1) == samples.labels).sum())
+    assert result.counts.correct == right
+    assert progress.history[-1].valid_accuracy == right / 70

@@ -1,0 +1,95 @@
+"""Batch normalisation over the samples that count, against torch's own."""
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.engine.batch_norm import BatchStatistics
+from flatout.errors import TrainingFailed
+
+SHAPES = [(6, 5), (6, 3, 7), (6, 10, 4, 4), (6, 70, 3, 5), (4, 4, 3, 3, 3)]
+
+
+def norm_for(x: torch.Tensor, **options: object) -> nn.Module:
+    cls = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[x.ndim]
+    norm = cls(x.shape[1], **options)  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    if norm.affine:
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    return norm
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}])
+def test_equals_torchs(shape: tuple[int, ...], options: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    x, weights = torch.randn(shape) * 3 + 2, torch.randn(shape)
+    results = []
+    for ours in (False, True):
+        norm, inputs = norm_for(x, **options), x.clone().requires_grad_()
+        if ours:
+            with BatchStatistics(shape[0]):
+                y = norm(inputs)
+        else:
+            y = norm(inputs)
+        (y * weights).sum().backward()
+        results.append([y, inputs.grad, *(p.grad for p in norm.parameters()), *norm.buffers()])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_padding_enters_nothing(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    count = shape[0] - 2
+    x, weights = torch.randn(shape), torch.randn(shape)
+    weights[count:] = 0
+    norm, inputs = norm_for(x), x.clone().requires_grad_()
+    (norm(inputs[:count]) * weights[:count]).sum().backward()
+    padded, padded_inputs = norm_for(x), x.clone()
+    padded_inputs[count:] = 1e6
+    padded_inputs.requires_grad_()
+    statistics = BatchStatistics(shape[0])
+    statistics.count = count
+    with statistics:
+        y = padded(padded_inputs)
+    (y * weights).sum().backward()
+    assert inputs.grad is not None
+    assert padded_inputs.grad is not None
+    torch.testing.assert_close(padded_inputs.grad[:count], inputs.grad[:count], rtol=1e-4, atol=1e-5)
+    assert not padded_inputs.grad[count:].any()
+    for (_, expected), (name, found) in zip(norm.named_buffers(), padded.named_buffers(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
+    for expected, found in zip(norm.parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_are_those_of_the_function() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 2, 2, requires_grad=True)
+    norm = nn.BatchNorm2d(3)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        with BatchStatistics(4):
+            return (norm(x) ** 3).sum()
+
+    value = loss(x)
+    (gradient,) = torch.autograd.grad(value, x)
+    step = torch.randn_like(x) * 1e-2
+    numeric = (loss(x + step) - loss(x - step)) / 2
+    torch.testing.assert_close((gradient * step).sum(), numeric, rtol=1e-2, atol=1e-4)
+
+
+def test_evaluation_is_torchs_own() -> None:
+    x, norm = torch.randn(2, 3, 4, 4), nn.BatchNorm2d(3).eval()
+    expected = norm(x)
+    with BatchStatistics(2):
+        assert torch.equal(norm(x), expected)
+
+
+def test_one_value_per_channel_is_refused() -> None:
+    statistics = BatchStatistics(4)
+    statistics.count = 1
+    with statistics, pytest.raises(TrainingFailed, match="batch_size"):
+        nn.BatchNorm1d(3)(torch.randn(4, 3))

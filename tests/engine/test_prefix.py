@@ -1,0 +1,122 @@
+"""The frozen prefix: found where it is, cached, and equal to the uncached run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from flatout.engine.prefix import cut_frozen_prefix
+from flatout.engine.torch import TorchEngine
+from flatout.models.freeze import freeze, set_train_mode
+from flatout.models.load import build
+from flatout.recipe import Recipe
+from tests.engine.test_against_plain_loop import engine_weights, make_net, make_recipe, make_samples
+
+
+def frozen_net() -> nn.Module:
+    net = make_net()
+    for index in (0, 3):
+        for parameter in net[index].parameters():  # type: ignore[index]
+            parameter.requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize("placement", ["auto", "memory", "disk"])
+def test_cached_equals_uncached(placement: str) -> None:
+    recipe = make_recipe(**{"optimizer.lr": 0.05, "data.placement": placement})
+    sentences: list[str] = []
+    cached = engine_weights(frozen_net(), make_samples(), recipe, report=sentences.append)
+    uncached = engine_weights(frozen_net(), make_samples(), recipe, cache_prefix=False)
+    assert "computed once" in " ".join(sentences)
+    assert cached.keys() == uncached.keys()
+    assert all(torch.equal(cached[key], uncached[key]) for key in cached)
+    assert not torch.equal(cached["8.weight"], make_net().state_dict()["8.weight"])
+
+
+def test_evaluation_through_the_cache_is_the_same() -> None:
+    results = []
+    for cache in (True, False):
+        engine = TorchEngine(frozen_net(), make_recipe(), cache_prefix=cache)
+        results.append(engine.evaluate(engine.place(make_samples())))
+    assert results[0].counts == results[1].counts
+    assert (results[0].probabilities == results[1].probabilities).all()
+
+
+def test_no_cut_with_augmentation_or_nothing_frozen() -> None:
+    net = frozen_net()
+    set_train_mode(net)
+    assert cut_frozen_prefix(net) is not None
+    sentences: list[str] = []
+    TorchEngine(frozen_net(), make_recipe(**{"augment.flip": True}), report=sentences.append)
+    assert sentences == []
+    assert cut_frozen_prefix(make_net().train()) is None
+
+
+class Branching(nn.Module):
+    """A residual block whose skip passes a frozen layer: the only safe cut is after the addition."""
+
+    def __init__(self, drop: bool = False) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.head = nn.Linear(4, 5)
+        self.drop = drop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        if self.drop:
+            x = functional.dropout(x, 0.5, training=self.training)
+        x = functional.relu(x + self.block(x))
+        return self.head(x.mean((2, 3)))
+
+
+def test_cuts_only_where_one_value_carries_everything() -> None:
+    net = Branching()
+    freeze(net, "block.*,stem.*")
+    set_train_mode(net)
+    cut = cut_frozen_prefix(net)
+    assert cut is not None
+    x = torch.randn(3, 1, 8, 8)
+    assert cut.at.startswith("mean")
+    assert torch.equal(net(x), cut.train_suffix(cut.prefix(x)))
+    partly = Branching()
+    freeze(partly, "stem.*")
+    set_train_mode(partly)
+    inner = cut_frozen_prefix(partly)
+    assert inner is not None
+    assert inner.at == "stem"
+
+
+def test_dropout_ends_the_prefix() -> None:
+    net = Branching(drop=True)
+    freeze(net, "block.*,stem.*")
+    set_train_mode(net)
+    cut = cut_frozen_prefix(net)
+    assert cut is not None
+    assert cut.at == "stem"
+
+
+def test_vgg16_keeps_block_five(tmp_path: Path) -> None:
+    net = build("vgg16", num_classes=4, image_size=32, channels=3, seed=1)
+    freeze(net, "all-but-last-4")
+    set_train_mode(net)
+    cut = cut_frozen_prefix(net)
+    assert cut is not None
+    assert cut.layers == 10
+    assert sum(p.numel() for p in cut.train_suffix.parameters()) == 3 * (512 * 512 * 9 + 512) + 512 * 4 + 4
+
+
+def test_timm_resnet_with_frozen_batch_norm() -> None:
+    net = build("timm:resnet18", num_classes=3, image_size=32, channels=3, seed=1)
+    freeze(net, "conv1.*,bn1.*,layer1.*,layer2.*")
+    recipe = Recipe(model="timm:resnet18", image_size=32, epochs=1, batch_size=8).override(
+        {"data.mean": [0.5], "data.std": [0.5], "keep": "last"}
+    )
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    sentences: list[str] = []
+    after = engine_weights(net, make_samples(20, 32, 3, 3), recipe, report=sentences.append)
+    assert sentences
+    for key, value in before.items():
+        frozen = key.startswith(("conv1", "bn1", "layer1", "layer2"))
+        assert torch.equal(after[key], value) == frozen or key.endswith("num_batches_tracked"), key
