@@ -322,7 +322,9 @@ def publish(state: dict[str, torch.Tensor], folder: Path) -> str:
     return (folder / "file.pth").rename(folder / f"vgg16-{digest[:8]}.pth").as_uri()
 
 
-def test_vgg16_is_downloaded_checked_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_vgg16_is_downloaded_checked_and_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     published = make("vgg16", classes=9, size=32, channels=3, seed=8)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(vgg, "IMAGENET_URL", publish(published.state_dict(), tmp_path))
@@ -331,6 +333,7 @@ def test_vgg16_is_downloaded_checked_and_cached(tmp_path: Path, monkeypatch: pyt
     assert differing(model.get_submodule("features"), published.get_submodule("features")) == set()
     next(tmp_path.glob("vgg16-*.pth")).unlink()
     load(model, "", name="vgg16", size=32, channels=3)  # from the cache
+    assert capsys.readouterr().out == ""
 
 
 def test_failed_or_corrupt_download_says_the_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 Nothing read here can execute code: files are safetensors, or torch checkpoints read with `weights_only=True`.
 """
 
+import contextlib
 import pickle
 import re
 import sys
@@ -62,9 +63,10 @@ def _load_vgg16(model: "nn.Module", report: Callable[[str], None]) -> None:
     from flatout.models import vgg
 
     try:
-        tensors = torch.hub.load_state_dict_from_url(
-            vgg.IMAGENET_URL, map_location="cpu", weights_only=True, check_hash=True, progress=sys.stderr.isatty()
-        )
+        with contextlib.redirect_stdout(sys.stderr):  # torch.hub reports on stdout, which belongs to --json
+            tensors = torch.hub.load_state_dict_from_url(
+                vgg.IMAGENET_URL, map_location="cpu", weights_only=True, check_hash=True, progress=sys.stderr.isatty()
+            )
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:  # RuntimeError: what came has another hash
         raise InputError(f"could not download {vgg.IMAGENET_URL} ({first_line(error)}); {_MEND}") from error
     _fit(model, tensors, vgg.IMAGENET_URL, report)
@@ -78,7 +80,7 @@ def _load_timm(model: "nn.Module", name: str, image_size: int, channels: int, re
         raise InputError(f"no weights are published for the model {name}; {_MEND}")
     num_outputs: int = model.num_classes  # type: ignore[assignment]
     try:
-        with seeded(0):
+        with seeded(0), contextlib.redirect_stdout(sys.stderr):
             published = create_timm(name, num_outputs, image_size, channels, pretrained=True)
     except OSError as error:
         raise InputError(f"could not download {source} for {name} ({first_line(error)}); {_MEND}") from error
