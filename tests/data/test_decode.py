@@ -1,0 +1,313 @@
+import io
+import struct
+import warnings
+import zlib
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile, ImageOps
+
+from flatout.data.decode import MAX_PIXELS, BadImage, decode_image, read_header, resize_images
+
+
+def smooth_picture(width: int, height: int) -> Image.Image:
+    """A picture without symmetry, whose colours survive JPEG."""
+    y, x = np.mgrid[0:height, 0:width] / [[[height]], [[width]]]
+    return Image.fromarray(np.stack([255 * x, 255 * y, 128 + 100 * x * y], axis=-1).astype(np.uint8))
+
+
+def saved(image: Image.Image, path: Path, **options) -> Path:
+    image.save(path, **options)
+    return path
+
+
+def reference(image: Image.Image, size: int, channels: int, resize: str = "stretch") -> np.ndarray:
+    """What Pillow makes of it, int [size, size, channels]; the crop begins where `decode_image` says it does."""
+    image = ImageOps.exif_transpose(image).convert("RGB" if channels == 3 else "L")
+    if resize == "crop":
+        side = min(image.size)
+        grid = next((k for k in (8, 4, 2) if side >= 2 * k * size), 1)
+        left, top = ((extent - side) // 2 // grid * grid for extent in image.size)
+        image = image.crop((left, top, left + side, top + side))
+    resized = image.resize((size, size), Image.Resampling.BILINEAR)
+    return np.asarray(resized).reshape(size, size, channels).astype(int)
+
+
+def distance(path: Path, size: int, channels: int = 3, resize: str = "stretch") -> np.ndarray:
+    with Image.open(path) as image:
+        expected = reference(image, size, channels, resize)
+    got = decode_image(path, size=size, channels=channels, resize=resize)
+    assert got.dtype == np.uint8
+    assert got.flags.c_contiguous
+    return np.abs(got - expected)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(BadImage) as caught:
+        decode_image(path, size=8, channels=3, resize="stretch")
+    return caught.value.reason
+
+
+# Against Pillow, on real photographs
+
+
+@pytest.mark.parametrize("resize", ["stretch", "crop"])
+@pytest.mark.parametrize("channels", [3, 1])
+def test_photographs_are_as_pillow_makes_them_within_the_stated_bound(shared_data, channels, resize):
+    bounds = {"under 2": (2, 0.05) if channels == 3 else (16, 0.1), "from 2": (16, 0.2), "DCT": (40, 0.7)}
+    for folder in ("cats-dogs/training_set", "caltech101", "oct"):
+        differences = defaultdict(list)
+        files = sorted(p for p in (shared_data / folder).rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))
+        for file in files[:: len(files) // 40]:
+            with Image.open(file) as image:
+                shorter = min(image.size)
+            for size in (32, 64, 128, 224):
+                reduction = shorter / size
+                kind = "DCT" if reduction >= 4 else "from 2" if reduction >= 2 else "under 2"
+                differences[kind].append(distance(file, size, channels, resize).ravel())
+        assert "DCT" in differences
+        assert "from 2" in differences
+        for kind, parts in differences.items():
+            values = np.concatenate(parts)
+            highest, mean = bounds[kind]
+            assert values.max() <= highest, (folder, kind)
+            assert values.mean() <= mean, (folder, kind)
+
+
+def test_arrays_are_resized_as_files_are(tmp_path):
+    picture = smooth_picture(90, 70)
+    file = saved(picture, tmp_path / "a.png")
+    images = np.stack([np.asarray(picture)] * 3)
+    images.flags.writeable = False
+    for size in (16, 70, 128):
+        for channels in (1, 3):
+            for resize in ("stretch", "crop"):
+                expected = decode_image(file, size=size, channels=channels, resize=resize)
+                got = resize_images(images, size=size, channels=channels, resize=resize)
+                assert got.flags.c_contiguous
+                assert np.array_equal(got, np.stack([expected] * 3))
+                assert np.abs(expected - reference(picture, size, channels, resize)).max() <= 1
+
+
+def test_an_image_of_the_right_size_is_not_changed():
+    images = np.random.default_rng(1).integers(0, 256, (5, 28, 28, 1), np.uint8)
+    assert np.array_equal(resize_images(images, size=28, channels=1, resize="stretch"), images)
+    coloured = resize_images(images, size=28, channels=3, resize="crop")
+    assert np.array_equal(coloured, np.repeat(images, 3, axis=-1))
+
+
+# Unusual images, each decoded in one documented way
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("resize", ["stretch", "crop"])
+def test_exif_orientation_is_applied(tmp_path, orientation, suffix, resize):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = saved(smooth_picture(96, 64), tmp_path / f"a.{suffix}", exif=exif)
+    assert distance(file, 32, resize=resize).max() <= 2
+    upright = decode_image(saved(smooth_picture(96, 64), tmp_path / f"b.{suffix}"), size=32, channels=3, resize=resize)
+    turned = decode_image(file, size=32, channels=3, resize=resize)
+    assert (orientation == 1) == np.array_equal(turned, upright)
+
+
+@pytest.mark.parametrize(
+    "exif", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\1\x12"]
+)
+def test_damaged_exif_leaves_the_image_as_stored(tmp_path, tiff):
+    file = saved(smooth_picture(40, 40), tmp_path / "a.jpg", exif=b"Exif\0\0" + tiff)
+    plain = saved(smooth_picture(40, 40), tmp_path / "b.jpg")
+    decoded, expected = (decode_image(path, size=40, channels=3, resize="stretch") for path in (file, plain))
+    assert np.array_equal(decoded, expected)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "tif"])
+def test_cmyk_is_converted(tmp_path, suffix):
+    file = saved(smooth_picture(60, 60).convert("CMYK"), tmp_path / f"a.{suffix}")
+    assert distance(file, 30).max() <= 1
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_16_bit_grey_is_scaled(tmp_path, suffix):
+    values = (np.arange(64 * 64, dtype=np.uint32) * 16).reshape(64, 64).astype(np.uint16)
+    file = saved(Image.fromarray(values), tmp_path / f"a.{suffix}")
+    expected = np.round(values / 257)
+    for channels in (1, 3):
+        decoded = decode_image(file, size=64, channels=channels, resize="stretch")
+        assert np.array_equal(decoded, np.repeat(expected[..., None], channels, axis=-1))
+
+
+def test_transparency_is_laid_over_white(tmp_path):
+    rgba = np.zeros((4, 4, 4), np.uint8)
+    rgba[:, :2] = (10, 20, 30, 255)
+    rgba[:, 2] = (255, 0, 0, 0)
+    rgba[:, 3] = (0, 0, 0, 128)
+    image = Image.fromarray(rgba)
+    palette = image.convert("RGBA").quantize(8)
+    assert palette.mode == "P"
+    for file in (saved(image, tmp_path / "rgba.png"), saved(palette, tmp_path / "palette.png")):
+        decoded = decode_image(file, size=4, channels=3, resize="stretch")
+        assert np.abs(decoded[0].astype(int) - [[10, 20, 30], [10, 20, 30], [255] * 3, [127] * 3]).max() <= 1
+    decoded = decode_image(saved(image.convert("LA"), tmp_path / "la.png"), size=4, channels=1, resize="stretch")
+    assert np.abs(decoded[0, :, 0].astype(int) - [19, 19, 255, 127]).max() <= 1
+
+
+def test_of_an_animation_the_first_frame_is_taken(tmp_path):
+    frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "lime", "blue")]
+    file = saved(frames[0], tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    assert np.array_equal(decode_image(file, size=1, channels=3, resize="stretch"), [[[255, 0, 0]]])
+    assert read_header(file).frames == 3
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "gif", "webp", "bmp"])
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (1, 3000), (3000, 1), (2, 3)])
+def test_the_smallest_and_thinnest_images(tmp_path, suffix, width, height):
+    file = saved(Image.new("RGB", (width, height), (200, 200, 200)), tmp_path / f"a.{suffix}")
+    for resize in ("stretch", "crop"):
+        decoded = decode_image(file, size=16, channels=3, resize=resize)
+        assert np.abs(decoded.astype(int) - 200).max() <= 2
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "LA", "RGBA"])
+def test_every_mode_becomes_grey_or_colour(tmp_path, mode):
+    file = saved(smooth_picture(50, 40).convert(mode), tmp_path / "a.png")
+    assert distance(file, 20).max() <= 1
+    assert distance(file, 20, channels=1).max() <= 1
+
+
+@pytest.mark.parametrize("options", [{"progressive": True}, {"subsampling": "4:4:4"}, {"restart_marker_blocks": 2}])
+def test_every_kind_of_jpeg(tmp_path, options):
+    file = saved(smooth_picture(200, 150), tmp_path / "a.jpg", quality=95, **options)
+    assert distance(file, 100).max() <= 2
+
+
+def test_a_jpeg_with_harmless_oddities_is_decoded(tmp_path):
+    data = saved(smooth_picture(64, 64), tmp_path / "a.jpg").read_bytes()
+    expected = decode_image(tmp_path / "a.jpg", size=64, channels=3, resize="stretch")
+    version = data.index(b"JFIF\0") + 5
+    oddities = {
+        "revision": data[:version] + b"\x09" + data[version + 1 :],
+        "stray bytes": data[:-2] + bytes(200) + data[-2:],
+        "appended": data + b"something else",
+    }
+    for content in oddities.values():
+        (tmp_path / "b.jpg").write_bytes(content)
+        assert np.array_equal(decode_image(tmp_path / "b.jpg", size=64, channels=3, resize="stretch"), expected)
+
+
+def test_the_content_decides_the_format_not_the_name(tmp_path):
+    saved(smooth_picture(20, 20), tmp_path / "a.png").rename(tmp_path / "a.jpg")
+    assert distance(tmp_path / "a.jpg", 20).max() == 0
+
+
+# Refused, with the reason
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "gif", "webp", "bmp", "tif"])
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_truncated_file_is_refused_even_where_pillow_was_made_lenient(tmp_path, monkeypatch, suffix, lenient):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", lenient)
+    noise = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
+    file = saved(Image.fromarray(noise), tmp_path / f"a.{suffix}")
+    data = file.read_bytes()
+    for length in (len(data) // 2, len(data) * 9 // 10):
+        file.write_bytes(data[:length])
+        assert "truncated or damaged" in refusal(file)
+    assert lenient == ImageFile.LOAD_TRUNCATED_IMAGES
+
+
+@pytest.mark.parametrize("kept", [3, 10, 100, -2])
+def test_a_jpeg_cut_anywhere_is_refused(tmp_path, kept):
+    file = saved(smooth_picture(64, 64), tmp_path / "a.jpg")
+    file.write_bytes(file.read_bytes()[:kept])
+    assert refusal(file)
+
+
+def test_a_jpeg_with_lost_data_is_refused(tmp_path):
+    file = saved(smooth_picture(64, 64), tmp_path / "a.jpg", quality=95)
+    data = bytearray(file.read_bytes())
+    data[-400:-398] = b"\xff\xd5"
+    file.write_bytes(data)
+    assert "truncated or damaged" in refusal(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is empty"),
+        (b"\n<!DOCTYPE html><html><body>404</body></html>", "is HTML, not an image"),
+        (b"\xef\xbb\xbf<HTML>", "is HTML, not an image"),
+        (b"<?xml version='1.0'?><svg/>", "is XML or SVG, which is not supported"),
+        (b"PK\3\4 and so on", "is not an image of a known format (it begins with b'PK\\x03\\x04 and')"),
+    ],
+)
+def test_what_is_no_image_is_refused(tmp_path, content, reason):
+    (tmp_path / "a.jpg").write_bytes(content)
+    assert refusal(tmp_path / "a.jpg") == reason
+    with pytest.raises(BadImage):
+        read_header(tmp_path / "a.jpg")
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    assert refusal(tmp_path / "missing.jpg") == "cannot be read: No such file or directory"
+    assert refusal(tmp_path) == "cannot be read: Is a directory"
+
+
+def test_floating_point_pixels_are_refused(tmp_path):
+    file = saved(Image.fromarray(np.ones((5, 5), np.float32)), tmp_path / "a.tif")
+    assert "floating-point" in refusal(file)
+
+
+def png_header(width: int, height: int) -> bytes:
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def jpeg_header(tmp_path: Path, width: int, height: int) -> bytes:
+    data = bytearray(saved(smooth_picture(16, 16), tmp_path / "small.jpg").read_bytes())
+    frame = data.index(b"\xff\xc0")
+    data[frame + 5 : frame + 9] = struct.pack(">HH", height, width)
+    return bytes(data)
+
+
+def test_a_decompression_bomb_is_refused_from_its_header(tmp_path):
+    side = int(MAX_PIXELS**0.5) + 1
+    for content in (png_header(side, side), jpeg_header(tmp_path, side, side), jpeg_header(tmp_path, 65535, 65535)):
+        (tmp_path / "bomb").write_bytes(content)
+        assert f"{MAX_PIXELS:,}" in refusal(tmp_path / "bomb")
+        with pytest.raises(BadImage, match=f"{MAX_PIXELS:,}"):
+            read_header(tmp_path / "bomb")
+
+
+def test_a_large_image_within_the_limit_passes_without_a_warning(tmp_path):
+    (tmp_path / "a.png").write_bytes(png_header(10_000, 10_000))  # Pillow warns from 89 million pixels on
+    header = read_header(tmp_path / "a.png")
+    assert (header.width, header.height, header.mode, header.frames) == (10_000, 10_000, "RGB", 1)
+    assert "truncated or damaged" in refusal(tmp_path / "a.png")
+
+
+def test_filters_for_warnings_are_as_before_after_many_threads(tmp_path):
+    palette = smooth_picture(30, 30).quantize(16)
+    file = saved(palette, tmp_path / "a.png", transparency=bytes(range(16)))
+    with warnings.catch_warnings():
+        before = list(warnings.filters)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: decode_image(file, size=8, channels=3, resize="crop"), range(200)))
+        assert warnings.filters == before
+
+
+def test_header_of_a_jpeg_is_as_stored(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    smooth_picture(30, 20).save(buffer, "JPEG", exif=exif)
+    (tmp_path / "a.jpg").write_bytes(buffer.getvalue())
+    header = read_header(tmp_path / "a.jpg")
+    assert (header.width, header.height, header.mode, header.frames) == (30, 20, "RGB", 1)
