@@ -149,9 +149,9 @@ def test_missing_files_are_listed_in_one_go(folder: Path):
 
 def test_labels_outside_the_class_list(folder: Path):
     (folder / "classes.txt").write_text("cat\ndog\n")
-    with pytest.raises(InputError, match="line 2: label not in the class list: cow; .*line 3: .* pig"):
+    with pytest.raises(InputError, match=r"line 2: label not in the class list: cow; .*line 3: .* pig"):
         read(folder, "images/0.png,cat\nimages/1.png,cow\nimages/2.png,pig\n")
-    with pytest.raises(InputError, match="line 2: label outside the class list .0 to 1, counted from 0.: 2"):
+    with pytest.raises(InputError, match=r"line 2: label outside the class list .0 to 1, counted from 0.: 2"):
         read(folder, "images/0.png,1\nimages/1.png,2\n")
 
 

@@ -1,6 +1,7 @@
 """Images and labels as arrays: `.npz` and `.npy` files, arrays and tensors in Python, scikit-learn's digits."""
 
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ KIND = "NumPy arrays"
 _IMAGE_WORDS = {"x", "image", "images", "img", "imgs", "data", "pixels"}
 _LABEL_WORDS = {"y", "label", "labels", "target", "targets"}
 _NAMES = "x_train, y_train, x_test, y_test, or images and labels"
+_LOAD_ERRORS = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 def find_npz(path: Path, classes: str) -> Found | None:
@@ -30,13 +32,18 @@ def find_npz(path: Path, classes: str) -> Found | None:
 
 
 def _read_npz(path: Path, class_list: Path | None) -> Source:
-    archive = _load(path)
-    if not isinstance(archive, np.lib.npyio.NpzFile):
-        raise InputError(f"{path}: is one array, not an .npz archive; name it .npy")
-    with archive:
-        keys = _roles(archive.files, path)
-        parts = {split: tuple(_member(archive, key, path) for key in pair) for split, pair in keys.items()}
-        unused = [key for key in archive.files if key not in {key for pair in keys.values() for key in pair}]
+    # Opened here, as np.load leaves a file open that turns out to be damaged.
+    with path.open("rb") as file:
+        try:
+            archive = np.load(file, allow_pickle=False)
+        except _LOAD_ERRORS as error:
+            raise _load_error(str(path), error) from None
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise InputError(f"{path}: is one array, not an .npz archive; name it .npy")
+        with archive:
+            keys = _roles(archive.files, path)
+            parts = {split: (_member(archive, x, path), _member(archive, y, path)) for split, (x, y) in keys.items()}
+            unused = [key for key in archive.files if key not in {key for pair in keys.values() for key in pair}]
     notes = (f"ignored the arrays {', '.join(unused)}",) if unused else ()
     return _source(parts, KIND, path, class_list, notes)
 
@@ -44,7 +51,7 @@ def _read_npz(path: Path, class_list: Path | None) -> Source:
 def _member(archive: Any, key: str, path: Path) -> np.ndarray:
     try:
         return archive[key]
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except _LOAD_ERRORS as error:
         raise _load_error(f"{path}: {key}", error) from None
 
 
@@ -117,15 +124,15 @@ def _labels_beside(path: Path) -> Path:
     return beside[0]
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path) -> np.ndarray:
     try:
-        return np.load(path, mmap_mode="r" if path.suffix.lower() == ".npy" else None, allow_pickle=False)
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        return np.lib.format.open_memmap(path, mode="r")
+    except _LOAD_ERRORS as error:
         raise _load_error(str(path), error) from None
 
 
 def _load_error(where: str, error: Exception) -> InputError:
-    if "allow_pickle" in str(error):
+    if "allow_pickle" in str(error) or "Python objects" in str(error):
         return InputError(f"{where}: holds Python objects, which could run code when read; save plain numbers or text")
     reason = getattr(error, "strerror", None) or error
     return InputError(f"{where}: is damaged or no NumPy file ({reason}); get or save it again")
@@ -225,8 +232,6 @@ def _source(
     scale = None
     for name, (pixels, part_labels) in parts.items():
         part = f"{where}: {name}"
-        if not isinstance(pixels, np.ndarray) or not isinstance(part_labels, np.ndarray):
-            raise InputError(f"{part}: is no plain array")
         if pixels.ndim == 0 or part_labels.ndim == 0 or len(pixels) != len(part_labels):
             counts = [len(a) if a.ndim else 0 for a in (pixels, part_labels)]
             raise InputError(f"{part} has {counts[0]:,} images but {counts[1]:,} labels; make them equal")
