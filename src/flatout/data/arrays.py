@@ -10,9 +10,9 @@ import numpy as np
 
 from flatout.data.folders import visible
 from flatout.data.labels import find_class_list, flat_labels, index_labels, read_class_list
+from flatout.data.parts import join_images, ordered, spans, split_within, words_of
 from flatout.data.pixels import channels_last, range_of, to_uint8
 from flatout.data.source import SPLITS, Found, Source
-from flatout.data.splits import join_images, ordered, spans, split_within, words_of
 from flatout.errors import InputError
 
 KIND = "NumPy arrays"

@@ -7,9 +7,9 @@ import numpy as np
 
 from flatout.data.arrays import by_split, is_array
 from flatout.data.labels import flat_labels, index_labels
+from flatout.data.parts import join_images, spans
 from flatout.data.pixels import UNIT, channels_last, to_uint8
 from flatout.data.source import Source
-from flatout.data.splits import join_images, spans
 from flatout.errors import InputError
 
 KIND = "torch data sets"

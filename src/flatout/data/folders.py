@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from flatout.data.labels import first_few, read_class_list
+from flatout.data.parts import ordered, spans, split_of
 from flatout.data.source import Found, Source
-from flatout.data.splits import ordered, spans, split_of
 from flatout.errors import InputError
 
 KIND = "class folders"

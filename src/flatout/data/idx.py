@@ -14,9 +14,9 @@ import numpy as np
 
 from flatout.data.folders import visible
 from flatout.data.labels import find_class_list, flat_labels, index_labels, read_class_list
+from flatout.data.parts import join_images, ordered, spans, split_within
 from flatout.data.pixels import channels_last
 from flatout.data.source import Found, Source
-from flatout.data.splits import join_images, ordered, spans, split_within
 from flatout.errors import InputError
 
 KIND = "IDX files"

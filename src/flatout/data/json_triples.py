@@ -11,9 +11,9 @@ from typing import IO, Any
 import numpy as np
 
 from flatout.data.labels import find_class_list, flat_labels, index_labels, read_class_list
+from flatout.data.parts import join_images, spans
 from flatout.data.pixels import to_uint8, value_range
 from flatout.data.source import SPLITS, Found, Source
-from flatout.data.splits import join_images, spans
 from flatout.errors import InputError
 
 KIND = "JSON triples"

@@ -15,8 +15,8 @@ import numpy as np
 
 from flatout.data.folders import IMAGE_SUFFIXES, visible
 from flatout.data.labels import first_few, index_labels, read_class_list
+from flatout.data.parts import ordered, spans, split_of, split_within, words_of
 from flatout.data.source import SPLITS, Found, Source
-from flatout.data.splits import ordered, spans, split_of, split_within, words_of
 from flatout.errors import InputError
 
 KIND = "CSV manifest"

@@ -1,4 +1,4 @@
-"""How people name the parts of a data set, and what those names mean."""
+"""The parts (splits) of a data set: what people call them, and how they are laid end to end."""
 
 import re
 from collections.abc import Mapping
