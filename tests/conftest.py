@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# Machines are shared: how long an example takes says nothing about the code.
+hypothesis.settings.register_profile(
+    "flatout", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], max_examples=50
+)
+hypothesis.settings.load_profile("flatout")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -5,6 +5,7 @@ import io
 import json
 import platform
 import time
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -138,10 +139,15 @@ def _summary(
         figures[f"{name}_accuracy"] = counts.accuracy if counts else None
         figures[f"{name}_correct"] = counts.correct if counts else None
         figures[f"{name}_count"] = counts.count if counts else None
+    class_counts = {f"{n}_class_counts": np.bincount(s.labels, minlength=len(pack.classes)).tolist() for n, s in splits.items()}
+    if "test" in results:
+        predicted = results["test"].probabilities.argmax(axis=1)
+        class_counts["test_predicted_counts"] = np.bincount(predicted, minlength=len(pack.classes)).tolist()
     seconds = session.seconds | {"train": progress.train_seconds, "evaluate": progress.evaluate_seconds}
     trained_for = progress.train_seconds
     return {
         "job": recipe.job,
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "model": recipe.model,
         "engine": session.options.engine,
         "devices": session.options.devices,
@@ -161,6 +167,7 @@ def _summary(
         "setup_seconds": session.setup_seconds,
         "wall_seconds": time.perf_counter() - session.began,
         **figures,
+        **class_counts,
         "peak_rss_bytes": peak_rss_bytes(),
         "peak_device_bytes": engine.peak_memory_bytes(),
         "input_wait_fraction": progress.wait_seconds / trained_for if trained_for else None,

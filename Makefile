@@ -1,0 +1,33 @@
+# Both commands do all the set-up on a fresh machine with Python >= 3.11.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint clean
+
+demo: .venv/installed
+	@$(BIN)/flatout train digits --out runs/demo --overwrite
+	@echo "The report of the run is runs/demo/report.html"
+
+test: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("flatout needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/pyright
+
+clean:
+	rm -rf .venv build dist src/*.egg-info

@@ -1,0 +1,190 @@
+"""Recipes: complete in and out, and refused by name when wrong."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flatout
+from flatout.errors import InputError
+from flatout.recipe import Recipe, builtin_jobs, from_dict, known_keys, load_job, load_recipe, parse_setting
+
+BASE = Recipe(model="fashion-cnn", image_size=28, epochs=2, batch_size=16)
+
+
+def test_all_jobs_of_the_contract_are_there() -> None:
+    assert builtin_jobs() == [
+        "caltech101",
+        "cats-dogs",
+        "digits",
+        "fashion-mnist",
+        "fashion-mnist-keras",
+        "mnist-parallel",
+        "oct-vgg16",
+    ]
+
+
+PUBLISHED = {
+    "fashion-mnist": {
+        "epochs": 50,
+        "batch_size": 1024,
+        "drop_last": True,
+        "optimizer.name": "sgd",
+        "optimizer.lr": 0.08,
+        "optimizer.momentum": 0.5,
+        "data.mean": (0.1307,),
+        "data.std": (0.3081,),
+        "seed": 1,
+    },
+    "cats-dogs": {
+        "image_size": 128,
+        "batch_size": 32,
+        "epochs": 10,
+        "loss": "binary-cross-entropy",
+        "augment.shear": 0.2,
+        "augment.zoom": 0.2,
+        "augment.flip": True,
+    },
+    "mnist-parallel": {"batch_size": 100, "epochs": 2, "optimizer.name": "sgd", "optimizer.lr": 0.01, "log_every": 200},
+    "fashion-mnist-keras": {"batch_size": 512, "epochs": 5, "optimizer.name": "adam", "optimizer.lr": 0.001},
+    "oct-vgg16": {
+        "image_size": 224,
+        "batch_size": 64,
+        "epochs": 1,
+        "optimizer.name": "adam",
+        "pretrained": True,
+        "freeze": "all-but-last-4",
+    },
+    "caltech101": {
+        "image_size": 32,
+        "batch_size": 32,
+        "epochs": 50,
+        "optimizer.lr": 0.001,
+        "optimizer.momentum": 0.9,
+        "optimizer.dampening": 0.1,
+        "schedule.name": "plateau",
+        "augment.flip": True,
+        "data.mean": (0.4948, 0.4857, 0.4468),
+        "data.std": (0.2458, 0.2424, 0.2603),
+    },
+}
+
+
+@pytest.mark.parametrize("job", PUBLISHED)
+def test_jobs_have_the_published_figures(job: str) -> None:
+    table = load_job(job).to_dict()
+    for key, expected in PUBLISHED[job].items():
+        value = table
+        for part in key.split("."):
+            value = value[part]
+        assert value == expected, key
+
+
+@pytest.mark.parametrize("job", [*PUBLISHED, "digits"])
+def test_a_written_recipe_reads_back_equal_and_complete(job: str, tmp_path) -> None:
+    recipe = load_job(job)
+    path = tmp_path / "recipe.toml"
+    path.write_text(recipe.to_toml("a comment\nof two lines"), encoding="utf-8")
+    assert load_recipe(path) == recipe
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# a comment\n# of two lines\n")
+    assert all(f"{key.rpartition('.')[2]} = " in text for key in known_keys())
+
+
+WRONG = [
+    ({"epoch": 3}, "unknown recipe key 'epoch'; did you mean 'epochs'?"),
+    ({"lr": 0.1}, "did you mean 'optimizer.lr'?"),
+    ({"optimizer.learning_rate": 0.1}, "unknown recipe key 'optimizer.learning_rate'"),
+    ({"augment.flop": True}, "did you mean 'augment.flip'?"),
+    ({"epochs": "3"}, "epochs = '3': must be a whole number"),
+    ({"epochs": 2.5}, "epochs = 2.5: must be a whole number"),
+    ({"epochs": 0}, "epochs = 0: must be at least 1"),
+    ({"batch_size": -1}, "batch_size = -1"),
+    ({"augment.flip": 1}, "augment.flip = 1: must be true or false"),
+    ({"optimizer.lr": 0}, "optimizer.lr = 0.0: must be greater than 0"),
+    ({"optimizer.lr": float("nan")}, "optimizer.lr"),
+    ({"optimizer.name": "adm"}, "optimizer.name = 'adm': did you mean 'adam'?"),
+    ({"schedule.name": "cosin"}, "did you mean 'cosine'?"),
+    ({"optimizer.nesterov": True}, "optimizer.nesterov = True: needs a momentum"),
+    ({"data.on_bad_image": "ignore"}, "known: stop, skip"),
+    ({"data.std": [0.0], "data.mean": [0.0]}, "data.std"),
+    ({"data.mean": [0.1, 0.2], "data.std": [1, 1]}, "data.mean"),
+    ({"data.valid_fraction": 0.6, "data.test_fraction": 0.5}, "leaves no training images"),
+    ({"norm": "batch"}, "norm = 'batch': known: global, per-device"),
+    ({"optimizer": 3}, "optimizer = 3"),
+    ({"model.name": "x"}, "unknown recipe key 'model.name'"),
+    ({"channels": 2}, "channels = 2: known: 1, 3"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_wrong_values_are_refused_by_name(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        BASE.override(changes)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_keys_and_files(tmp_path) -> None:
+    with pytest.raises(InputError, match="'model' is missing"):
+        from_dict({"epochs": 1})
+    path = tmp_path / "r.toml"
+    with pytest.raises(InputError, match=r"r\.toml"):
+        load_recipe(path)
+    path.write_text("epochs = [", encoding="utf-8")
+    with pytest.raises(InputError, match=r"r\.toml: cannot be read as a recipe"):
+        load_recipe(path)
+    with pytest.raises(InputError, match="did you mean 'digits'"):
+        load_job("digts")
+
+
+def test_another_optimizer_puts_its_section_back() -> None:
+    recipe = load_job("fashion-mnist").override({"optimizer.name": "adam", "optimizer.lr": 0.001})
+    assert recipe.optimizer == flatout.Adam(lr=0.001)
+    assert load_job("mnist-parallel").override({"optimizer.name": "momentum"}).optimizer.momentum == 0.9
+    assert load_job("caltech101").override({"optimizer.lr": 0.01}).optimizer.dampening == 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("epochs=3", ("epochs", 3)),
+        ("optimizer.lr=1e-3", ("optimizer.lr", 1e-3)),
+        ("augment.flip=true", ("augment.flip", True)),
+        ("optimizer.name=adam", ("optimizer.name", "adam")),
+        ("data.mean=[0.1, 0.2, 0.3]", ("data.mean", [0.1, 0.2, 0.3])),
+        ("data.mean=0.1,0.2,0.3", ("data.mean", [0.1, 0.2, 0.3])),
+        ("data.path=/a/b=c", ("data.path", "/a/b=c")),
+        ("freeze=a.*,b.*", ("freeze", "a.*,b.*")),
+    ],
+)
+def test_settings_are_parsed(text: str, expected: tuple[str, object]) -> None:
+    assert parse_setting(text) == expected
+
+
+@pytest.mark.parametrize("text", ["epochs", "=3"])
+def test_bad_settings(text: str) -> None:
+    with pytest.raises(InputError, match="KEY=VALUE"):
+        parse_setting(text)
+
+
+def test_recipes_cannot_be_changed_in_place() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        BASE.epochs = 3  # type: ignore[misc]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(known_keys()),
+        st.one_of(st.integers(), st.floats(), st.text(max_size=5), st.booleans(), st.lists(st.floats(), max_size=3)),
+        max_size=4,
+    )
+)
+def test_any_override_gives_a_recipe_or_one_message(changes: dict[str, object]) -> None:
+    try:
+        recipe = BASE.override(changes)
+    except InputError as error:
+        assert str(error)
+    else:
+        assert from_dict(recipe.to_dict()) == recipe
