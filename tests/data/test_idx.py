@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -34,6 +34,7 @@ def small(count: int = 6, shape: tuple[int, ...] = (3, 4)) -> tuple[np.ndarray, 
     return images, (np.arange(count) % 2).astype(np.uint8)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     array=npst.arrays(
         dtype=st.sampled_from([np.dtype(code) for code in CODES]),

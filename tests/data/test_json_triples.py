@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -27,6 +27,7 @@ def read(folder: Path, data: Any, name: str = "data.json"):
     return recognise(folder / name).read()
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     bytes_NP=npst.arrays(np.uint8, st.tuples(st.integers(2, 5), st.sampled_from([1, 4, 9]))),
     scale=st.sampled_from(list(RANGES)),

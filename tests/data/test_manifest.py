@@ -201,7 +201,7 @@ NAMES = st.text(st.sampled_from(string.ascii_letters + string.digits + " ,;\"'-_
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(
     files=st.lists(NAMES, min_size=2, max_size=6, unique=True),
     labels=st.lists(NAMES.filter(lambda name: not name.isdigit()), min_size=2, max_size=2, unique=True),
