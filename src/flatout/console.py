@@ -102,13 +102,15 @@ class Console:
 
 
 def duration(seconds: float) -> str:
-    """Return a time for people: `8 s`, `3 min 20 s`, `2 h 5 min`."""
+    """Return a time for people: `3.1 s`, `47 s`, `4 min 29 s`, `1 h 02 min`."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 100:
         return f"{whole} s"
-    if whole < 6000:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def _make_bar(stream: TextIO | None) -> Bar | None:

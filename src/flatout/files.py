@@ -1,5 +1,6 @@
 """Files that are either whole or not there."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -29,4 +30,5 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> N
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder itself may be what is missing
+            temporary.unlink(missing_ok=True)

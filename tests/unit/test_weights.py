@@ -140,7 +140,7 @@ def test_full_disk_is_named_and_leaves_the_old_file_alone(tmp_path: Path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # the file system's own answer to a write too many
     try:
-        with pytest.raises(InputError, match=r"w\.safetensors: could not be written"):
+        with pytest.raises(InputError, match=r"w\.safetensors: cannot be written"):
             save_weights(path, make(seed=2), {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

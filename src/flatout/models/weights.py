@@ -1,14 +1,13 @@
 """Tensors on disk: safetensors files that appear whole or not at all, and notice damage when they are read."""
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout.errors import InputError
+from flatout.files import write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -39,17 +38,14 @@ def save_tensors(path: Path, tensors: Mapping[str, "torch.Tensor"], metadata: Ma
     plain = {
         name: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for name, t in tensors.items()
     }
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        save_file(plain, partial, {**metadata, _DIGEST_KEY: _digest(plain, metadata)})
-        with partial.open("rb+") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: could not be written ({error}); free some space or choose another --out") from error
-    finally:
-        with contextlib.suppress(OSError):  # the folder itself may be what is missing
-            partial.unlink(missing_ok=True)
+
+    def write(temporary: Path) -> None:
+        try:
+            save_file(plain, temporary, {**metadata, _DIGEST_KEY: _digest(plain, metadata)})
+        except SafetensorError as error:  # its own type, also for a full disk
+            raise OSError(str(error)) from error
+
+    write_atomically(path, write)
 
 
 def read_weights(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, str]]:

@@ -1,10 +1,9 @@
-"""A run folder as the report needs it: read as far as it is there, its pictures and page written whole or not at all.
+"""A run folder as the report needs it: read as far as it is there.
 
 Shape letters: N predicted images, M of them kept as pictures, K classes, H, W, C an image.
 """
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,18 +149,3 @@ def _read_predictions(path: Path, K: int, missing: dict[str, str]) -> Prediction
     except Exception as error:  # NumPy and zipfile raise a dozen types for a damaged archive; the page names it
         missing[path.name] = f"predictions.npz cannot be read: {error}."
     return None
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: into a temporary file beside it, then renamed.
-
-    Raises:
-        InputError: the file cannot be written, or the disk is full.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from flatout.report import pictures
-from flatout.report.folder import Predictions, RunFiles, read_run, write_atomically
+from flatout.console import duration
+from flatout.files import write_atomically
+from flatout.report.folder import Predictions, RunFiles, read_run
 from flatout.report.pictures import finite, shorten
 
 THUMBNAIL_PIXELS = 192  # twice the width a picture has on the page, for dense screens
@@ -252,18 +254,6 @@ def _text(value: object) -> str:
 def _bytes(value: object) -> str | None:
     size = finite(value)
     return None if not size else f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds for people: `3.1 s`, `47 s`, `4 min 29 s`, `1 h 02 min`."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 100:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def _breakable(text: str) -> Any:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.report.folder import write_atomically
+from flatout.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
