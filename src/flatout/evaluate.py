@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Console) -> dict[str, Any]:
     """See `Run.evaluate`."""
-    from flatout.data.pack import PackSettings, cache_folder, load_pack
-    from flatout.data.prepare import find, match_classes, splits_of
+    from flatout.data.prepare import find, load, match_classes, splits_of
     from flatout.engine.choose import make_engine
 
     recipe = run.recipe
@@ -23,14 +22,7 @@ def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Conso
     if not other and not recipe.data.path:
         raise InputError(f"{run.path}: its data was given in Python; say what to evaluate on")
     found = find(data if other else recipe.data.path, recipe.data.classes)
-    settings = PackSettings(
-        size=recipe.image_size,
-        channels=recipe.channels,
-        resize=recipe.data.resize,
-        on_bad_image=recipe.data.on_bad_image,
-        max_bad_share=recipe.data.max_bad_share,
-    )
-    pack = load_pack(found, settings, cache=cache_folder(), report=console)
+    pack = load(found, recipe, cache=True, report=console)
     console.finish()
     console.note(pack.describe())
     labels = match_classes(pack, run.classes)

@@ -174,19 +174,11 @@ class Session:
 
     def read(self, data: "Found | Source") -> "tuple[Pack, dict[str, Samples]]":
         """Get the pack and its splits; fill in what the recipe leaves to the data."""
-        from flatout.data.pack import PackSettings, cache_folder, load_pack
-        from flatout.data.prepare import measure, splits_of
+        from flatout.data.prepare import load, measure, splits_of
 
         recipe = self.recipe
-        settings = PackSettings(
-            size=recipe.image_size,
-            channels=recipe.channels,
-            resize=recipe.data.resize,
-            on_bad_image=recipe.data.on_bad_image,
-            max_bad_share=recipe.data.max_bad_share,
-        )
         self._time("start")
-        pack = load_pack(data, settings, cache=cache_folder() if self.options.cache else None, report=self.console)
+        pack = load(data, recipe, cache=self.options.cache, report=self.console)
         self.console.finish()
         self.console.note(pack.describe())
         for sentence in pack.notes:

@@ -12,9 +12,6 @@ from flatout.errors import InputError
 if TYPE_CHECKING:
     from flatout.run import Prediction, Run
 
-IMAGE_SUFFIXES = frozenset(".jpg .jpeg .jpe .png .bmp .gif .webp .tif .tiff .ppm .pgm".split())
-
-
 def predict(run: "Run", images: Any, *, top: int) -> "list[Prediction]":
     """See `Run.predict`."""
     from flatout.run import Prediction
@@ -37,11 +34,12 @@ def predict(run: "Run", images: Any, *, top: int) -> "list[Prediction]":
 
 def _from_files(run: "Run", paths: Iterable[str | Path]) -> tuple[list[str], np.ndarray]:
     from flatout.data.decode import BadImage, decode_image
+    from flatout.data.folders import is_image_name
 
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+            inside = sorted(p for p in path.rglob("*") if is_image_name(p.name) and p.is_file())
             if not inside:
                 raise InputError(f"{path}: holds no images")
             files += inside

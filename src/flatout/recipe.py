@@ -153,8 +153,8 @@ class Data:
 
     mean, std: per channel, of pixels scaled to 0..1; empty means measured on the training images. valid_fraction,
     test_fraction: the stratified share of the training images set aside where the data has no such split (a test split
-    only where it has no split at all). max_bad_share: the largest share of unreadable images that `skip` accepts.
-    placement: where the decoded images live during training.
+    only where it has no split at all). class_names: names for classes that the data only numbers. max_bad_share: the largest share of unreadable images that `skip` accepts.
+    classes: a file of class names, one a line. placement: where the decoded images live during training.
     """
 
     path: str = ""
@@ -164,6 +164,7 @@ class Data:
     valid_fraction: float = 0.1
     test_fraction: float = 0.1
     classes: str = ""
+    class_names: tuple[str, ...] = ()
     on_bad_image: Literal["stop", "skip"] = "stop"
     max_bad_share: float = 0.05
     placement: Literal["auto", "device", "memory", "disk"] = "auto"

@@ -1,16 +1,17 @@
 """From whatever the user names to the splits a run trains and tests on."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flatout.data.feed import Samples
-from flatout.data.pack import Pack
+from flatout.data.pack import Pack, PackSettings, Progress, cache_folder, load_pack
 from flatout.data.source import Found, Source
 from flatout.data.split import carve
 from flatout.errors import InputError
-from flatout.recipe import Data
+from flatout.recipe import Data, Recipe
 
 # Enough images for mean and standard deviation to three digits.
 MEASURED_IMAGES = 5000
@@ -25,6 +26,31 @@ def find(data: Any, classes: str = "") -> Found | Source:
     from flatout.data.recognise import from_python, recognise
 
     return recognise(Path(data), classes=classes) if isinstance(data, str | Path) else from_python(data)
+
+
+def load(found: Found | Source, recipe: Recipe, *, cache: bool, report: Progress) -> Pack:
+    """Return the pack that a recipe asks for, from the cache if it is there.
+
+    Raises:
+        InputError: images cannot be read, or data.class_names does not fit.
+    """
+    data = recipe.data
+    settings = PackSettings(
+        size=recipe.image_size,
+        channels=recipe.channels,
+        resize=data.resize,
+        on_bad_image=data.on_bad_image,
+        max_bad_share=data.max_bad_share,
+    )
+    pack = load_pack(found, settings, cache=cache_folder() if cache else None, report=report)
+    if data.class_names and pack.classes == tuple(map(str, range(len(pack.classes)))):
+        if len(data.class_names) != len(pack.classes):
+            raise InputError(
+                f"data.class_names names {len(data.class_names)} classes, but the data has {len(pack.classes)}; "
+                "--set data.class_names=[] takes the data's own"
+            )
+        return dataclasses.replace(pack, classes=data.class_names)
+    return pack
 
 
 def splits_of(pack: Pack, data: Data, seed: int) -> dict[str, Samples]:
