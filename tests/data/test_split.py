@@ -12,7 +12,7 @@ from flatout.data.split import carve
 )
 def test_every_sample_is_kept_or_taken_and_each_class_gives_its_share(counts, fraction, seed):
     labels = np.repeat(np.arange(len(counts)), counts)
-    kept, taken = carve(labels, fraction, seed, stream=0)
+    kept, taken = carve(labels, fraction, seed, stream="valid")
     assert np.array_equal(np.sort(np.concatenate([kept, taken])), np.arange(len(labels)))
     assert np.all(np.diff(kept) > 0)
     assert np.all(np.diff(taken) > 0)
@@ -27,20 +27,21 @@ def test_every_sample_is_kept_or_taken_and_each_class_gives_its_share(counts, fr
 
 def test_largest_remainders_make_up_the_total():
     labels = np.repeat([0, 1, 2], [5, 8, 7])  # a tenth: 0.5, 0.8, 0.7 of 2 in all
-    _, taken = carve(labels, 0.1, 1, stream=0)
+    _, taken = carve(labels, 0.1, 1, stream="valid")
     assert labels[taken].tolist() == [1, 2]
 
 
 def test_seed_and_stream_decide_the_choice():
     labels = np.arange(1000) % 10
-    chosen = {
-        (seed, stream): carve(labels, 0.2, seed, stream=stream)[1].tobytes() for seed in (1, 2) for stream in (0, 1)
-    }
+    chosen = {}
+    for seed in (1, 2):
+        for stream in ("valid", "test"):
+            chosen[seed, stream] = carve(labels, 0.2, seed, stream=stream)[1].tobytes()
     assert len(set(chosen.values())) == 4
-    assert carve(labels, 0.2, 1, stream=0)[1].tobytes() == chosen[1, 0]
+    assert carve(labels, 0.2, 1, stream="valid")[1].tobytes() == chosen[1, "valid"]
 
 
 def test_the_choice_of_a_seed_never_changes():
-    kept, taken = carve(np.arange(20) % 2, 0.25, 1, stream=0)
-    assert taken.tolist() == [4, 7, 8, 11, 12]
+    kept, taken = carve(np.arange(20) % 2, 0.25, 1, stream="valid")
+    assert taken.tolist() == [1, 7, 8, 12, 14]
     assert len(kept) == 15

@@ -8,6 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flatout.data.pack import Progress
 
 DIGEST_BYTES = 20
 
@@ -37,7 +41,7 @@ def combined_digest(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def digest_files(paths: Sequence[Path], *, memo: Path | None) -> list[bytes]:
+def digest_files(paths: Sequence[Path], *, memo: Path | None, report: "Progress | None" = None) -> list[bytes]:
     """Return the BLAKE2b digest of each file's content, in the order of `paths`.
 
     Files are read on all cores. With a memo, a file is not read again while its size, its times of modification and of
@@ -48,6 +52,7 @@ def digest_files(paths: Sequence[Path], *, memo: Path | None) -> list[bytes]:
         paths: the files.
         memo: an SQLite database, made where there is none; several processes may use it at once. It only saves time:
             one that is damaged is replaced, and where none can be written everything is read.
+        report: told how many of the files that must be read have been.
 
     Returns:
         A digest of DIGEST_BYTES bytes for each file. That of a file which cannot be read is of the reason: to name it,
@@ -60,8 +65,12 @@ def digest_files(paths: Sequence[Path], *, memo: Path | None) -> list[bytes]:
     unread = sorted({name: stamp for name, stamp in zip(names, stamps, strict=True) if name not in digests}.items())
     if unread:
         tasks = [unread[start : start + _FILES_PER_TASK] for start in range(0, len(unread), _FILES_PER_TASK)]
+        read: list[tuple[str, bytes, _Stamp | None]] = []
         with ThreadPoolExecutor(usable_cores()) as pool:
-            read = [result for results in pool.map(_digest_some, tasks) for result in results]
+            for results in pool.map(_digest_some, tasks):
+                read += results
+                if report is not None:
+                    report.update(len(read), len(unread), "files")
         digests.update((name, digest) for name, digest, _ in read)
         if memo is not None:
             _remember(memo, [(name, *stamp, digest) for name, digest, stamp in read if stamp is not None])

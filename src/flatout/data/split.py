@@ -2,10 +2,11 @@
 
 import numpy as np
 
+from flatout.data.source import SPLITS
 from flatout.randomness import Stream, raw
 
 
-def carve(labels_N: np.ndarray, fraction: float, seed: int, *, stream: int) -> tuple[np.ndarray, np.ndarray]:
+def carve(labels_N: np.ndarray, fraction: float, seed: int, *, stream: str) -> tuple[np.ndarray, np.ndarray]:
     """Divide samples into those kept and those taken, with the same share of each class taken.
 
     In total round(fraction * N) samples are taken. Each class gives its share rounded down, and the classes whose share
@@ -17,7 +18,7 @@ def carve(labels_N: np.ndarray, fraction: float, seed: int, *, stream: int) -> t
         labels_N: class index of each sample, int64 [N], not negative.
         fraction: the share to take, at least 0 and less than 1.
         seed: of the run.
-        stream: tells several divisions by one seed apart, such as the one for "test" from the one for "valid".
+        stream: the name of the split that the samples are taken for, so that two by one seed are independent.
 
     Returns:
         The indices kept and the indices taken, int64, each in ascending order.
@@ -31,7 +32,7 @@ def carve(labels_N: np.ndarray, fraction: float, seed: int, *, stream: int) -> t
     spare = by_remainder[taken_K[by_remainder] + 1 < counts_K[by_remainder]]
     taken_K[spare[: max(missing, 0)]] += 1
 
-    shuffled = np.argsort(raw(seed, Stream.SPLIT, stream, len(labels_N)), kind="stable")
+    shuffled = np.argsort(raw(seed, Stream.SPLIT, SPLITS.index(stream), len(labels_N)), kind="stable")
     by_class = shuffled[np.argsort(labels_N[shuffled], kind="stable")]
     start_K = np.cumsum(counts_K) - counts_K
     rank_in_class = np.arange(len(labels_N)) - np.repeat(start_K, counts_K)

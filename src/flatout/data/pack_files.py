@@ -1,0 +1,304 @@
+"""The files of a pack: written block by block, so that a killed process can go on, and checked when read.
+
+    images.npy   uint8 [N, size, size, C]
+    labels.npy   int64 [N]
+    pack.json    what the images are and how they were made, with CRC-32s of blocks of rows, of the labels and of itself
+
+While a pack is being written there is also a journal: a line for each block that has reached the disk.
+"""
+
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from flatout.data.fingerprint import usable_cores
+from flatout.errors import InputError
+
+if TYPE_CHECKING:
+    from flatout.data.pack import Progress
+
+IMAGES, LABELS, DESCRIPTION, JOURNAL = "images.npy", "labels.npy", "pack.json", "journal.jsonl"
+FORMAT_VERSION = 1
+
+# Memory while packing is two blocks; at most as much is decoded again after a kill.
+BLOCK_BYTES = 16 << 20
+
+# Checking everything would hold up each start by minutes for a pack of hundreds of gigabytes. Beyond this many bytes
+# blocks spread over the whole file are checked: enough to see a file cut short, overwritten, or on a failing disk.
+CHECKED_BYTES = 2 << 30
+
+# Samples for one thread at a time: few enough that all threads end a block together.
+_SAMPLES_PER_TASK = 16
+
+Fill = Callable[[int, int, np.ndarray], dict[int, str]]
+"""fill(start, stop, out) puts samples into out [stop - start, H, W, C]; returns index -> reason of the bad ones."""
+
+
+class DamagedPack(InputError):  # noqa: N818
+    """A pack whose files are not what was written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Rows of images.npy from the end of the block before to `stop`, and their CRC-32."""
+
+    stop: int
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Done:
+    """A line of the journal: samples up to `samples` are done, and are the rows before `rows`; the bad among them."""
+
+    samples: int
+    rows: int
+    crc32: int
+    bad: dict[str, str]
+
+
+def npy_header(shape: Sequence[int]) -> bytes:
+    """Return the header of a uint8 .npy file; its length does not depend on the first axis."""
+    header = io.BytesIO()
+    fields = {"descr": "|u1", "fortran_order": False, "shape": tuple(shape)}
+    np.lib.format.write_array_header_1_0(header, fields)
+    return header.getvalue()
+
+
+# Writing
+
+
+def write_images(
+    folder: Path, *, key: str, count: int, image_shape: tuple[int, int, int], fill: Fill, report: "Progress"
+) -> tuple[list[Block], dict[int, str]]:
+    """Write `folder/images.npy` from `count` samples, on all cores, going on where an earlier process was killed.
+
+    Blocks are written with ordinary writes: through a map, a full disk would kill the process, and the pages would
+    count as its memory. Samples that `fill` calls bad are left out.
+
+    Returns:
+        The blocks of rows written, and index -> reason of the bad samples.
+
+    Raises:
+        OSError: the disk is full, or cannot be written.
+    """
+    header, row_bytes = npy_header((count, *image_shape)), int(np.prod(image_shape))
+    done = _read_journal(folder, key, len(header), row_bytes)
+    if not done:
+        (folder / JOURNAL).write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
+    with (
+        (folder / IMAGES).open("r+b" if done else "w+b") as file,
+        (folder / JOURNAL).open("a", encoding="utf-8") as journal,
+        _decoding_threads() as pool,
+    ):
+        if hasattr(os, "posix_fallocate"):  # so that a full disk is known now, not after an hour
+            os.posix_fallocate(file.fileno(), 0, len(header) + count * row_bytes)
+        for block in _filled_blocks(pool, fill, done[-1].samples if done else 0, count, image_shape, report):
+            rows = done[-1].rows if done else 0
+            file.seek(len(header) + rows * row_bytes)
+            file.write(block.good_rows.reshape(-1).data)
+            _sync(file)
+            bad = {str(index): reason for index, reason in block.bad.items()}
+            crc32 = zlib.crc32(block.good_rows.reshape(-1).data)
+            done.append(_Done(samples=block.stop, rows=rows + len(block.good_rows), crc32=crc32, bad=bad))
+            journal.write(json.dumps(asdict(done[-1])) + "\n")
+            _sync(journal)
+        file.seek(0)
+        file.write(npy_header((done[-1].rows, *image_shape)))
+        file.truncate(len(header) + done[-1].rows * row_bytes)
+        _sync(file)
+    blocks = [Block(stop=d.rows, crc32=d.crc32) for d in done]
+    return blocks, {int(index): reason for d in done for index, reason in d.bad.items()}
+
+
+def publish(partial: Path, target: Path, labels: np.ndarray, description: dict[str, Any]) -> None:
+    """Add labels and description to written images and give the folder its name, so that it is there whole or not."""
+    with (partial / LABELS).open("wb") as file:
+        np.save(file, labels)
+        _sync(file)
+    description = {**description, "format_version": FORMAT_VERSION, "labels_crc32": zlib.crc32(labels.data)}
+    with (partial / DESCRIPTION).open("w", encoding="utf-8") as file:
+        json.dump({**description, "crc32": _json_crc32(description)}, file, indent=1, ensure_ascii=False)
+        _sync(file)
+    (partial / JOURNAL).unlink()
+    _sync_folder(partial)
+    partial.rename(target)
+    _sync_folder(target.parent)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Filled:
+    stop: int
+    good_rows: np.ndarray
+    bad: dict[int, str]
+
+
+def _filled_blocks(
+    pool: ThreadPoolExecutor, fill: Fill, start: int, count: int, image_shape: tuple[int, ...], report: "Progress"
+) -> Iterator[_Filled]:
+    """Yield blocks of samples in order; while one is being used the next is being decoded."""
+    block_rows = max(1, min(BLOCK_BYTES // int(np.prod(image_shape)), count))
+    step = max(1, min(_SAMPLES_PER_TASK, block_rows // usable_cores()))
+    buffers = [np.empty((block_rows, *image_shape), np.uint8) for _ in range(2)]
+
+    def submit(first: int, buffer: np.ndarray) -> list[Future[dict[int, str]]]:
+        last = min(first + block_rows, count)
+        spans = [(a, min(a + step, last)) for a in range(first, last, step)]
+        return [pool.submit(fill, a, b, buffer[a - first : b - first]) for a, b in spans]
+
+    firsts = range(start, count, block_rows)
+    tasks = submit(start, buffers[0]) if firsts else []
+    for number, first in enumerate(firsts):
+        buffer, stop = buffers[number % 2], min(first + block_rows, count)
+        following = submit(stop, buffers[(number + 1) % 2])
+        bad: dict[int, str] = {}
+        for index, task in enumerate(tasks):
+            bad.update(task.result())
+            report.update(min(first + (index + 1) * step, stop), count)
+        good = np.setdiff1d(np.arange(stop - first), np.array(list(bad), np.int64) - first)
+        yield _Filled(stop=stop, good_rows=buffer[good] if bad else buffer[: stop - first], bad=bad)
+        tasks = following
+
+
+@contextmanager
+def _decoding_threads() -> Iterator[ThreadPoolExecutor]:
+    """Lend a thread for each core, in which torch uses no more threads. On an error, what has not begun is dropped."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # new threads take over what is set when they first call torch
+    pool = ThreadPoolExecutor(usable_cores(), thread_name_prefix="flatout-pack")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        torch.set_num_threads(threads)
+
+
+def _read_journal(folder: Path, key: str, header_bytes: int, row_bytes: int) -> list[_Done]:
+    """Return what an earlier process got done of the same pack, as far as its blocks are on the disk unchanged."""
+    try:
+        lines = (folder / JOURNAL).read_text(encoding="utf-8").splitlines()
+        if json.loads(lines[0])["key"] != key:
+            return []
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return []
+    done: list[_Done] = []
+    for line in lines[1:]:
+        try:
+            entry = _Done(**json.loads(line))
+        except (ValueError, TypeError):  # the line that was being written
+            break
+        start = done[-1].rows if done else 0
+        offset, length = header_bytes + start * row_bytes, (entry.rows - start) * row_bytes
+        if _crc32_of(folder / IMAGES, offset, length) != entry.crc32:
+            break
+        done.append(entry)
+    if len(done) < len(lines) - 1:
+        kept = "".join(json.dumps(entry) + "\n" for entry in [{"key": key}, *map(asdict, done)])
+        (folder / JOURNAL).write_text(kept, encoding="utf-8")
+    return done
+
+
+def _sync(file: io.IOBase) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring a folder's entries to the disk; only there is a rename lasting."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Reading
+
+
+def read_pack(folder: Path, verify: bool) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
+    """Return description, images (mapped) and labels of a pack, checked.
+
+    Without `verify` everything but the CRCs of the images is checked.
+
+    Raises:
+        DamagedPack: a file is missing or not as it was written.
+        InputError: the pack was written by a newer flatout.
+    """
+    description = _read_description(folder)
+    images_path, labels_path = folder / IMAGES, folder / LABELS
+    labels, images = _load(labels_path), _load(images_path, mmap_mode="r")
+    if labels.dtype != np.int64 or zlib.crc32(labels.data) != description["labels_crc32"]:
+        raise _damaged(labels_path, "its content has changed")
+    shape = (description["images"], description["size"], description["size"], description["channels"])
+    if images.dtype != np.uint8 or images.shape != shape or not images.flags.c_contiguous:
+        raise _damaged(images_path, f"{images.dtype} {images.shape} instead of uint8 {shape}")
+    if images_path.stat().st_size != len(npy_header(shape)) + images.nbytes or len(labels) != len(images):
+        raise _damaged(images_path, "its size has changed")
+    if verify:
+        _verify_images(images_path, description["blocks"], images[:1].nbytes)
+    return description, images, labels
+
+
+def _load(path: Path, mmap_mode: Literal["r"] | None = None) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode=mmap_mode)
+    except (OSError, ValueError, EOFError) as error:
+        raise _damaged(path, str(error)) from None
+
+
+def _read_description(folder: Path) -> dict[str, Any]:
+    path = folder / DESCRIPTION
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+        version, crc32 = description["format_version"], description.pop("crc32")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+    if version != FORMAT_VERSION:
+        raise InputError(f"{path}: is of format {version}, this flatout reads {FORMAT_VERSION}; update flatout")
+    if crc32 != _json_crc32(description):
+        raise _damaged(path, "its content has changed")
+    return description
+
+
+def _verify_images(path: Path, blocks: list[list[int]], row_bytes: int) -> None:
+    header_bytes = path.stat().st_size - blocks[-1][0] * row_bytes
+    starts = [0, *(stop for stop, _ in blocks)]
+    checked = np.linspace(0, len(blocks) - 1, min(len(blocks), max(1, CHECKED_BYTES // BLOCK_BYTES))).astype(int)
+
+    def is_intact(number: int) -> bool:
+        start, (stop, crc32) = starts[number], blocks[number]
+        return _crc32_of(path, header_bytes + start * row_bytes, (stop - start) * row_bytes) == crc32
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        for number, intact in zip(checked, pool.map(is_intact, checked), strict=True):
+            if not intact:
+                raise _damaged(path, f"images {starts[number]:,} to {blocks[number][0] - 1:,} have changed")
+
+
+def _crc32_of(path: Path, offset: int, length: int) -> int | None:
+    """Return the CRC-32 of a part of a file, None where there is no such part."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            content = file.read(length)
+    except FileNotFoundError:
+        return None
+    return zlib.crc32(content) if len(content) == length else None
+
+
+def _json_crc32(description: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(description, sort_keys=True).encode())
+
+
+def _damaged(path: Path, what: str) -> DamagedPack:
+    return DamagedPack(f"{path}: is damaged ({what}); delete {path.parent} and pack the data again")
