@@ -1,0 +1,306 @@
+"""The command line from end to end: runs, their folders, and what bad input gets."""
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import flatout
+from flatout.cli import main
+from flatout.models.weights import read_weights
+
+FOLDER = {
+    "recipe.toml",
+    "metrics.jsonl",
+    "summary.json",
+    "weights.safetensors",
+    "checkpoints",
+    "predictions.png",
+    "curves.png",
+    "confusion.png",
+    "report.html",
+    "logs",
+}
+KEYS = """job engine devices world_size batch_size epochs seed parameters train_images images_trained images_per_second
+train_seconds setup_seconds wall_seconds train_loss valid_loss valid_accuracy test_loss test_accuracy test_correct
+test_count peak_rss_bytes peak_device_bytes input_wait_fraction versions""".split()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run of the digits job."""
+    out = tmp_path_factory.mktemp("runs") / "digits"
+    assert main(["train", "digits", "--epochs", "6", "--devices", "cpu", "--out", str(out)]) == 0
+    return out
+
+
+def summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return read_weights(run / "weights.safetensors")[0]
+
+
+def make_folders(root: Path, per_class: int = 12, size: int = 20, parts: tuple[str, ...] = ("",)) -> Path:
+    """Pictures of two classes that any net tells apart: dark and bright."""
+    rng = np.random.default_rng(0)
+    for part in parts:
+        for name, level in (("bright", 200), ("dark", 40)):
+            folder = root / part / name
+            folder.mkdir(parents=True)
+            for i in range(per_class):
+                pixels = rng.integers(level - 30, level + 30, (size + i % 3, size, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i:03}.jpg")
+    return root
+
+
+def test_the_run_folder_is_complete(digits: Path) -> None:
+    assert {p.name for p in digits.iterdir()} >= FOLDER
+    figures = summary(digits)
+    assert [key for key in KEYS if key not in figures] == []
+    assert figures["test_accuracy"] == figures["test_correct"] / figures["test_count"] >= 0.9
+    assert figures["images_trained"] == 6 * figures["train_images"]
+    assert figures["images_per_second"] == pytest.approx(figures["images_trained"] / figures["train_seconds"])
+    lines = [json.loads(line) for line in (digits / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert "epoch 6/6" in (digits / "logs" / "rank-0.log").read_text()
+    _, metadata = read_weights(digits / "weights.safetensors")
+    assert json.loads(metadata["classes"]) == list("0123456789")
+    assert (metadata["image_size"], metadata["channels"], metadata["model"]) == ("8", "1", "parallel-cnn")
+
+
+def test_evaluate_gives_the_same_count_again(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(digits), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    expected = summary(digits)
+    assert result["test_correct"] == expected["test_correct"]
+    assert result["test_loss"] == expected["test_loss"]
+
+
+def test_the_recipe_of_a_run_repeats_it(digits: Path, tmp_path: Path) -> None:
+    assert main(["train", str(digits / "recipe.toml"), "--devices", "cpu", "--out", str(tmp_path / "again")]) == 0
+    first, second = weights(digits), weights(tmp_path / "again")
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_the_model_loads_as_an_ordinary_module(digits: Path) -> None:
+    from sklearn.datasets import load_digits
+
+    run = flatout.load(digits)
+    assert isinstance(run.model, torch.nn.Module)
+    assert not run.model.training
+    pixels = np.rint(load_digits().images * (255 / 16)).astype(np.uint8)
+    mean, std = run.recipe.data.mean[0], run.recipe.data.std[0]
+    with torch.no_grad():
+        by_hand = run.model(((torch.from_numpy(pixels).float() / 255 - mean) / std)[:, None]).argmax(1)
+    assert (by_hand.numpy() == load_digits().target).mean() > 0.9
+    predictions = run.predict(pixels[:5], top=1)
+    assert [p.classes[0] for p in predictions] == [str(int(i)) for i in by_hand[:5]]
+
+
+def test_predict_names_classes_of_files_and_folders(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "a.png")
+    (tmp_path / "more").mkdir()
+    Image.fromarray(np.full((30, 20, 3), 90, np.uint8)).save(tmp_path / "more" / "b.JPG", "JPEG")
+    files = [str(tmp_path / "a.png"), str(tmp_path / "more")]
+    assert main(["predict", str(digits), *files, "--top", "3", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [Path(p["file"]).name for p in result["predictions"]] == ["a.png", "b.JPG"]
+    for prediction in result["predictions"]:
+        probabilities = [p["probability"] for p in prediction["predictions"]]
+        assert len(probabilities) == 3
+        assert probabilities == sorted(probabilities, reverse=True)
+        assert 0 < sum(probabilities) <= 1.0001
+
+
+def test_report_is_drawn_again_without_the_data(digits: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(digits, copy)
+    for name in ("report.html", "curves.png", "predictions.png", "confusion.png"):
+        (copy / name).unlink()
+    assert main(["report", str(copy)]) == 0
+    assert (copy / "report.html").stat().st_size > 20_000
+    with Image.open(copy / "predictions.png") as picture:
+        assert picture.width > 300
+
+
+def test_an_existing_folder_is_never_replaced_silently(digits: Path, tmp_path: Path, capsys) -> None:
+    before = (digits / "summary.json").read_bytes()
+    assert main(["train", "digits", "--out", str(digits)]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert (digits / "summary.json").read_bytes() == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    assert main(["train", "digits", "--out", str(tmp_path / "mine"), "--overwrite"]) == 2
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
+
+
+def test_overwrite_replaces_the_run_alone(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["train", "digits", "--epochs", "1", "--devices", "cpu", "--out", str(out)]
+    assert main(arguments) == 0
+    (out / "notes.txt").write_text("mine")
+    assert main([*arguments, "--overwrite", "--seed", "2"]) == 0
+    assert summary(out)["seed"] == 2
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_folders_of_pictures_without_a_recipe(tmp_path: Path, capsys) -> None:
+    data = make_folders(tmp_path / "data", per_class=20)
+    assert main(["train", str(data), "--epochs", "3", "--devices", "cpu", "--out", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert "40 images of 2 classes" in said
+    assert "image_size = 20" in said
+    figures = summary(tmp_path / "run")
+    assert figures["classes"] == ["bright", "dark"]
+    assert figures["train_images"] + figures["valid_images"] + figures["test_images"] == 40
+    assert figures["test_accuracy"] == 1.0
+    assert main(["train", str(data), "--epochs", "1", "--devices", "cpu", "--out", str(tmp_path / "run2")]) == 0
+    assert summary(tmp_path / "run2")["pack_was_cached"]
+
+
+def test_evaluate_on_other_data_matches_classes_by_name(tmp_path: Path, capsys) -> None:
+    data = make_folders(tmp_path / "data", per_class=20)
+    run = tmp_path / "run"
+    assert main(["train", str(data), "--epochs", "3", "--devices", "cpu", "--out", str(run)]) == 0
+    other = make_folders(tmp_path / "other", per_class=3)
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--data", str(other), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["test_count"], result["test_correct"]) == (6, 6)
+    (other / "bright").rename(other / "purple")
+    assert main(["evaluate", str(run), "--data", str(other)]) == 2
+    assert "'purple'" in capsys.readouterr().err
+
+
+def test_binary_loss_has_one_output(tmp_path: Path) -> None:
+    data = make_folders(tmp_path / "data", parts=("training_set", "test_set"))
+    out = tmp_path / "run"
+    changes = ["--set", "image_size=16", "--epochs", "12", "--batch-size", "8"]
+    assert main(["train", "cats-dogs", "--data", str(data), *changes, "--devices", "cpu", "--out", str(out)]) == 0
+    assert weights(out)["classifier.6.weight"].shape[0] == 1
+    assert summary(out)["test_accuracy"] == 1.0
+    (prediction,) = flatout.load(out).predict(data / "test_set" / "dark" / "000.jpg")
+    assert prediction.classes[0] == "dark"
+
+
+def test_the_same_seed_gives_the_same_bits_with_dropout(tmp_path: Path) -> None:
+    data = make_folders(tmp_path / "data", parts=("training_set", "test_set"))
+    runs = [tmp_path / "a", tmp_path / "b"]
+    for out in runs:
+        changes = ["--set", "image_size=16", "--epochs", "2", "--batch-size", "7", "--devices", "cpu"]
+        assert main(["train", "cats-dogs", "--data", str(data), *changes, "--out", str(out)]) == 0
+    first, second = map(weights, runs)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_a_diverging_loss_ends_with_1_and_keeps_the_last_good_weights(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "run"
+    arguments = ["train", "digits", "--epochs", "4", "--devices", "cpu", "--out", str(out)]
+    changes = ["--set", "optimizer.name=sgd", "--lr", "1e30", "--set", "schedule.name=constant"]
+    assert main([*arguments, *changes]) == 1
+    message = capsys.readouterr().err
+    assert "not finite in epoch 1, step" in message
+    assert all(torch.isfinite(value).all() for value in weights(out).values())
+    assert "failed" in summary(out)["stopped"]
+    assert (out / "report.html").is_file()
+
+
+def test_early_stopping_and_plateau(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    changes = ["--set", "early_stopping=2", "--set", "schedule.name=plateau", "--set", "schedule.patience=0"]
+    assert main(["train", "digits", "--lr", "0.02", *changes, "--devices", "cpu", "--out", str(out)]) == 0
+    figures = summary(out)
+    assert figures["epochs_trained"] < 30
+    assert "early stopping" in figures["stopped"]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert figures["best_epoch"] == max(lines, key=lambda r: (r["valid_accuracy"], -r["valid_loss"]))["epoch"]
+    assert lines[-1]["learning_rate"] < lines[0]["learning_rate"]
+
+
+INPUT_ERRORS = [
+    (["train", "digts"], "did you mean 'digits'"),
+    (["train", "digits", "--set", "optimzer.lr=1"], "optimizer.lr"),
+    (["train", "digits", "--lr", "-1"], "optimizer.lr = -1.0"),
+    (["train", "digits", "--devices", "9xcuda"], "--devices 9xcuda"),
+    (["train", "digits", "--devices", "gpu"], "no kind of device"),
+    (["train", "digits", "--engine", "tensorflow"], "--engine tensorflow"),
+    (["train", "digits", "--model", "fashion-cn"], "did you mean 'fashion-cnn'"),
+    (["train", "digits", "--model", "nowhere:factory"], "nowhere:factory"),
+    (["train", "digits", "--model", "vgg16"], "32x32"),
+    (["train", "fashion-mnist", "--data", "/does/not/exist"], "/does/not/exist"),
+    (["train", "cats-dogs"], "training_set/cats"),
+    (["train", "digits", "--resume"], "--out"),
+    (["evaluate", "/does/not/exist"], "not a run folder"),
+    (["predict", "/does/not/exist", "x.jpg"], "not a run folder"),
+    (["report", "/does/not/exist"], "/does/not/exist"),
+    (["check", "/does/not/exist"], "/does/not/exist"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), INPUT_ERRORS, ids=lambda value: " ".join(value)[:40])
+def test_wrong_input_gets_one_message_and_2(arguments: list[str], message: str, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["train", "digits", "--epochs", "many"], ["fly"], [], ["predict"]])
+def test_wrong_words_get_2(arguments: list[str], capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_bad_images_stop_with_all_their_names_or_are_skipped(tmp_path: Path, capsys) -> None:
+    data = make_folders(tmp_path / "data", per_class=20)
+    (data / "dark" / "000.jpg").write_bytes(b"")
+    (data / "dark" / "001.jpg").write_text("<html>not found</html>")
+    cut = (data / "bright" / "002.jpg").read_bytes()
+    (data / "bright" / "002.jpg").write_bytes(cut[: len(cut) // 2])
+    arguments = ["train", str(data), "--epochs", "1", "--devices", "cpu"]
+    assert main([*arguments, "--out", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert all(name in error for name in ("dark/000.jpg", "dark/001.jpg", "bright/002.jpg", "HTML"))
+    assert not (tmp_path / "run").exists()
+    skip = ["--on-bad-image", "skip", "--set", "data.max_bad_share=0.1"]
+    assert main([*arguments, *skip, "--out", str(tmp_path / "run")]) == 0
+    figures = summary(tmp_path / "run")
+    assert len(figures["skipped_images"]) == 3
+    assert figures["train_images"] + figures["valid_images"] + figures["test_images"] == 37
+    assert main([*arguments, "--on-bad-image", "skip", "--out", str(tmp_path / "run2")]) == 2
+    assert "0.05" in capsys.readouterr().err or "5" in capsys.readouterr().err
+
+
+def test_idx_with_a_wrong_length_is_named(tmp_path: Path, capsys) -> None:
+    for part, count in (("train", 20), ("t10k", 5)):
+        header = struct.pack(">IIII", 0x803, count, 4, 4)
+        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(header + bytes(16 * count - (part == "t10k")))
+        labels = bytes(i % 2 for i in range(count))
+        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels)
+    assert main(["train", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
+    assert "t10k-images-idx3-ubyte" in capsys.readouterr().err
+
+
+def test_importing_flatout_does_not_import_torch() -> None:
+    code = "import sys, flatout, flatout.cli; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
