@@ -1,0 +1,281 @@
+"""A hand-written loop against flatout, alternately in one go, every run a fresh process; prints a table, writes JSON.
+
+    python benchmarks/compare.py fashion-mnist --data-root FOLDER [--epochs 5] [--repeats 3]
+
+FOLDER holds the data sets: fashion-mnist/, caltech101/, mnist.json.gz. See README.md beside this file.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from flatout.engine.choose import machine
+from flatout.engine.hardware import cpu_threads
+
+HERE = Path(__file__).resolve().parent
+PACKAGES = ("flatout", "torch", "torchvision", "numpy", "pillow", "simplejpeg")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What one run came to.
+
+    Attributes:
+        images_per_second: over the training passes from the second epoch on.
+        images_per_second_all_epochs: over all training passes.
+        first_epoch_seconds: the first training pass.
+        process_seconds: the whole process, from its start to its end, as seen from outside.
+        full_job_seconds: the same for as many epochs as the job has: measured if that many were run, else the epochs
+            that were not are taken to cost, with evaluation and all else between epochs, what the later ones did.
+        accuracy: after the last epoch.
+    """
+
+    images_per_second: float
+    images_per_second_all_epochs: float
+    first_epoch_seconds: float
+    process_seconds: float
+    full_job_seconds: float
+    accuracy: float
+
+
+# For each figure, which way is better; None where flatout and the loop should agree.
+BETTER: dict[str, Callable[..., float] | None] = {
+    "images_per_second": max,
+    "images_per_second_all_epochs": max,
+    "first_epoch_seconds": min,
+    "process_seconds": min,
+    "full_job_seconds": min,
+    "accuracy": None,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A job of flatout and the loop written by hand for it.
+
+    Attributes:
+        job: a built-in job of flatout.
+        data: the data set in the data root.
+        script: the loop.
+        variants: name -> further flags of the loop; the fastest is the yardstick.
+        epochs: epochs of the full job.
+        split: the split on which the loop gives its accuracy.
+    """
+
+    job: str
+    data: str
+    script: str
+    variants: dict[str, tuple[str, ...]]
+    epochs: int
+    split: str
+
+
+IN_PROCESS, WITH_WORKERS = {"plain": ("--workers", "0")}, {"plain, 2 workers": ("--workers", "2")}
+FASHION = {"job": "fashion-mnist", "data": "fashion-mnist", "script": "plain_fashion_mnist.py", "split": "test"}
+COMPARISONS = {
+    "fashion-mnist": Comparison(**FASHION, variants=IN_PROCESS | WITH_WORKERS, epochs=50),
+    "fashion-mnist-same-batch": Comparison(
+        **FASHION,
+        variants={
+            f"{name}, batch 1024": (*flags, "--batch-size", "1024", "--lr", "0.08")
+            for name, flags in (IN_PROCESS | WITH_WORKERS).items()
+        },
+        epochs=50,
+    ),
+    "caltech101": Comparison(
+        job="caltech101",
+        data="caltech101",
+        script="plain_caltech101.py",
+        variants=IN_PROCESS | WITH_WORKERS,
+        epochs=50,
+        split="valid",
+    ),
+    "mnist-parallel": Comparison(
+        job="mnist-parallel",
+        data="mnist.json.gz",
+        script="plain_mnist_parallel.py",
+        variants={"plain": ()},
+        epochs=2,
+        split="test",
+    ),
+}
+
+
+def run_process(command: list[str], threads: int) -> tuple[float, str]:
+    """Run a command to its end; return the seconds it took and what it printed."""
+    began = time.perf_counter()
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    seconds = time.perf_counter() - began
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return seconds, done.stdout
+
+
+def full_job(process_seconds: float, later_epoch_seconds: float, epochs: int, full_epochs: int) -> float:
+    return process_seconds + max(0, full_epochs - epochs) * later_epoch_seconds
+
+
+def run_plain(comparison: Comparison, variant: str, data: Path, epochs: int, threads: int) -> Figures:
+    """Run the loop; its last line of output is its figures."""
+    command = [sys.executable, str(HERE / comparison.script), "--data", str(data), "--epochs", str(epochs)]
+    seconds, printed = run_process([*command, *comparison.variants[variant]], threads)
+    result = json.loads(printed.splitlines()[-1])
+    if result["threads"] != threads:
+        sys.exit(f"{comparison.script} ran on {result['threads']} threads, not {threads}")
+    later = statistics.mean(result["epoch_train_seconds"][1:]) + statistics.mean(result["epoch_evaluate_seconds"][1:])
+    return Figures(
+        process_seconds=seconds,
+        full_job_seconds=full_job(seconds, later, epochs, comparison.epochs),
+        **{key: result[key] for key in ("images_per_second", "images_per_second_all_epochs", "first_epoch_seconds")},
+        accuracy=result["accuracy"],
+    )
+
+
+def flatout_command(job: str, data: Path, epochs: int, out: Path) -> list[str]:
+    flags = ["--data", str(data), "--devices", "cpu", "--epochs", str(epochs), "--out", str(out), "--no-cache"]
+    return [sys.executable, "-m", "flatout", "train", job, *flags]
+
+
+def run_flatout(comparison: Comparison, data: Path, epochs: int, threads: int) -> Figures:
+    """Run the job without a cache, so that every run decodes the images itself, and read its run folder."""
+    with tempfile.TemporaryDirectory(prefix="flatout-compare-") as folder:
+        out = Path(folder) / "run"
+        seconds, _ = run_process(flatout_command(comparison.job, data, epochs, out), threads)
+        summary = json.loads((out / "summary.json").read_text())
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    first, *rest = records
+    trained_for, times = sum(r["seconds"] for r in rest), summary["time_seconds"]
+    # One evaluation more than there are epochs, as the end of the run has its own. The rest of the run's time, beside
+    # set-up and pictures, went into checkpoints and figures between the epochs.
+    known = summary["setup_seconds"] + sum(times[part] for part in ("train", "evaluate", "pictures"))
+    between = summary["wall_seconds"] - known
+    later = trained_for / len(rest) + times["evaluate"] / (epochs + 1) + max(0.0, between) / epochs
+    accuracy = records[-1][f"{comparison.split}_accuracy"]
+    return Figures(
+        images_per_second=sum(r["images"] for r in rest) / trained_for,
+        images_per_second_all_epochs=summary["images_per_second"],
+        first_epoch_seconds=first["seconds"],
+        process_seconds=seconds,
+        full_job_seconds=full_job(seconds, later, epochs, comparison.epochs),
+        accuracy=summary[f"{comparison.split}_accuracy"] if accuracy is None else accuracy,
+    )
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def summarise(rounds: list[dict[str, Figures]]) -> dict[str, Any]:
+    """Return, for each figure, its spread for every side, the yardstick, and how many times better flatout is.
+
+    The yardstick is the variant of the loop with the best median in that very figure. Ratios are taken round by round.
+    """
+    summary = {}
+    for name, better in BETTER.items():
+        sides = {side: [getattr(figures[side], name) for figures in rounds] for side in rounds[0]}
+        entry: dict[str, Any] = {side: spread(values) for side, values in sides.items()}
+        if better is not None:
+            medians = {statistics.median(values): side for side, values in sides.items() if side != "flatout"}
+            yardstick = medians[better(medians)]
+            pairs = list(zip(sides[yardstick], sides["flatout"], strict=True))
+            ratios = [ours / theirs if better is max else theirs / ours for theirs, ours in pairs]
+            entry |= {"yardstick": yardstick, "times_better": {**spread(ratios), "by_round": ratios}}
+        summary[name] = entry
+    return summary
+
+
+def table(summary: dict[str, Any], sides: list[str]) -> str:
+    """Return medians with (min to max) of every side, and the ratio to the yardstick, marked with a star."""
+
+    def cell(entry: dict[str, Any], side: str) -> str:
+        numbers = [entry[side][key] for key in ("median", "min", "max")]
+        digits = 4 if numbers[0] < 1 else 2 if numbers[0] < 100 else 0
+        median, low, high = (f"{n:,.{digits}f}" for n in numbers)
+        return f"{median} ({low} to {high}){' *' if entry.get('yardstick') == side else ''}"
+
+    rows = [["", *sides, "times better"]]
+    for name, entry in summary.items():
+        ratio = entry.get("times_better")
+        words = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})" if ratio else ""
+        rows.append([name, *(cell(entry, side) for side in sides), words])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def read_once(data: Path) -> None:
+    """Bring the files into the page cache, so that the first run is no colder than the others."""
+    for file in [data] if data.is_file() else (p for p in data.rglob("*") if p.is_file()):
+        file.read_bytes()
+
+
+def run_rounds(comparison: Comparison, data: Path, epochs: int, repeats: int, threads: int) -> list[dict[str, Figures]]:
+    """Run all sides one after the other, `repeats` times."""
+    rounds: list[dict[str, Figures]] = []
+    for number in range(1, repeats + 1):
+        rounds.append({})
+        for side in [*comparison.variants, "flatout"]:
+            if side == "flatout":
+                figures = run_flatout(comparison, data, epochs, threads)
+            else:
+                figures = run_plain(comparison, side, data, epochs, threads)
+            rounds[-1][side] = figures
+            rate, seconds = figures.images_per_second, figures.process_seconds
+            print(f"round {number}, {side}: {rate:,.0f} images per second, process {seconds:.1f} s", file=sys.stderr)
+    return rounds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=list(COMPARISONS))
+    parser.add_argument("--data-root", type=Path, required=True, help="the folder that holds the data sets")
+    parser.add_argument("--epochs", type=int, default=5, help="epochs of every run, at least 2")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds of all sides")
+    parser.add_argument("--out", type=Path, help="where the JSON goes; default: results/NAME.json beside this file")
+    args = parser.parse_args()
+    comparison, data = COMPARISONS[args.name], args.data_root / COMPARISONS[args.name].data
+    if args.epochs < 2 or args.repeats < 1:
+        parser.error("--epochs must be at least 2 and --repeats at least 1")
+    if not data.exists():
+        parser.error(f"--data-root {args.data_root}: has no {comparison.data}")
+
+    threads, began = cpu_threads(), datetime.now(UTC)
+    read_once(data)
+    rounds = run_rounds(comparison, data, args.epochs, args.repeats, threads)
+    summary = summarise(rounds)
+    is_extrapolated = args.epochs < comparison.epochs
+    result = {
+        "comparison": args.name,
+        "date": began.isoformat(timespec="seconds"),
+        "machine": machine(),
+        "threads": threads,
+        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in PACKAGES}},
+        "epochs": args.epochs,
+        "epochs_of_full_job": comparison.epochs,
+        "full_job_is_extrapolated": is_extrapolated,
+        "repeats": args.repeats,
+        "summary": summary,
+        "rounds": [{side: asdict(figures) for side, figures in one.items()} for one in rounds],
+    }
+    out = args.out or HERE / "results" / f"{args.name}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=2) + "\n")
+    print(table(summary, [*comparison.variants, "flatout"]))
+    print("* the yardstick: the best of the loops in that figure")
+    print(f"full job: {comparison.epochs} epochs" + f", extrapolated from {args.epochs}" * is_extrapolated)
+    print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()
