@@ -1,0 +1,123 @@
+"""A frozen prefix computed once, against computed in every step: seconds of each epoch of oct-vgg16; prints JSON.
+
+    python benchmarks/prefix.py --data FOLDER [--device cpu] [--repeats 1] [--image-size 224]
+
+The first epoch with the cache fills it, so the third is what all further epochs cost. The run without the cache has two
+epochs, of which the second counts, as the first warms up.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from flatout.console import Console
+from flatout.data.feed import Samples
+from flatout.data.pack import Pack, PackSettings, load_pack
+from flatout.data.prepare import find, splits_of
+from flatout.engine.choose import machine
+from flatout.engine.torch import TorchEngine
+from flatout.models.freeze import freeze
+from flatout.models.load import build
+from flatout.recipe import Recipe, load_job
+from flatout.train import Callbacks, EpochRecord, Progress, train
+
+CACHED_EPOCHS, UNCACHED_EPOCHS = 3, 2
+SILENT = Callbacks(
+    step=lambda progress, images: None,
+    poll=lambda progress: False,
+    loss=lambda progress, loss: None,
+    epoch=lambda progress: None,
+)
+
+
+def load(recipe: Recipe, folder: Path, console: Console) -> tuple[Pack, dict[str, Samples]]:
+    """Decode the images, into a pack that lives as long as this process."""
+    settings = PackSettings(
+        size=recipe.image_size,
+        channels=recipe.channels,
+        resize=recipe.data.resize,
+        on_bad_image=recipe.data.on_bad_image,
+        max_bad_share=recipe.data.max_bad_share,
+    )
+    pack = load_pack(find(folder), settings, cache=None, report=console)
+    console.finish()
+    return pack, splits_of(pack, recipe.data, recipe.seed)
+
+
+def run(
+    recipe: Recipe, splits: dict[str, Samples], classes: int, device: str, *, cache_prefix: bool
+) -> list[EpochRecord]:
+    """Train a fresh model and return the record of every epoch."""
+    model = build(
+        recipe.model,
+        num_classes=classes,
+        image_size=recipe.image_size,
+        channels=recipe.channels,
+        loss=recipe.loss,
+        seed=recipe.seed,
+    )
+    freeze(model, recipe.freeze)
+    engine = TorchEngine(model, recipe, device=device, cache_prefix=cache_prefix)
+    placed = {name: engine.place(samples) for name, samples in splits.items()}
+    progress = Progress()
+    train(engine, recipe, placed, len(splits["train"]), progress, SILENT)
+    return progress.history
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="the folder with train/ and test/")
+    parser.add_argument("--device", default="cpu", help="a torch device name")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--image-size", type=int, help="smaller images for a quick run; default: the job's 224")
+    args = parser.parse_args()
+
+    # What the weights are does not matter for the time, and neither does what is learnt from so few images.
+    recipe = load_job("oct-vgg16").override({"pretrained": False, "keep": "last"})
+    if args.image_size:
+        recipe = recipe.override({"image_size": args.image_size})
+    console = Console(sys.stderr)
+    pack, splits = load(recipe, args.data, console)
+    cached: list[list[EpochRecord]] = []
+    uncached: list[list[EpochRecord]] = []
+    for repeat in range(1, args.repeats + 1):
+        for runs, epochs, name in ((uncached, UNCACHED_EPOCHS, "without"), (cached, CACHED_EPOCHS, "with")):
+            with_epochs = recipe.override({"epochs": epochs})
+            runs.append(run(with_epochs, splits, len(pack.classes), args.device, cache_prefix=runs is cached))
+            shown = ", ".join(f"{record.seconds:.1f}" for record in runs[-1])
+            console.note(f"repeat {repeat}, {name} the cache: epochs of {shown} s")
+    console.close()
+
+    def seconds(runs: list[list[EpochRecord]]) -> list[list[float]]:
+        return [[record.seconds for record in history] for history in runs]
+
+    def ratio(epoch: int) -> float:
+        pairs = zip(seconds(uncached), seconds(cached), strict=True)
+        return statistics.median(without[-1] / having[epoch - 1] for without, having in pairs)
+
+    result: dict[str, Any] = {
+        "job": recipe.job,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "device": args.device,
+        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in ("flatout", "torch")}},
+        "image_size": recipe.image_size,
+        "train_images": len(splits["train"]),
+        "batch_size": recipe.batch_size,
+        "epoch_seconds_with_cache": seconds(cached),
+        "epoch_seconds_without_cache": seconds(uncached),
+        "train_losses_with_cache": [record.train_loss for record in cached[0]],
+        "train_losses_without_cache": [record.train_loss for record in uncached[0]],
+        "first_epoch_times_faster": ratio(1),
+        "third_epoch_times_faster": ratio(CACHED_EPOCHS),
+    }
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
