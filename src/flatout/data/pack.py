@@ -191,8 +191,8 @@ def _fitting(pack: Pack, settings: PackSettings) -> Pack:
         mend = " ".join(f"--set {n}={h}" for n, h, w in zip(names, has, wants, strict=True) if h != w)
         raise InputError(
             f"{pack.folder}: holds images of {size} x {size} pixels, {channels} channels, made square by "
-            f"{pack.resize!r}, but the recipe wants {settings.size} x {settings.size}, {settings.channels}, {settings.resize!r}; "
-            f"use {mend}, or make another pack with flatout pack"
+            f"{pack.resize!r}, but the recipe wants {settings.size} x {settings.size} pixels, {settings.channels} "
+            f"channels, {settings.resize!r}; use {mend}, or make another pack with flatout pack"
         )
     return pack
 

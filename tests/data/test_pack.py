@@ -1,0 +1,486 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flatout.data import pack_files
+from flatout.data.decode import decode_image, resize_images
+from flatout.data.pack import Pack, PackSettings, build_pack, cache_folder, load_pack, open_pack
+from flatout.data.source import Found, Source
+from flatout.errors import InputError
+
+SMALL_BLOCK = 10 * 16 * 16 * 3
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.updates: list[tuple[int, int, str]] = []
+        self.notes: list[str] = []
+
+    def update(self, done: int, total: int, unit: str = "images") -> None:
+        self.updates.append((done, total, unit))
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def settings(**changes) -> PackSettings:
+    values = {"size": 16, "channels": 3, "resize": "stretch", "on_bad_image": "stop", "max_bad_share": 0.05}
+    return PackSettings(**{**values, **changes})
+
+
+def class_folders(folder: Path, count: int = 45) -> Source:
+    """Images of three classes, every fifth in the test split; each has its own content."""
+    rng = np.random.default_rng(1)
+    train, test = [], []
+    for index in range(count):
+        file = folder / f"{index % 3}" / f"{index}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(file)
+        (test if index // 3 % 5 == 0 else train).append((index % 3, file))
+    both = train + test
+    return Source(
+        kind="class folders",
+        path=folder,
+        classes=("a", "b", "c"),
+        labels=np.array([label for label, _ in both]),
+        splits={"train": (0, len(train)), "test": (len(train), len(both))},
+        files=[file for _, file in both],
+        notes=("A note.",),
+    )
+
+
+def arrays(count: int = 40, side: int = 16, channels: int = 3) -> Source:
+    rng = np.random.default_rng(2)
+    return Source(
+        kind="arrays",
+        path=None,
+        classes=("a", "b"),
+        labels=np.arange(count) % 2,
+        splits={"train": (0, count)},
+        images=rng.integers(0, 256, (count, side, side, channels), np.uint8),
+    )
+
+
+def expected_images(source: Source, wanted: PackSettings) -> np.ndarray:
+    assert source.files is not None
+    how = {"size": wanted.size, "channels": wanted.channels, "resize": wanted.resize}
+    return np.stack([decode_image(file, **how) for file in source.files])
+
+
+def load(source: Found | Source, cache: Path | None, wanted: PackSettings | None = None) -> Pack:
+    return load_pack(source, wanted or settings(), cache=cache, report=Recorder())
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
+
+
+# What a pack is
+
+
+@pytest.mark.parametrize("changes", [{}, {"channels": 1}, {"resize": "crop", "size": 9}])
+def test_a_pack_is_plain_files_of_the_decoded_images(tmp_path, changes):
+    source, wanted = class_folders(tmp_path / "data"), settings(**changes)
+    pack = build_pack(source, wanted, tmp_path / "out", Recorder())
+    assert leftovers(tmp_path / "out") == ["images.npy", "labels.npy", "pack.json"]
+    assert leftovers(tmp_path) == ["data", "out"]
+    images = np.load(tmp_path / "out" / "images.npy", mmap_mode="r")
+    assert images.dtype == np.uint8
+    assert np.array_equal(images, expected_images(source, wanted))
+    assert np.array_equal(np.load(tmp_path / "out" / "labels.npy"), source.labels)
+    description = json.loads((tmp_path / "out" / "pack.json").read_text())
+    assert description["classes"] == ["a", "b", "c"]
+    assert description["splits"] == {"train": [0, 36], "test": [36, 45]}
+    assert "bilinear" in description["resize_method"]
+    assert (pack.classes, pack.splits, pack.notes) == (source.classes, source.splits, source.notes)
+    assert pack.describe() == source.describe()
+    assert not pack.was_cached
+    again = open_pack(tmp_path / "out")
+    assert np.array_equal(again.images, images)
+    assert again.build_seconds == pack.build_seconds > 0
+
+
+def test_arrays_are_resized_by_the_same_method(tmp_path):
+    source = arrays(side=20, channels=3)
+    assert source.images is not None
+    pack = load(source, tmp_path, settings(channels=1))
+    assert np.array_equal(pack.images, resize_images(source.images, size=16, channels=1, resize="stretch"))
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_arrays_given_as_wanted_stay_in_memory(tmp_path, cache):
+    source = arrays()
+    pack = load(source, tmp_path / "cache" if cache else None)
+    assert pack.images is source.images
+    assert pack.folder is None
+    assert not (tmp_path / "cache").exists()
+
+
+def test_torch_has_its_threads_back(tmp_path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        build_pack(class_folders(tmp_path / "data"), settings(), tmp_path / "out", Recorder())
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_progress_ends_with_all_images(tmp_path):
+    report = Recorder()
+    build_pack(class_folders(tmp_path / "data"), settings(), tmp_path / "out", report)
+    assert report.updates[-1] == (45, 45, "images")
+
+
+def test_an_existing_folder_is_refused(tmp_path):
+    source = class_folders(tmp_path / "data")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(InputError, match=r"out: exists; choose another --out"):
+        build_pack(source, settings(), tmp_path / "out", Recorder())
+
+
+# The cache
+
+
+def test_the_cache_folder_is_the_users(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv("FLATOUT_CACHE", raising=False)
+    assert cache_folder() == tmp_path / "xdg" / "flatout"
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "own"))
+    assert cache_folder() == tmp_path / "own"
+    monkeypatch.delenv("FLATOUT_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / ".cache" / "flatout"
+
+
+def test_the_same_content_is_found_again_wherever_it_lies(tmp_path):
+    source = class_folders(tmp_path / "data")
+    first = load(source, tmp_path / "cache")
+    again = load(source, tmp_path / "cache")
+    shutil.copytree(tmp_path / "data", tmp_path / "moved")
+    moved = load(class_folders(tmp_path / "moved"), tmp_path / "cache")
+    assert (first.was_cached, again.was_cached, moved.was_cached) == (False, True, True)
+    assert first.folder == again.folder == moved.folder
+
+
+def test_other_content_labels_or_settings_make_another_pack(tmp_path):
+    source = class_folders(tmp_path / "data")
+    folders = {load(source, tmp_path / "cache").folder}
+    for changes in ({"size": 17}, {"channels": 1}, {"resize": "crop"}):
+        folders.add(load(source, tmp_path / "cache", settings(**changes)).folder)
+    assert source.files is not None
+    source.files[0].write_bytes(source.files[1].read_bytes())
+    folders.add(load(source, tmp_path / "cache").folder)
+    source.labels[0] += 1
+    folders.add(load(source, tmp_path / "cache").folder)
+    assert len(folders) == 6
+    lenient = load(source, tmp_path / "cache", settings(on_bad_image="skip", max_bad_share=0.5))
+    assert lenient.was_cached  # what is done about bad images decides no pixel
+
+
+def test_a_cached_pack_of_array_files_is_found_without_reading_them(tmp_path):
+    source = arrays()
+    (tmp_path / "images.npy").write_bytes(b"content")
+    reads = []
+
+    def read() -> Source:
+        reads.append(1)
+        return source
+
+    found = Found(kind="arrays", path=tmp_path, inputs=(tmp_path / "images.npy",), read=read)
+    first, again = load(found, tmp_path / "cache"), load(found, tmp_path / "cache")
+    assert (first.was_cached, again.was_cached, len(reads)) == (False, True, 1)
+    assert np.array_equal(again.images, np.asarray(source.images))
+    (tmp_path / "images.npy").write_bytes(b"changed")
+    assert not load(found, tmp_path / "cache").was_cached
+    assert len(reads) == 2
+
+
+def test_without_a_cache_the_pack_goes_when_it_is_no_longer_used(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    source = class_folders(tmp_path / "data")
+    pack = load(source, None)
+    assert np.array_equal(pack.images, expected_images(source, settings()))
+    assert len(leftovers(tmp_path / "tmp")) == 1
+    del pack
+    assert leftovers(tmp_path / "tmp") == []
+
+
+def test_a_pack_of_the_users_is_opened_if_it_fits(tmp_path):
+    build_pack(class_folders(tmp_path / "data"), settings(), tmp_path / "out", Recorder())
+    found = Found(kind="pack", path=tmp_path / "out", inputs=(), read=pytest.fail)
+    assert load(found, tmp_path / "cache").folder == tmp_path / "out"
+    mend = r"16 x 16 pixels.*wants 32 x 32.*use --set image_size=16 --set data.resize=stretch, or make another"
+    with pytest.raises(InputError, match=mend):
+        load(found, tmp_path / "cache", settings(size=32, resize="crop"))
+    with pytest.raises(InputError, match="is a pack already"):
+        build_pack(found, settings(), tmp_path / "other", Recorder())
+
+
+# Bad images
+
+
+def spoil(source: Source, indices: list[int]) -> list[str]:
+    assert source.files is not None
+    for index in indices:
+        source.files[index].write_bytes(b"<html>not found</html>")
+    return [f"{source.files[index]}: is HTML, not an image" for index in indices]
+
+
+def test_stop_names_every_bad_image_at_once(tmp_path):
+    source = class_folders(tmp_path / "data")
+    lines = spoil(source, [0, 20, 44])
+    with pytest.raises(InputError) as caught:
+        build_pack(source, settings(), tmp_path / "out", Recorder())
+    assert str(caught.value).splitlines()[1:] == lines
+    assert str(caught.value).startswith("3 of 45 images cannot be used; mend or remove them, or leave them out with")
+    assert leftovers(tmp_path) == ["data"]
+
+
+def test_skip_leaves_bad_images_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(pack_files, "BLOCK_BYTES", SMALL_BLOCK)
+    source, wanted = class_folders(tmp_path / "data"), settings(on_bad_image="skip", max_bad_share=0.4)
+    whole = expected_images(source, wanted)
+    bad = [0, *range(10, 20), 40, 44]  # the second block has none left
+    spoil(source, bad)
+    pack = load(source, tmp_path / "cache", wanted)
+    assert np.array_equal(pack.images, np.delete(whole, bad, axis=0))
+    assert np.array_equal(pack.labels, np.delete(source.labels, bad))
+    assert pack.splits == {"train": (0, 25), "test": (25, 32)}
+    assert source.files is not None
+    assert pack.skipped == {str(source.files[index]): "is HTML, not an image" for index in bad}
+    # A cached pack is judged by the settings of today.
+    assert load(source, tmp_path / "cache", wanted).was_cached
+    with pytest.raises(InputError, match="13 of 45 images cannot be used; mend or remove"):
+        load(source, tmp_path / "cache")
+    with pytest.raises(InputError, match=r"13 of 45 images \(28.89%\).*max_bad_share = 0.25 \(25.00%\)"):
+        load(source, tmp_path / "cache", settings(on_bad_image="skip", max_bad_share=0.25))
+
+
+def test_skip_after_stop_does_not_decode_again(tmp_path):
+    source = class_folders(tmp_path / "data")
+    spoil(source, [3])
+    with pytest.raises(InputError):
+        load(source, tmp_path / "cache")
+    report = Recorder()
+    pack = load_pack(source, settings(on_bad_image="skip"), cache=tmp_path / "cache", report=report)
+    assert len(pack.labels) == 44
+    assert not [update for update in report.updates if update[2] == "images"]
+
+
+def test_a_class_that_loses_all_training_images_is_refused(tmp_path):
+    source = class_folders(tmp_path / "data")
+    spoil(source, [i for i in range(36) if source.labels[i] == 1])
+    with pytest.raises(InputError, match=r"all 12 training images of class 'b' are bad.*1\.jpg|all 12.*is HTML"):
+        load(source, tmp_path / "cache", settings(on_bad_image="skip", max_bad_share=0.9))
+
+
+def test_a_split_whose_images_are_all_bad_is_left_out(tmp_path):
+    source = class_folders(tmp_path / "data")
+    spoil(source, list(range(36, 45)))
+    pack = load(source, tmp_path / "cache", settings(on_bad_image="skip", max_bad_share=0.9))
+    assert pack.splits == {"train": (0, 36)}
+    assert pack.notes == ("A note.", "All test images are bad, so there is no test split.")
+
+
+# Damage
+
+
+def flip(path: Path, position: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position, os.SEEK_END if position < 0 else os.SEEK_SET)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+DAMAGE = {
+    "a pixel": ("images.npy", lambda path: flip(path, -1000)),
+    "the header of the images": ("images.npy", lambda path: flip(path, 25)),
+    "images cut short": ("images.npy", lambda path: os.truncate(path, path.stat().st_size - 1)),
+    "images too long": ("images.npy", lambda path: os.truncate(path, path.stat().st_size + 1)),
+    "no images": ("images.npy", Path.unlink),
+    "a label": ("labels.npy", lambda path: flip(path, -8)),
+    "labels cut short": ("labels.npy", lambda path: os.truncate(path, 100)),
+    "no labels": ("labels.npy", Path.unlink),
+    "a letter of the description": ("pack.json", lambda path: flip(path, 25)),
+    "description cut short": ("pack.json", lambda path: os.truncate(path, 100)),
+    "no description": ("pack.json", Path.unlink),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_seen_and_a_cached_pack_made_again(tmp_path, what):
+    name, spoil_file = DAMAGE[what]
+    source = class_folders(tmp_path / "data")
+    pack = load(source, tmp_path / "cache")
+    assert pack.folder is not None
+    spoil_file(pack.folder / name)
+    with pytest.raises(InputError, match=rf"{name}: is damaged .*; delete .* and pack the data again"):
+        open_pack(pack.folder)
+    report = Recorder()
+    mended = load_pack(source, settings(), cache=tmp_path / "cache", report=report)
+    assert "made again" in report.notes[0]
+    assert not mended.was_cached
+    assert np.array_equal(mended.images, expected_images(source, settings()))
+    assert load(source, tmp_path / "cache").was_cached
+
+
+def test_of_a_large_pack_blocks_over_the_whole_file_are_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr(pack_files, "BLOCK_BYTES", SMALL_BLOCK)
+    monkeypatch.setattr(pack_files, "CHECKED_BYTES", 2 * SMALL_BLOCK)
+    folder = tmp_path / "out"
+    build_pack(class_folders(tmp_path / "data"), settings(), folder, Recorder())
+    row = 16 * 16 * 3
+    flip(folder / "images.npy", 128 + 15 * row)  # a block in the middle of five
+    open_pack(folder)
+    flip(folder / "images.npy", -1)
+    with pytest.raises(InputError, match="images 40 to 44 have changed"):
+        open_pack(folder)
+    open_pack(folder, verify=False)
+
+
+def test_a_pack_of_a_newer_format_says_so(tmp_path):
+    folder = tmp_path / "out"
+    build_pack(class_folders(tmp_path / "data"), settings(), folder, Recorder())
+    description = json.loads((folder / "pack.json").read_text())
+    (folder / "pack.json").write_text(json.dumps({**description, "format_version": 99}))
+    with pytest.raises(InputError, match=r"is of format 99, .* update flatout"):
+        open_pack(folder)
+
+
+# Other processes: killed, at the same time, short of room, short of memory
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+from flatout.data.pack import PackSettings, build_pack, load_pack
+from flatout.data.source import Source
+from flatout.errors import InputError
+
+folder, count, size, cache, act = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5]
+files = sorted(folder.rglob("*.jpg"))
+
+class Report:
+    def update(self, done, total, unit="images"):
+        if act == "die" and unit == "images" and done > total // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while act == "hold" and not (cache / "go").exists():
+            time.sleep(0.01)
+    def note(self, text):
+        print(text, flush=True)
+
+source = Source(kind="k", path=folder, classes=("a", "b"), labels=np.arange(count) % 2, splits={"train": (0, count)},
+                files=[files[i % len(files)] for i in range(count)])
+settings = PackSettings(size=size, channels=3, resize="stretch", on_bad_image="stop", max_bad_share=0.0)
+if act == "limit":
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+try:
+    pack = load_pack(source, settings, cache=cache, report=Report())
+except InputError as error:
+    print(error)
+    sys.exit(2)
+status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+print("cached" if pack.was_cached else "built", status["VmHWM"].split()[0])
+"""
+
+
+def start(folder: Path, count: int, size: int, cache: Path, act: str = "") -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-W", "error", "-c", SCRIPT, str(folder), str(count), str(size), str(cache), act]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+
+
+def output(process: subprocess.Popen[str], returncode: int = 0) -> str:
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == returncode, text
+    return text.strip()
+
+
+@pytest.mark.parametrize("damage", ["", "a block", "the journal"])
+def test_after_a_kill_the_next_process_goes_on(tmp_path, damage):
+    source = class_folders(tmp_path / "data")
+    assert source.files is not None
+    count, cache = 400, tmp_path / "cache"
+    output(start(tmp_path / "data", count, 256, cache, "die"), returncode=-9)
+    (partial,) = cache.glob("packs/*.partial")
+    blocks = (partial / "journal.jsonl").read_text().splitlines()[1:]
+    assert len(blocks) >= 1
+    if damage == "a block":
+        flip(partial / "images.npy", 1000)
+    if damage == "the journal":
+        (partial / "journal.jsonl").write_text("".join(f"{line}\n" for line in ["not JSON", *blocks]))
+
+    files = sorted((tmp_path / "data").rglob("*.jpg"))
+    same = Source(
+        kind="k",
+        path=tmp_path / "data",
+        classes=("a", "b"),
+        labels=np.arange(count) % 2,
+        splits={"train": (0, count)},
+        files=[files[i % len(files)] for i in range(count)],
+    )
+    wanted, report = settings(size=256, max_bad_share=0.0), Recorder()
+    pack = load_pack(same, wanted, cache=cache, report=report)
+    assert not pack.was_cached
+    images = expected_images(source, wanted)
+    row_of = {file: row for row, file in enumerate(source.files)}
+    assert np.array_equal(pack.images, images[[row_of[file] for file in same.files or ()]])
+    assert not list(cache.glob("packs/*.partial"))
+    assert load(same, cache, wanted).was_cached
+    if not damage:
+        decoded_before = json.loads(blocks[-1])["samples"]
+        assert min(done for done, _, unit in report.updates if unit == "images") > decoded_before
+
+
+def test_two_processes_at_once_build_it_once(tmp_path):
+    class_folders(tmp_path / "data")
+    cache = tmp_path / "cache"
+    first = start(tmp_path / "data", 500, 128, cache, "hold")
+    while not list(cache.glob("packs/*.partial")):
+        assert first.poll() is None
+        time.sleep(0.01)
+    second = start(tmp_path / "data", 500, 128, cache)
+    assert second.stdout is not None
+    assert second.stdout.readline() == "another process is making this pack; waiting for it\n"
+    (cache / "go").touch()
+    assert output(first).split()[0] == "built"
+    assert output(second).split()[0] == "cached"
+
+
+def test_without_room_nothing_is_left_behind(tmp_path):
+    class_folders(tmp_path / "data")
+    message = output(start(tmp_path / "data", 500, 64, tmp_path / "cache", "limit"), returncode=2)
+    assert (
+        f"{tmp_path / 'cache' / 'packs'}: the disk is full, or a limit reached: 500 images need 6,144,000 bytes"
+        in message
+    )
+    assert "are free; make room" in message
+    assert leftovers(tmp_path / "cache" / "packs") == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"file/cache/packs: cannot be written \(Not a directory\); .*FLATOUT_CACHE"):
+        load(class_folders(tmp_path / "data"), tmp_path / "file" / "cache")
+
+
+def test_memory_does_not_grow_with_the_number_of_images(tmp_path):
+    class_folders(tmp_path / "data")
+    count, size = 200, 256  # already more than the two blocks that are in memory at once
+    runs = [output(start(tmp_path / "data", number, size, tmp_path / "cache")) for number in (count, 10 * count)]
+    peaks = [int(run.split()[-1]) * 1024 for run in runs]
+    grown_bytes = 9 * count * size * size * 3
+    assert peaks[1] - peaks[0] < grown_bytes / 10
