@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -377,7 +378,7 @@ class Report:
     def update(self, done, total, unit="images"):
         if act == "die" and unit == "images" and done > total // 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        while act == "hold" and not (cache / "go").exists():
+        while act == "hold" and unit == "images" and not (cache / "go").exists():
             time.sleep(0.01)
     def note(self, text):
         print(text, flush=True)
@@ -398,9 +399,20 @@ print("cached" if pack.was_cached else "built", status["VmHWM"].split()[0])
 """
 
 
-def start(folder: Path, count: int, size: int, cache: Path, act: str = "") -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-W", "error", "-c", SCRIPT, str(folder), str(count), str(size), str(cache), act]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a process that loads a pack; ends those that a failed test leaves."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start_one(folder: Path, count: int, size: int, cache: Path, act: str = "") -> subprocess.Popen[str]:
+        arguments = [sys.executable, "-W", "error", "-c", SCRIPT, str(folder), str(count), str(size), str(cache), act]
+        processes.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True))
+        return processes[-1]
+
+    yield start_one
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 def output(process: subprocess.Popen[str], returncode: int = 0) -> str:
@@ -410,7 +422,7 @@ def output(process: subprocess.Popen[str], returncode: int = 0) -> str:
 
 
 @pytest.mark.parametrize("damage", ["", "a block", "the journal"])
-def test_after_a_kill_the_next_process_goes_on(tmp_path, damage):
+def test_after_a_kill_the_next_process_goes_on(tmp_path, damage, start):
     source = class_folders(tmp_path / "data")
     assert source.files is not None
     count, cache = 400, tmp_path / "cache"
@@ -445,7 +457,7 @@ def test_after_a_kill_the_next_process_goes_on(tmp_path, damage):
         assert min(done for done, _, unit in report.updates if unit == "images") > decoded_before
 
 
-def test_two_processes_at_once_build_it_once(tmp_path):
+def test_two_processes_at_once_build_it_once(tmp_path, start):
     class_folders(tmp_path / "data")
     cache = tmp_path / "cache"
     first = start(tmp_path / "data", 500, 128, cache, "hold")
@@ -460,7 +472,7 @@ def test_two_processes_at_once_build_it_once(tmp_path):
     assert output(second).split()[0] == "cached"
 
 
-def test_without_room_nothing_is_left_behind(tmp_path):
+def test_without_room_nothing_is_left_behind(tmp_path, start):
     class_folders(tmp_path / "data")
     message = output(start(tmp_path / "data", 500, 64, tmp_path / "cache", "limit"), returncode=2)
     assert (
@@ -477,7 +489,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
         load(class_folders(tmp_path / "data"), tmp_path / "file" / "cache")
 
 
-def test_memory_does_not_grow_with_the_number_of_images(tmp_path):
+def test_memory_does_not_grow_with_the_number_of_images(tmp_path, start):
     class_folders(tmp_path / "data")
     count, size = 200, 256  # already more than the two blocks that are in memory at once
     runs = [output(start(tmp_path / "data", number, size, tmp_path / "cache")) for number in (count, 10 * count)]

@@ -7,6 +7,7 @@
 While a pack is being written there is also a journal: a line for each block that has reached the disk.
 """
 
+import errno
 import io
 import json
 import os
@@ -99,8 +100,7 @@ def write_images(
         (folder / JOURNAL).open("a", encoding="utf-8") as journal,
         _decoding_threads() as pool,
     ):
-        if hasattr(os, "posix_fallocate"):  # so that a full disk is known now, not after an hour
-            os.posix_fallocate(file.fileno(), 0, len(header) + count * row_bytes)
+        _reserve(file, len(header) + count * row_bytes)
         for block in _filled_blocks(pool, fill, done[-1].samples if done else 0, count, image_shape, report):
             rows = done[-1].rows if done else 0
             file.seek(len(header) + rows * row_bytes)
@@ -206,6 +206,17 @@ def _read_journal(folder: Path, key: str, header_bytes: int, row_bytes: int) -> 
         kept = "".join(json.dumps(entry) + "\n" for entry in [{"key": key}, *map(asdict, done)])
         (folder / JOURNAL).write_text(kept, encoding="utf-8")
     return done
+
+
+def _reserve(file: io.BufferedRandom, size_bytes: int) -> None:
+    """Make a full disk known now, not after an hour; where the system cannot reserve, it is known when it happens."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(file.fileno(), 0, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
 
 
 def _sync(file: io.IOBase) -> None:
