@@ -21,7 +21,11 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> N
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if callable(content):
+            # Some writers make files that only their owner may read; a run is for others too, as far as the umask says.
+            temporary.touch()
+            mode = temporary.stat().st_mode
             content(temporary)
+            temporary.chmod(mode)
         else:
             temporary.write_bytes(content)
         with temporary.open("rb+") as file:

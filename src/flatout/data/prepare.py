@@ -66,10 +66,10 @@ def splits_of(pack: Pack, data: Data, seed: int) -> dict[str, Samples]:
     if "valid" in rows:
         wanted.clear()
     total = len(rows["train"])
-    for stream, (name, fraction) in enumerate(wanted.items()):
+    for name, fraction in wanted.items():
         # The fractions are of all training images, though the second split is carved from what the first left.
         left = rows["train"]
-        kept, taken = carve(pack.labels[left], fraction * total / len(left), seed, stream=stream)
+        kept, taken = carve(pack.labels[left], fraction * total / len(left), seed, stream=name)
         if len(taken):
             rows["train"], rows[name] = left[kept], left[taken]
     order = [name for name in ("train", "valid", "test") if name in rows]
