@@ -21,9 +21,10 @@ from flatout.data.pack import Pack, PackSettings, load_pack
 from flatout.data.prepare import find, splits_of
 from flatout.engine.choose import machine
 from flatout.engine.torch import TorchEngine
+from flatout.jobs import load_job
 from flatout.models.freeze import freeze
 from flatout.models.load import build
-from flatout.recipe import Recipe, load_job
+from flatout.recipe import Recipe
 from flatout.train import Callbacks, EpochRecord, Progress, train
 
 CACHED_EPOCHS, UNCACHED_EPOCHS = 3, 2

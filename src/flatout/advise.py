@@ -82,11 +82,14 @@ def advise(found: Found | Source, path: str, *, accelerated: bool) -> tuple[Reci
         f"  model = {model}: it suits that size on {where}; for photos, --model timm:resnet18 --set pretrained=true "
         "starts from published weights",
         f"  epochs = {epochs}, batch_size = {batch}: for {count:,} training images; --epochs changes it",
-        f"  augment: images are {changes} at random" + ("" if small else "; --set augment.flip=false for text and signs"),
+        f"  augment: images are {changes} at random"
+        + ("" if small else "; --set augment.flip=false for text and signs"),
         "  optimizer = adamw at 0.001 falling as a cosine: it needs the least tuning",
     ]
     if balance > UNBALANCED:
-        reasons.append(f"  class_weights = balanced: the largest class has {balance:.1f} times the images of the smallest")
+        reasons.append(
+            f"  class_weights = balanced: the largest class has {balance:.1f} times the images of the smallest"
+        )
     return from_dict(table), reasons
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from flatout import __version__
 from flatout.errors import InputError, TrainingFailed
-from flatout.recipe import builtin_jobs, parse_setting
+from flatout.jobs import builtin_jobs
+from flatout.recipe import parse_setting
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 SIGNALLED = 128
@@ -50,8 +51,9 @@ class _StoppedBySignal(Exception):
 def _train(args: argparse.Namespace) -> None:
     from flatout.console import Console
     from flatout.engine.choose import is_accelerated
-    from flatout.fit import Options, train_recipe
+    from flatout.fit import train_recipe
     from flatout.resolve import resolve
+    from flatout.session import Options
     from flatout.train import Stopped
 
     console = Console(sys.stdout)
@@ -245,7 +247,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_train(commands: Any) -> None:
     command = _add(commands, "train", _train, "train a job, a recipe file, or a recipe made for your data")
     jobs = ", ".join(builtin_jobs())
-    command.add_argument("job", nargs="?", metavar="JOB", help=f"one of {jobs}; a recipe.toml; or the path of your data")
+    command.add_argument(
+        "job", nargs="?", metavar="JOB", help=f"one of {jobs}; a recipe.toml; or the path of your data"
+    )
     command.add_argument("--data", metavar="PATH", help="folder, CSV, IDX, JSON, .npz, .npy or pack")
     command.add_argument("--model", metavar="NAME", help="one of ours, timm:NAME, or package.module:factory")
     command.add_argument("--epochs", type=int, metavar="N")
@@ -253,7 +257,9 @@ def _add_train(commands: Any) -> None:
     command.add_argument("--lr", type=float, metavar="X", help="learning rate")
     command.add_argument("--seed", type=int, metavar="N")
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any recipe key, repeatable")
-    command.add_argument("--weights", type=Path, metavar="PATH", help="start from these weights: a file or a run folder")
+    command.add_argument(
+        "--weights", type=Path, metavar="PATH", help="start from these weights: a file or a run folder"
+    )
     command.add_argument("--no-pretrained", action="store_true", help="start from random weights whatever the job says")
     _add_bad_image(command)
     command.add_argument("--out", type=Path, metavar="DIR", help="the run folder; default: a new one under runs/")

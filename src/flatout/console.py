@@ -1,4 +1,7 @@
-"""What a person sees while something runs: a bar on a terminal, plain lines elsewhere, a widget in a notebook; and the log."""
+"""What a person sees while something runs: a bar on a terminal, plain lines elsewhere, a widget in a notebook.
+
+Every line goes to the log of the run as well.
+"""
 
 import contextlib
 import sys

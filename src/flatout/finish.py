@@ -21,7 +21,7 @@ from flatout.train import Progress
 if TYPE_CHECKING:
     from flatout.data.pack import Pack
     from flatout.engine.base import Engine, Evaluation
-    from flatout.fit import Session
+    from flatout.session import Session
 
 # The pictures of a report: a grid of 5x5 chosen at random, and as many of the most confident mistakes.
 PICTURES = 25
@@ -139,7 +139,9 @@ def _summary(
         figures[f"{name}_accuracy"] = counts.accuracy if counts else None
         figures[f"{name}_correct"] = counts.correct if counts else None
         figures[f"{name}_count"] = counts.count if counts else None
-    class_counts = {f"{n}_class_counts": np.bincount(s.labels, minlength=len(pack.classes)).tolist() for n, s in splits.items()}
+    class_counts = {
+        f"{n}_class_counts": np.bincount(s.labels, minlength=len(pack.classes)).tolist() for n, s in splits.items()
+    }
     if "test" in results:
         predicted = results["test"].probabilities.argmax(axis=1)
         class_counts["test_predicted_counts"] = np.bincount(predicted, minlength=len(pack.classes)).tolist()
@@ -204,5 +206,3 @@ def _say(session: "Session", summary: dict[str, Any]) -> None:
     for sentence in summary["verdict"]:
         say(sentence)
     say(f"report: {session.out / run_folder.REPORT}")
-
-

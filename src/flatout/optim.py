@@ -42,9 +42,7 @@ def build(optimizer: Optimizer, parameters: "Iterable[torch.Tensor]", *, captura
         return torch.optim.Adagrad(parameters, lr=lr, weight_decay=weight_decay, eps=eps, fused=device.type == "cpu")
     betas = (optimizer.betas[0], optimizer.betas[1])
     cls = torch.optim.Adam if optimizer.name == "adam" else torch.optim.AdamW
-    return cls(
-        parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused, capturable=capturable
-    )
+    return cls(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused, capturable=capturable)
 
 
 def can_capture(optimizer: Optimizer) -> bool:

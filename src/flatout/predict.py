@@ -12,6 +12,7 @@ from flatout.errors import InputError
 if TYPE_CHECKING:
     from flatout.run import Prediction, Run
 
+
 def predict(run: "Run", images: Any, *, top: int) -> "list[Prediction]":
     """See `Run.predict`."""
     from flatout.run import Prediction
@@ -22,13 +23,15 @@ def predict(run: "Run", images: Any, *, top: int) -> "list[Prediction]":
         names, pixels = _from_array(run, images)
     else:
         names, pixels = _from_files(run, images)
-    if not 1 <= top:
+    if not top >= 1:
         raise InputError(f"--top {top}: must be at least 1")
     results = []
     for name, probabilities in zip(names, run.probabilities(pixels), strict=True):
         best = np.argsort(-probabilities, kind="stable")[:top]
         classes = tuple(run.classes[i] for i in best)
-        results.append(Prediction(file=name, classes=classes, probabilities=tuple(float(probabilities[i]) for i in best)))
+        results.append(
+            Prediction(file=name, classes=classes, probabilities=tuple(float(probabilities[i]) for i in best))
+        )
     return results
 
 

@@ -12,7 +12,6 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,10 +150,13 @@ class Augment:
 class Data:
     """Where the images are and how they become arrays.
 
-    mean, std: per channel, of pixels scaled to 0..1; empty means measured on the training images. valid_fraction,
-    test_fraction: the stratified share of the training images set aside where the data has no such split (a test split
-    only where it has no split at all). class_names: names for classes that the data only numbers. max_bad_share: the largest share of unreadable images that `skip` accepts.
-    classes: a file of class names, one a line. placement: where the decoded images live during training.
+    mean, std: per channel, of pixels scaled to 0..1; empty means measured on the training images.
+    resize: to a square, out of proportion (stretch) or by cutting the longer side (crop).
+    valid_fraction, test_fraction: the stratified share of the training images set aside where the data has no such
+    split (a test split only where it has no split at all).
+    classes: a file of class names, one a line. class_names: names for classes that the data only numbers.
+    max_bad_share: the largest share of unreadable images that `skip` accepts.
+    placement: where the decoded images live during training.
     """
 
     path: str = ""
@@ -172,7 +174,10 @@ class Data:
     def __post_init__(self) -> None:
         _require(all(s > 0 for s in self.std), "data.std", self.std, "every value must be greater than 0")
         _require(
-            len(self.mean) == len(self.std), "data.std", self.std, f"must have as many values as data.mean ({self.mean})"
+            len(self.mean) == len(self.std),
+            "data.std",
+            self.std,
+            f"must have as many values as data.mean ({self.mean})",
         )
         for key in ("valid_fraction", "test_fraction", "max_bad_share"):
             value = getattr(self, key)
@@ -189,11 +194,14 @@ class Data:
 class Recipe:
     """Everything that decides a training run.
 
-    batch_size is the global batch, on however many devices. norm: whether batch normalisation sees the global batch.
-    drop_last: leave out a short last batch instead of padding it. pretrained: start from published weights; weights: from
-    this file or folder instead. freeze: `all-but-last-N` layers, or comma-separated patterns of parameter names.
-    keep: whether the run's weights are the best by validation or the last. early_stopping: epochs without a better
-    validation result before training ends, 0 for never. log_every: steps between printed losses, 0 for none.
+    batch_size: the global batch, on however many devices.
+    norm: whether batch normalisation sees the global batch.
+    drop_last: leave out a short last batch instead of padding it.
+    pretrained: start from published weights; weights: from this file or folder instead.
+    freeze: `all-but-last-N` layers, or comma-separated patterns of parameter names.
+    keep: whether the run's weights are the best by validation or the last.
+    early_stopping: epochs without a better validation result before training ends, 0 for never.
+    log_every: steps between printed losses, 0 for none.
     """
 
     job: str = "custom"
@@ -246,12 +254,11 @@ class Recipe:
             InputError: a key is unknown, or a value has the wrong type or is impossible.
         """
         table = self.to_dict()
-        for key, default in (("optimizer", Optimizer), ("schedule", Schedule)):
+        for key in ("optimizer", "schedule"):
             name = changes.get(f"{key}.name", table[key]["name"])
             if name != table[key]["name"]:
                 kept = {k: v for k, v in table[key].items() if k in ("lr", "weight_decay")}
                 table[key] = {"name": name, **kept}
-                assert dataclasses.is_dataclass(default)
         for key, value in changes.items():
             section = table
             *parents, last = key.split(".")
@@ -313,7 +320,7 @@ def from_dict(table: Mapping[str, Any], where: str = "") -> Recipe:
     """Build a recipe from nested plain values, as read from TOML.
 
     Raises:
-        InputError: a key is unknown or missing, or a value has the wrong type or is impossible; `where` is put before it.
+        InputError: a key is unknown or missing, or a value has the wrong type or is impossible; `where` comes first.
     """
     try:
         sections = {}
@@ -374,23 +381,6 @@ def parse_setting(text: str) -> tuple[str, Any]:
         except tomllib.TOMLDecodeError:
             continue
     return key.strip(), raw
-
-
-def builtin_jobs() -> list[str]:
-    """Return the names of the built-in jobs."""
-    return sorted(p.name.removesuffix(".toml") for p in resources.files("flatout.jobs").iterdir() if p.name[-5:] == ".toml")
-
-
-def load_job(name: str) -> Recipe:
-    """Return the recipe of a built-in job.
-
-    Raises:
-        InputError: there is no such job; the nearest is named.
-    """
-    if name not in builtin_jobs():
-        raise InputError(f"no job, recipe file or data called {name!r}; {nearest(name, builtin_jobs())}")
-    text = (resources.files("flatout.jobs") / f"{name}.toml").read_text(encoding="utf-8")
-    return from_dict({"job": name, **tomllib.loads(text)}, where=f"job {name}")
 
 
 def load_recipe(path: Path) -> Recipe:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console
 from flatout.errors import InputError
-from flatout.recipe import Recipe, builtin_jobs, load_job, load_recipe, nearest
+from flatout.jobs import builtin_jobs, load_job
+from flatout.recipe import Recipe, load_recipe, nearest
 
 if TYPE_CHECKING:
     from flatout.data.source import Found, Source

@@ -115,7 +115,7 @@ class Run:
         return model.eval()
 
     def evaluate(self, data: Any = None, *, devices: str = "auto", engine: str = "torch") -> dict[str, Any]:
-        """Return `test_loss`, `test_accuracy`, `test_correct` and `test_count` on the run's test data, or on other data.
+        """Return `test_loss`, `test_accuracy`, `test_correct`, `test_count` on the run's test data, or on other data.
 
         Where only a validation split exists, the names say `valid`.
 

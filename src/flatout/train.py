@@ -1,7 +1,7 @@
 """The training loop: epochs, evaluation, schedule, the best weights, when to stop. It knows no device.
 
-The loop's position is (epoch, step); everything else it needs is a function of that, the seed and the history, so it can
-begin anywhere.
+The loop's position is (epoch, step); everything else it needs is a function of that, the seed and the history, so it
+can begin anywhere.
 """
 
 import dataclasses
@@ -94,7 +94,9 @@ class Callbacks:
     epoch: Callable[[Progress], None]
 
 
-def train(engine: Engine, recipe: Recipe, placed: dict[str, Any], count: int, progress: Progress, tell: Callbacks) -> str:
+def train(
+    engine: Engine, recipe: Recipe, placed: dict[str, Any], count: int, progress: Progress, tell: Callbacks
+) -> str:
     """Train from where `progress` stands to the end of the recipe, updating it.
 
     Args:

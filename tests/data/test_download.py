@@ -11,7 +11,7 @@ import pytest
 
 from flatout.data.download import PUBLIC, PUBLIC_NAMES, PublicData, download, where_to_get
 from flatout.errors import InputError
-from flatout.recipe import builtin_jobs
+from flatout.jobs import builtin_jobs
 
 CONTENT = {"a.bin": b"a" * 300_000, "b.bin": b"b" * 5}
 

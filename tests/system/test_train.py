@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,9 +29,33 @@ FOLDER = {
     "report.html",
     "logs",
 }
-KEYS = """job engine devices world_size batch_size epochs seed parameters train_images images_trained images_per_second
-train_seconds setup_seconds wall_seconds train_loss valid_loss valid_accuracy test_loss test_accuracy test_correct
-test_count peak_rss_bytes peak_device_bytes input_wait_fraction versions""".split()
+KEYS = (
+    "job",
+    "engine",
+    "devices",
+    "world_size",
+    "batch_size",
+    "epochs",
+    "seed",
+    "parameters",
+    "train_images",
+    "images_trained",
+    "images_per_second",
+    "train_seconds",
+    "setup_seconds",
+    "wall_seconds",
+    "train_loss",
+    "valid_loss",
+    "valid_accuracy",
+    "test_loss",
+    "test_accuracy",
+    "test_correct",
+    "test_count",
+    "peak_rss_bytes",
+    "peak_device_bytes",
+    "input_wait_fraction",
+    "versions",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -99,14 +124,15 @@ def test_the_recipe_of_a_run_repeats_it(digits: Path, tmp_path: Path) -> None:
 def test_the_model_loads_as_an_ordinary_module(digits: Path) -> None:
     from sklearn.datasets import load_digits
 
+    data: Any = load_digits()
     run = flatout.load(digits)
     assert isinstance(run.model, torch.nn.Module)
     assert not run.model.training
-    pixels = np.rint(load_digits().images * (255 / 16)).astype(np.uint8)
+    pixels = np.rint(data.images * (255 / 16)).astype(np.uint8)
     mean, std = run.recipe.data.mean[0], run.recipe.data.std[0]
     with torch.no_grad():
         by_hand = run.model(((torch.from_numpy(pixels).float() / 255 - mean) / std)[:, None]).argmax(1)
-    assert (by_hand.numpy() == load_digits().target).mean() > 0.9
+    assert (by_hand.numpy() == data.target).mean() > 0.9
     predictions = run.predict(pixels[:5], top=1)
     assert [p.classes[0] for p in predictions] == [str(int(i)) for i in by_hand[:5]]
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 import flatout
 from flatout.errors import InputError
-from flatout.recipe import Recipe, builtin_jobs, from_dict, known_keys, load_job, load_recipe, parse_setting
+from flatout.jobs import builtin_jobs, load_job
+from flatout.recipe import Recipe, from_dict, known_keys, load_recipe, parse_setting
 
 BASE = Recipe(model="fashion-cnn", image_size=28, epochs=2, batch_size=16)
 

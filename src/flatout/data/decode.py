@@ -45,7 +45,7 @@ EXIF_ORIENTATION = 0x0112
 _JPEG_LOST_PIXELS = ("premature end", "bad huffman code", "instead of rst")
 
 
-class BadImage(ValueError):  # noqa: N818
+class BadImage(ValueError):
     """A file that cannot be used as an image; `reason` says why, without the file's name."""
 
     def __init__(self, reason: str) -> None:

@@ -44,7 +44,7 @@ Fill = Callable[[int, int, np.ndarray], dict[int, str]]
 """fill(start, stop, out) puts samples into out [stop - start, H, W, C]; returns index -> reason of the bad ones."""
 
 
-class DamagedPack(InputError):  # noqa: N818
+class DamagedPack(InputError):
     """A pack whose files are not what was written."""
 
 

@@ -79,7 +79,7 @@ def splits_of(pack: Pack, data: Data, seed: int) -> dict[str, Samples]:
 def measure(samples: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel, of pixels scaled to 0..1, over evenly spaced images."""
     positions = np.unique(np.linspace(0, len(samples) - 1, min(len(samples), MEASURED_IMAGES)).astype(np.int64))
-    sums, squares, count = 0.0, 0.0, 0
+    sums, squares, count = np.zeros(samples.images.shape[-1]), np.zeros(samples.images.shape[-1]), 0
     for chunk in np.array_split(positions, -(-len(positions) // 256)):
         images = samples.read(chunk, np.empty((len(chunk), *samples.images.shape[1:]), np.uint8))
         pixels = images.reshape(-1, images.shape[-1]).astype(np.float64) / 255
@@ -90,7 +90,7 @@ def measure(samples: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def class_weights(labels: np.ndarray, classes: int) -> np.ndarray:
-    """Return float32 [classes], inversely proportional to the number of samples of each class, 1 on average over samples."""
+    """Return float32 [classes], inverse to the number of samples of each class, and 1 on average over the samples."""
     counts = np.bincount(labels, minlength=classes)
     present = counts > 0
     weights = np.zeros(classes, np.float32)

@@ -47,7 +47,9 @@ class Source:
         if len(self.labels) == 0 or stop == start:
             raise InputError(f"{where}: holds no training images")
         if np.count_nonzero(in_train) < 2 and np.count_nonzero(counts) < 2:
-            raise InputError(f"{where}: all images are of one class ({self.classes[int(self.labels[0])]}); two are needed")
+            raise InputError(
+                f"{where}: all images are of one class ({self.classes[int(self.labels[0])]}); two are needed"
+            )
         for index in np.flatnonzero((in_train == 0) & (counts > 0)):
             elsewhere = [
                 name for name, (a, b) in self.splits.items() if name != "train" and np.any(self.labels[a:b] == index)

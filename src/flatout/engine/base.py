@@ -61,7 +61,8 @@ class Engine(Protocol):
     def state(self) -> dict[str, Any]:
         """Return a copy of everything that training changes: torch tensors on the CPU by name.
 
-        `model.NAME` holds parameters and buffers under their plain names, `optimizer.NAME.KEY` what the optimizer keeps.
+        `model.NAME` holds parameters and buffers under their plain names, `optimizer.NAME.KEY` what the optimizer
+        keeps.
         """
         ...
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-# Lazy initialisation (cuBLAS handles, cuDNN's choice of algorithm, the optimizer's state) must be over before recording.
+# Lazy initialisation (cuBLAS handles, cuDNN's choice of algorithm, optimizer state) must be over before recording.
 EAGER_STEPS = 3
 
 

@@ -54,7 +54,9 @@ def parse_devices(spec: str) -> Devices:
     """
     match = _SPEC.fullmatch(spec)
     if not match or (match["count"] and match["indices"]) or match["count"] == "0":
-        raise InputError(f"--devices {spec}: must be auto, cpu, cuda, mps, a number of them (4xcuda) or a choice (cuda:0,2)")
+        raise InputError(
+            f"--devices {spec}: must be auto, cpu, cuda, mps, a number of them (4xcuda) or a choice (cuda:0,2)"
+        )
     kind = match["kind"]
     if kind not in ("auto", *KINDS):
         raise InputError(f"--devices {spec}: no kind of device is called {kind!r}; {nearest(kind, ('auto', *KINDS))}")
@@ -62,7 +64,9 @@ def parse_devices(spec: str) -> Devices:
     if kind == "auto":
         kind = next((k for k in ("cuda", "mps") if k in found), "cpu")
     here = ", ".join(f"{k} ({n})" for k, n in found.items())
-    indices = tuple(map(int, match["indices"].split(","))) if match["indices"] else tuple(range(int(match["count"] or 1)))
+    indices = (
+        tuple(map(int, match["indices"].split(","))) if match["indices"] else tuple(range(int(match["count"] or 1)))
+    )
     if kind not in found or (kind != "cpu" and max(indices) >= found[kind]):
         raise InputError(f"--devices {spec}: this machine has no such device; it has: {here}")
     if len(indices) > 1:
@@ -82,7 +86,9 @@ def machine() -> dict[str, Any]:
     import psutil
     import torch
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
     return {
         "cpu": _processor_name() or platform.processor() or platform.machine(),
         "cores": available()["cpu"],

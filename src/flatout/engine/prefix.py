@@ -80,7 +80,7 @@ def _last_frozen_cut(model: nn.Module, graph: fx.Graph) -> int | None:
             has_layer |= any(True for _ in modules[str(node.target)].parameters())
         elif node.op == "get_attr":
             has_layer = True
-        # `reach` is the last place where an earlier value is used: this node is the only bridge if that is not beyond it.
+        # `reach` is where an earlier value is last used: this node is the only bridge if that is not beyond it.
         if reach <= i and has_layer and node.op != "get_attr":
             best = i
         reach = max(reach, last_use[node])

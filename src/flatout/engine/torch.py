@@ -8,7 +8,6 @@ Shape letters: N samples, B batch, H height, W width, C channels, K outputs.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -113,7 +112,7 @@ class TorchEngine:
     ) -> None:
         self.recipe, self.device, self._report = recipe, torch.device(device), report
         self._setup = hardware.prepare(self.device, recipe.precision)
-        self.model = model.to(self.device, memory_format=torch.channels_last)
+        self.model = model.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         set_train_mode(self.model)
         capturable = capture and self.device.type == "cuda" and optim.can_capture(recipe.optimizer)
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}

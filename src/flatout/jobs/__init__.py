@@ -1,1 +1,26 @@
 """The built-in jobs, one TOML recipe each."""
+
+import tomllib
+from importlib import resources
+
+from flatout.errors import InputError
+from flatout.recipe import Recipe, from_dict, nearest
+
+
+def builtin_jobs() -> list[str]:
+    """Return the names of the built-in jobs."""
+    return sorted(
+        p.name.removesuffix(".toml") for p in resources.files("flatout.jobs").iterdir() if p.name[-5:] == ".toml"
+    )
+
+
+def load_job(name: str) -> Recipe:
+    """Return the recipe of a built-in job.
+
+    Raises:
+        InputError: there is no such job; the nearest is named.
+    """
+    if name not in builtin_jobs():
+        raise InputError(f"no job, recipe file or data called {name!r}; {nearest(name, builtin_jobs())}")
+    text = (resources.files("flatout.jobs") / f"{name}.toml").read_text(encoding="utf-8")
+    return from_dict({"job": name, **tomllib.loads(text)}, where=f"job {name}")

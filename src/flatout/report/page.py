@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from flatout.report import pictures
 from flatout.console import duration
 from flatout.files import write_atomically
+from flatout.report import pictures
 from flatout.report.folder import Predictions, RunFiles, read_run
 from flatout.report.pictures import finite, shorten
 

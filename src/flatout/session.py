@@ -1,0 +1,247 @@
+"""One run from the first check to the last picture."""
+
+import signal
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flatout import run as run_folder
+from flatout.console import Console
+from flatout.errors import InputError, TrainingFailed
+from flatout.files import write_atomically
+from flatout.recipe import Recipe
+from flatout.run import Run
+from flatout.train import Progress, Stopped, train
+from flatout.watch import Watch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flatout.data.feed import Samples
+    from flatout.data.pack import Pack
+    from flatout.data.source import Found, Source
+    from flatout.engine.base import Engine
+
+# What --overwrite removes: what a run writes, deepest first, and nothing else.
+_OWN_FILES = (
+    "checkpoints/*.safetensors",
+    "checkpoints",
+    "logs/rank-*.log",
+    "logs",
+    "*.png",
+    run_folder.RECIPE,
+    run_folder.METRICS,
+    run_folder.SUMMARY,
+    run_folder.WEIGHTS,
+    run_folder.PREDICTIONS,
+    run_folder.REPORT,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a recipe is run, as against what it says.
+
+    Attributes:
+        out: the run folder; None for a new one under `runs/`.
+        devices: a device SPEC.
+        engine: the engine's name.
+        resume: continue the run in `out` from its newest checkpoint.
+        overwrite: replace the run in `out`.
+        cache: keep the pack in the cache folder for the next run.
+        allow_code: whether a model named as `package.module:factory` may be imported.
+    """
+
+    out: Path | None = None
+    devices: str = "auto"
+    engine: str = "torch"
+    resume: bool = False
+    overwrite: bool = False
+    cache: bool = True
+    allow_code: bool = False
+
+
+class Session:
+    """One run from the first check to the last picture; owns its folder and its times."""
+
+    def __init__(self, recipe: Recipe, options: Options, console: Console, module: "nn.Module | None") -> None:
+        self.recipe, self.options, self.console = recipe, options, console
+        self.began = self._lap = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        self.out = options.out or Path("runs") / f"{recipe.job}-{stamp}"
+        self.module = module
+        self.setup_seconds = 0.0
+        self.parameters = self.trained_parameters = 0
+        self.stop_signal: int | None = None
+        self.notes: list[str] = []
+
+    # --- set-up ---------------------------------------------------------------------------------------------------
+
+    def claim_folder(self) -> None:
+        """Check that the run folder may be written, before any work is done."""
+        exists = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
+        if self.options.resume:
+            if not (self.out / run_folder.CHECKPOINTS).is_dir():
+                raise InputError(f"{self.out}: nothing to resume: it has no {run_folder.CHECKPOINTS}/")
+            return
+        if not exists:
+            return
+        if not self.options.overwrite:
+            raise InputError(f"{self.out}: exists; choose another --out, or --resume or --overwrite the run in it")
+        if not (self.out / run_folder.RECIPE).is_file():
+            raise InputError(f"{self.out}: is no run folder, so --overwrite will not touch it; choose another --out")
+
+    def read(self, data: "Found | Source") -> "tuple[Pack, dict[str, Samples]]":
+        """Get the pack and its splits; fill in what the recipe leaves to the data."""
+        from flatout.data.prepare import load, measure, splits_of
+
+        recipe = self.recipe
+        self._time("start")
+        pack = load(data, recipe, cache=self.options.cache, report=self.console)
+        self.console.finish()
+        self.console.note(pack.describe())
+        for sentence in pack.notes:
+            self.note(sentence)
+        if pack.skipped:
+            self.note(f"{len(pack.skipped):,} unreadable images were left out")
+        splits = splits_of(pack, recipe.data, recipe.seed)
+        carved = [f"{name} {len(s):,}" for name, s in splits.items() if name not in pack.splits]
+        if carved:
+            self.note(
+                f"set aside from the training images, by class: {', '.join(carved)}; train {len(splits['train']):,}"
+            )
+        if not recipe.data.mean:
+            mean, std = measure(splits["train"])
+            self.recipe = recipe.override({"data.mean": mean, "data.std": std})
+        self._time("pack")
+        return pack, splits
+
+    def make_engine(self, pack: "Pack", splits: "dict[str, Samples]") -> "Engine":
+        """Build the model and the engine."""
+        import copy
+
+        from flatout.data.prepare import class_weights
+        from flatout.engine.choose import make_engine
+        from flatout.models.freeze import freeze
+        from flatout.models.load import build, check_outputs
+        from flatout.models.pretrained import load_pretrained
+
+        recipe, module = self.recipe, self.module
+        shape = {"image_size": recipe.image_size, "channels": recipe.channels}
+        if module is not None:
+            model = copy.deepcopy(module).to("cpu")
+            outputs = 1 if recipe.loss == "binary-cross-entropy" else len(pack.classes)
+            check_outputs(model, type(module).__name__, num_outputs=outputs, **shape)
+        else:
+            model = build(
+                recipe.model,
+                num_classes=len(pack.classes),
+                loss=recipe.loss,
+                seed=recipe.seed,
+                allow_code=self.options.allow_code,
+                **shape,
+            )
+        if recipe.pretrained or recipe.weights:
+            load_pretrained(model, recipe.model, weights=recipe.weights, report=self.note, **shape)
+        elif recipe.freeze:
+            self.note("frozen layers keep their random weights: no pre-trained weights were asked for")
+        freeze(model, recipe.freeze)
+        weights = None
+        if recipe.class_weights == "balanced":
+            weights = class_weights(splits["train"].labels, len(pack.classes))
+        engine = make_engine(
+            model,
+            recipe,
+            engine=self.options.engine,
+            devices=self.options.devices,
+            class_weights=weights,
+            report=self.note,
+        )
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        for sentence in engine.describe():
+            self.console.note(sentence)
+        self._time("model")
+        return engine
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def train(self, engine: "Engine", pack: "Pack", splits: "dict[str, Samples]") -> Run:
+        """Run the loop, write checkpoints on the way and the run folder at the end."""
+        from flatout.finish import finish
+
+        recipe, console = self.recipe, self.console
+        progress = Progress()
+        self._open_folder()
+        if self.options.resume:
+            progress = self._resume(engine)
+        placed = {name: engine.place(samples) for name, samples in splits.items()}
+        trained = len(splits["train"])
+        if len(splits) == 1:
+            self.note("there is no test and no validation split, so nothing will say how good the model is")
+        console.note(
+            f"training {recipe.model} ({self.parameters:,} parameters) on {trained:,} images, "
+            f"{recipe.epochs} epochs, batch {recipe.batch_size}"
+        )
+        self._time("place")
+        self.setup_seconds = time.perf_counter() - self.began
+        watch = Watch(self, engine, trained, progress)
+        ended, failure = "", None
+        try:
+            ended = train(engine, recipe, placed, trained, progress, watch.callbacks())
+        except TrainingFailed as error:
+            failure = error
+            ended = f"failed: {error}"
+            engine.load_state(watch.last_good)
+        except Stopped as stopped:
+            failure = stopped
+            name = signal.Signals(stopped.signal_number).name
+            ended = f"{name} in epoch {progress.epoch + 1}, step {progress.step}"
+        console.finish()
+        if not isinstance(failure, TrainingFailed):
+            watch.save()
+        if ended:
+            self.note(ended)
+        terminated = isinstance(failure, Stopped) and failure.signal_number == signal.SIGTERM
+        # Whoever terminates a process does not wait for an evaluation.
+        evaluated = {} if terminated else {name: split for name, split in placed.items() if name != "train"}
+        run = finish(self, engine, pack, evaluated, splits, progress, ended)
+        if failure is not None:
+            raise failure
+        return run
+
+    def _open_folder(self) -> None:
+        """Make the run folder, an old run in it removed if that was asked for, and write the recipe."""
+        for name in _OWN_FILES if self.options.overwrite and self.out.exists() else ():
+            for path in sorted(self.out.glob(name), reverse=True):
+                path.unlink() if path.is_file() else path.rmdir()
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            self.console.open_log(self.out / "logs" / "rank-0.log")
+        except OSError as error:
+            raise InputError(f"{self.out}: cannot be written: {error.strerror}") from None
+        head = f"Repeat this run: flatout train {run_folder.RECIPE}"
+        write_atomically(self.out / run_folder.RECIPE, self.recipe.to_toml(head).encode())
+
+    def _resume(self, engine: "Engine") -> Progress:
+        from flatout import checkpoint
+
+        state, progress, problems = checkpoint.load_newest(self.out / run_folder.CHECKPOINTS)
+        for problem in problems:
+            self.note(problem)
+        engine.load_state(state)
+        self.note(f"resumed after epoch {progress.epoch}, step {progress.step}")
+        return progress
+
+    def note(self, sentence: str) -> None:
+        """Say something, and keep it for the summary."""
+        self.notes.append(sentence)
+        self.console.note(sentence)
+
+    def _time(self, what: str) -> None:
+        now = time.perf_counter()
+        self.seconds[what] = now - self._lap
+        self._lap = now
