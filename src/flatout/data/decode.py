@@ -23,8 +23,8 @@ import numpy as np
 
 RESIZE_METHOD = (
     "bilinear, antialiased (triangle filter as wide as the reduction), 8-bit, torch.nn.functional.interpolate; "
-    "JPEG by libjpeg-turbo: scaled in the DCT by 1/2, 1/4 or 1/8 where at least twice the target remains, "
-    "chroma replicated where the whole reduction is at least 2; version 1"
+    "JPEG by libjpeg-turbo: scaled in the DCT by 1/2, 1/4 or 1/8 where at least 1.3 times the target remains, "
+    "chroma replicated where the whole reduction is at least 2; version 2"
 )
 """The exact method, part of every pack. Change it whenever a pixel can change."""
 
@@ -34,8 +34,10 @@ MAX_PIXELS = 2 * 89_478_485
 MAX_FILE_BYTES = 2**31
 """Larger files are refused without reading them: some other file, named as an image."""
 
-# A reduction left to the antialiased resize hides what the cheaper ways to decode leave out.
-MIN_REDUCTION_LEFT = 2
+# What the cheaper ways to decode leave out is hidden by the antialiased resize behind them, if that still reduces by
+# this much after scaling in the DCT, or in all where chroma is replicated rather than interpolated.
+MIN_REDUCTION_LEFT = 1.3
+MIN_REDUCTION_FOR_REPLICATED_CHROMA = 2
 
 JPEG_START = b"\xff\xd8\xff"
 EXIF_ORIENTATION = 0x0112
@@ -75,8 +77,8 @@ def decode_image(path: Path, *, size: int, channels: int, resize: str) -> np.nda
             divisor where a JPEG was scaled in the DCT, which is less than half a pixel of the result.
 
     Against Pillow's `convert`, `crop` and `resize(..., BILINEAR)` 8-bit values of photographs differ by, at most and on
-    average over a data set: 2 and 0.05 for reductions under 2; 16 and 0.2 from 2 on; 40 and 0.7 where a JPEG was scaled
-    in the DCT, which only happens from 4 on. Grey from a coloured JPEG: 16 and 0.1 for reductions under 2, as it
+    average over a data set: 2 and 0.05 for reductions under 2; 16 and 0.2 from 2 on; 40 and 1.2 where a JPEG was scaled
+    in the DCT, which only happens from 2.6 on. Grey from a coloured JPEG: 16 and 0.1 for reductions under 2, as it
     is the luma that the file stores, where Pillow computes it from RGB that was cut off at 0 and 255.
 
     Raises:
@@ -144,7 +146,7 @@ def _decode_jpeg(data: bytes, size: int, channels: int, resize: str) -> np.ndarr
         image_HWC = simplejpeg.decode_jpeg(
             data,
             colorspace="GRAY" if channels == 1 else "RGB",
-            fastupsample=reduction >= MIN_REDUCTION_LEFT,
+            fastupsample=reduction >= MIN_REDUCTION_FOR_REPLICATED_CHROMA,
             min_height=-(-height // divisor),
             min_width=-(-width // divisor),
             min_factor=divisor,
