@@ -35,8 +35,9 @@ from flatout.engine.base import Engine
 from flatout.engine.choose import machine, make_engine, parse_devices
 from flatout.jobs import load_job
 from flatout.models.load import build
+from flatout.progress import Progress
 from flatout.recipe import Augment, Momentum, Recipe
-from flatout.train import Callbacks, Progress, train
+from flatout.train import Callbacks, train
 
 IMAGENET = {"data.mean": [0.485, 0.456, 0.406], "data.std": [0.229, 0.224, 0.225]}
 RESNET_CLASSES = 1000

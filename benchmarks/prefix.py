@@ -24,8 +24,9 @@ from flatout.engine.torch import TorchEngine
 from flatout.jobs import load_job
 from flatout.models.freeze import freeze
 from flatout.models.load import build
+from flatout.progress import EpochRecord, Progress
 from flatout.recipe import Recipe
-from flatout.train import Callbacks, EpochRecord, Progress, train
+from flatout.train import Callbacks, train
 
 CACHED_EPOCHS, UNCACHED_EPOCHS = 3, 2
 SILENT = Callbacks(

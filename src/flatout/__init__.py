@@ -6,14 +6,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from flatout.errors import InputError, TrainingFailed
-    from flatout.fit import fit
+    from flatout.fitting import fit
     from flatout.recipe import SGD, Adagrad, Adam, AdamW, Augment, Data, Momentum, Optimizer, Recipe, Schedule
     from flatout.run import Prediction, Run, load
 
 # Where each public name lives. They are imported when first used: torch takes seconds to load.
 _HOMES = {
     **dict.fromkeys(("InputError", "TrainingFailed"), "flatout.errors"),
-    "fit": "flatout.fit",
+    "fit": "flatout.fitting",
     **dict.fromkeys(("SGD", "Momentum", "Adagrad", "Adam", "AdamW"), "flatout.recipe"),
     **dict.fromkeys(("Augment", "Data", "Optimizer", "Recipe", "Schedule"), "flatout.recipe"),
     **dict.fromkeys(("Prediction", "Run", "load"), "flatout.run"),

@@ -6,8 +6,8 @@ from typing import Any
 
 from flatout.errors import InputError
 from flatout.models.weights import read_weights, save_tensors
+from flatout.progress import Progress, from_plain, to_plain
 from flatout.recipe import Recipe
-from flatout.train import Progress, from_plain, to_plain
 
 KEPT = 2
 _BEST = "best."

@@ -51,7 +51,7 @@ class _StoppedBySignal(Exception):
 def _train(args: argparse.Namespace) -> None:
     from flatout.console import Console
     from flatout.engine.choose import is_accelerated
-    from flatout.fit import train_recipe
+    from flatout.fitting import train_recipe
     from flatout.resolve import resolve
     from flatout.session import Options
     from flatout.train import Stopped

@@ -14,9 +14,9 @@ from flatout import __version__
 from flatout import run as run_folder
 from flatout.data.feed import Samples
 from flatout.files import write_atomically
+from flatout.progress import Progress
 from flatout.randomness import Stream, permutation
 from flatout.run import Run
-from flatout.train import Progress
 
 if TYPE_CHECKING:
     from flatout.data.pack import Pack

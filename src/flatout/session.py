@@ -11,9 +11,10 @@ from flatout import run as run_folder
 from flatout.console import Console
 from flatout.errors import InputError, TrainingFailed
 from flatout.files import write_atomically
+from flatout.progress import Progress
 from flatout.recipe import Recipe
 from flatout.run import Run
-from flatout.train import Progress, Stopped, train
+from flatout.train import Stopped, train
 from flatout.watch import Watch
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from flatout import checkpoint
 from flatout import run as run_folder
-from flatout.train import Callbacks, Progress, Stopped
+from flatout.progress import Progress
+from flatout.train import Callbacks, Stopped
 
 if TYPE_CHECKING:
     from flatout.engine.base import Engine

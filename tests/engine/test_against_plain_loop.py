@@ -9,8 +9,9 @@ from torch.nn import functional
 from flatout.data.feed import Samples
 from flatout.data.order import training_batches
 from flatout.engine.torch import TorchEngine
+from flatout.progress import Progress
 from flatout.recipe import Optimizer, Recipe
-from flatout.train import Callbacks, Progress, train
+from flatout.train import Callbacks, train
 
 SILENT = Callbacks(
     step=lambda progress, images: None,

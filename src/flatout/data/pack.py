@@ -115,7 +115,8 @@ def load_pack(data: Found | Source, settings: PackSettings, *, cache: Path | Non
 
     Cached packs are found by the content of the files and the settings that decide pixels, wherever the files lie.
     A cached pack that is damaged is made again. Without a cache the pack lives in a temporary folder, removed when the
-    pack is no longer used or the process ends. Arrays that are as wanted already and came from no file stay in memory.
+    images are no longer used or the process ends. Arrays that are as wanted already and came from no file stay in
+    memory.
 
     Raises:
         InputError: the data cannot be read; images are bad (all are named); the disk is full; a pack of the user's is
@@ -220,7 +221,8 @@ def _in_temporary_folder(source: Source, settings: PackSettings, report: Progres
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    weakref.finalize(pack, shutil.rmtree, folder, ignore_errors=True)
+    # The images outlive the pack where only they are kept.
+    weakref.finalize(pack.images, shutil.rmtree, folder, ignore_errors=True)
     return pack
 
 
