@@ -217,7 +217,7 @@ def test_evaluate_on_other_data_matches_classes_by_name(tmp_path: Path, capsys) 
 def test_binary_loss_has_one_output(tmp_path: Path) -> None:
     data = make_folders(tmp_path / "data", parts=("training_set", "test_set"))
     out = tmp_path / "run"
-    changes = ["--set", "image_size=16", "--epochs", "12", "--batch-size", "8"]
+    changes = ["--set", "image_size=16", "--epochs", "16", "--batch-size", "8", "--lr", "0.003"]
     assert main(["train", "cats-dogs", "--data", str(data), *changes, "--devices", "cpu", "--out", str(out)]) == 0
     assert weights(out)["classifier.6.weight"].shape[0] == 1
     assert summary(out)["test_accuracy"] == 1.0

@@ -390,6 +390,16 @@ def test_verdict_on_chance_knows_the_largest_class_and_small_numbers():
     assert verdict(few | {"test_count": 4000}, [epoch_line(1, train_accuracy=0.6)], RECIPE) == []
 
 
+def test_verdict_on_a_loss_that_never_began_to_fall():
+    metrics = [epoch_line(e, train_accuracy=0.017, train_loss=4.56) for e in (1, 2)]
+    recipe = RECIPE.override({"optimizer.name": "sgd", "optimizer.lr": 0.001})
+    found = verdict(summary_of(NAMES, test_accuracy=0.0215, test_count=930), metrics, recipe)
+    assert found[0].startswith("Test accuracy 0.021 is next to chance for 101 classes") or "0.022" in found[0]
+    assert "too low; try --lr 0.01" in found[0]
+    learnt = [epoch_line(e, train_accuracy=0.05, train_loss=4.2) for e in (1, 2)]
+    assert "next to chance" not in " ".join(verdict(summary_of(NAMES, test_accuracy=0.0215), learnt, recipe))
+
+
 def test_verdict_on_chance_after_learning_points_at_the_labels():
     summary = summary_of(NAMES, test_accuracy=0.01, test_count=930)
     assert "what was learnt does not carry over" in verdict(summary, [epoch_line(1, train_accuracy=0.9)], RECIPE)[0]

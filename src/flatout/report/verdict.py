@@ -12,6 +12,10 @@ from flatout.report.pictures import finite, shorten
 
 # Guessing scatters around its expected accuracy; two standard errors cover 19 of 20 guessing runs.
 CHANCE_STANDARD_ERRORS = 2.0
+# A training loss above this share of that of a net that knows nothing, ln K, has hardly begun to fall.
+IGNORANT_SHARE = 0.97
+# So little above guessing is next to it, even where it cannot be luck.
+NEXT_TO_CHANCE = 0.05
 # A net that has learnt its training images is well above guessing there; half as good again is the least that shows it.
 LEARNT_FACTOR = 1.5
 # Learning rates with which most nets train, SGD's as lr / (1 - momentum), the step it takes in the long run. Rates
@@ -87,8 +91,10 @@ def _at_chance(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]],
         how = f"is no better than always answering the largest class ({guess:.3f})"
     count = summary.get("test_count") if split == "test" else None
     spread = CHANCE_STANDARD_ERRORS * math.sqrt(guess * (1 - guess) / count) if count else 0.0
-    if accuracy > guess + spread:
+    if accuracy > guess + max(spread, NEXT_TO_CHANCE):
         return []
+    if accuracy > guess + spread:
+        return _knows_nothing(metrics, recipe, f"{split.capitalize()} accuracy {accuracy:.3f}", classes)
     if accuracy > guess + 0.01:
         how += f", give or take {spread:.3f} on {count:,} images"
     finding = f"{split.capitalize()} accuracy {accuracy:.3f} {how}"
@@ -99,6 +105,18 @@ def _at_chance(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]],
             f" Check that the labels of the {split} images mean the same as those of the training images."
         ]
     return [f"{finding}: {_learning_rate_advice(recipe)}."]
+
+
+def _knows_nothing(metrics: Sequence[Mapping[str, Any]], recipe: Recipe, accuracy: str, classes: int) -> list[str]:
+    """Judge by the training loss, which shows that nothing was learnt more surely than a few lucky answers do."""
+    loss = finite(metrics[-1].get("train_loss")) if metrics else None
+    ignorant = math.log(classes)
+    if loss is None or not IGNORANT_SHARE * ignorant < loss <= BLOWN_UP_FACTOR * ignorant:
+        return []
+    return [
+        f"{accuracy} is next to chance for {classes} classes: the training loss, {loss:.3f}, is still about that of a"
+        f" net that knows nothing, {ignorant:.3f}. So {_learning_rate_advice(recipe)}."
+    ]
 
 
 def _learning_rate_advice(recipe: Recipe) -> str:
