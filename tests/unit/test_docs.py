@@ -1,0 +1,89 @@
+"""The documents say what the code does: every key with its default, every job, no broken link."""
+
+import dataclasses
+import re
+import tomllib
+import typing
+from pathlib import Path
+
+import pytest
+
+from flatout import recipe
+from flatout.jobs import builtin_jobs
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+RECIPES = ROOT / "docs" / "recipes.md"
+REQUIRED = {"model": "fashion-cnn", "image_size": 28, "epochs": 1, "batch_size": 1}
+KEY_ROW = re.compile(r"^\| `(?P<key>[a-z_.]+)` \| (?P<type>[^|]+) \| (?P<default>`[^`]+`|required) \| .+ \|$", re.M)
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def rows() -> dict[str, re.Match[str]]:
+    """Return key -> its row in the tables of keys."""
+    found = list(KEY_ROW.finditer(text_of(RECIPES)))
+    assert len({row["key"] for row in found}) == len(found), "a key stands twice"
+    return {row["key"]: row for row in found}
+
+
+def field_type(key: str) -> typing.Any:
+    cls: typing.Any = recipe.Recipe
+    *sections, name = key.split(".")
+    for section in sections:
+        cls = typing.get_type_hints(cls)[section]
+    return typing.get_type_hints(cls)[name]
+
+
+def test_every_recipe_key_stands_in_the_tables_and_nothing_else() -> None:
+    assert sorted(rows()) == sorted(recipe.known_keys())
+
+
+@pytest.mark.parametrize("key", recipe.known_keys())
+def test_a_key_has_its_default_and_its_choices(key: str) -> None:
+    row = rows()[key]
+    if key in REQUIRED:
+        assert row["default"] == "required"
+        return
+    value: typing.Any = recipe.from_dict(REQUIRED).to_dict()
+    for part in key.split("."):
+        value = value[part]
+    stated = tomllib.loads(f"value = {row['default'].strip('`')}")["value"]
+    assert type(stated) is (list if isinstance(value, tuple) else type(value))
+    assert stated == (list(value) if isinstance(value, tuple) else value)
+    if typing.get_origin(hint := field_type(key)) is typing.Literal:
+        stated_choices = [tomllib.loads(f"v = {c}")["v"] for c in re.findall(r"`([^`]+)`", row["type"])]
+        assert stated_choices == list(typing.get_args(hint))
+
+
+def test_the_required_keys_are_those_without_a_default() -> None:
+    missing = dataclasses.MISSING
+    without = {f.name for f in dataclasses.fields(recipe.Recipe) if f.default is f.default_factory is missing}
+    assert without == set(REQUIRED)
+
+
+def test_the_recipes_shown_are_recipes() -> None:
+    shown = re.findall(r"^```toml\n(.*?)^```", text_of(RECIPES), re.M | re.S)
+    assert shown
+    for text in shown:
+        recipe.from_dict(tomllib.loads(text))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_keys_in_commands_exist(path: Path) -> None:
+    for key in re.findall(r"--set ([a-z][\w.]*)=", text_of(path)):
+        assert key in recipe.known_keys()
+
+
+def test_every_builtin_job_is_in_the_readme() -> None:
+    listed = re.findall(r"^\| `([a-z0-9-]+)` \|", text_of(ROOT / "README.md"), re.M)
+    assert set(builtin_jobs()) <= set(listed)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_lead_to_files(path: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", text_of(path))
+    relative = {t.partition("#")[0] for t in targets if not re.match(r"[a-z]+:|#", t)}
+    assert sorted(t for t in relative if not (path.parent / t).exists()) == []
