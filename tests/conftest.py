@@ -1,5 +1,7 @@
 """Fixtures that every test may use."""
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -21,3 +23,13 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs the real data in {folder}")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def process_as_it_was() -> Iterator[None]:
+    """Put back what engines that a test did not close have changed in the process."""
+    yield
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_flush_denormal(False)

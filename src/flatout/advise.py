@@ -31,8 +31,8 @@ class _Look:
     what: str
 
 
-def advise(found: Found | Source, path: str, *, accelerated: bool) -> tuple[Recipe, list[str]]:
-    """Return a recipe that suits the data, and why, one sentence each.
+def advise(found: Found | Source, path: str, *, accelerated: bool) -> tuple[Recipe, dict[str, str]]:
+    """Return a recipe that suits the data, and why: recipe keys or sections with a sentence each.
 
     Args:
         found: recognised data.
@@ -76,20 +76,19 @@ def advise(found: Found | Source, path: str, *, accelerated: bool) -> tuple[Reci
     colour = "grey" if look.channels == 1 else "colour"
     where = "an accelerator" if accelerated else "a CPU"
     changes = "shifted, turned and zoomed a little" if small else "mirrored, shifted and zoomed"
-    reasons = [
-        "no recipe was named, so one is made from what is there:",
-        f"  image_size = {size}, {colour}: {look.what}",
-        f"  model = {model}: it suits that size on {where}; for photos, --model timm:resnet18 --set pretrained=true "
-        "starts from published weights",
-        f"  epochs = {epochs}, batch_size = {batch}: for {count:,} training images; --epochs changes it",
-        f"  augment: images are {changes} at random"
-        + ("" if small else "; --set augment.flip=false for text and signs"),
-        "  optimizer = adamw at 0.001 falling as a cosine: it needs the least tuning",
-    ]
+    better = "for photos, --model timm:resnet18 --set pretrained=true starts from published weights"
+    mirrored = "" if small else "; --set augment.flip=false for text and signs"
+    reasons = {
+        "image_size": f"image_size = {size}, {colour}: {look.what}",
+        "model": f"model = {model}: it suits that size on {where}; {better}",
+        "epochs": f"epochs = {epochs}: for {count:,} training images; --epochs changes it",
+        "batch_size": f"batch_size = {batch}: for {count:,} training images",
+        "augment": f"augment: images are {changes} at random{mirrored}",
+        "optimizer": "optimizer = adamw at 0.001 falling as a cosine: it needs the least tuning",
+    }
     if balance > UNBALANCED:
-        reasons.append(
-            f"  class_weights = balanced: the largest class has {balance:.1f} times the images of the smallest"
-        )
+        much = f"the largest class has {balance:.1f} times the images of the smallest"
+        reasons["class_weights"] = f"class_weights = balanced: {much}"
     return from_dict(table), reasons
 
 

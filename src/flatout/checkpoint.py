@@ -1,15 +1,18 @@
 """Checkpoints: the engine's state and the loop's progress in one file that executes no code and notices damage."""
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from flatout.errors import InputError
 from flatout.models.weights import read_weights, save_tensors
 from flatout.progress import Progress, from_plain, to_plain
-from flatout.recipe import Recipe
+from flatout.recipe import Recipe, from_dict
 
 KEPT = 2
+# What may differ when a run goes on: how long it lasts, and what changes no result.
+FREE_KEYS = ("epochs", "early_stopping", "log_every", "data.path", "data.placement")
 _BEST = "best."
 
 
@@ -32,8 +35,8 @@ def save(folder: Path, state: dict[str, Any], progress: Progress, recipe: Recipe
     return path
 
 
-def load_newest(folder: Path) -> tuple[dict[str, Any], Progress, list[str]]:
-    """Return state and progress of the newest checkpoint that is whole, and a sentence for each damaged one.
+def load_newest(folder: Path) -> tuple[dict[str, Any], Progress, Recipe, list[str]]:
+    """Return state, progress and recipe of the newest whole checkpoint, and a sentence for each damaged one.
 
     Raises:
         InputError: there is no checkpoint, or none is whole.
@@ -47,9 +50,27 @@ def load_newest(folder: Path) -> tuple[dict[str, Any], Progress, list[str]]:
             continue
         best = {k.removeprefix(_BEST): v for k, v in tensors.items() if k.startswith(_BEST)}
         state = {k: v for k, v in tensors.items() if not k.startswith(_BEST)}
-        return state, from_plain(json.loads(metadata["progress"]), best), problems
+        recipe = from_dict(tomllib.loads(metadata["recipe"]), where=str(path))
+        return state, from_plain(json.loads(metadata["progress"]), best), recipe, problems
     reasons = "; ".join(problems) or "there is none"
     raise InputError(f"{folder}: no checkpoint to resume from: {reasons}; train with --overwrite to start again")
+
+
+def check_resumable(saved: Recipe, wanted: Recipe, progress: Progress) -> None:
+    """Check that a run may go on under a recipe: what shaped its first part must be what shapes the rest.
+
+    Raises:
+        InputError: another key than those of `FREE_KEYS` differs, or fewer epochs are wanted than are done.
+    """
+    before, now = saved.flat(), wanted.flat()
+    for key, value in now.items():
+        if key not in FREE_KEYS and before[key] != value:
+            raise InputError(
+                f"--resume: the run has {key} = {before[key]!r}, so {key} = {value!r} needs a run of its own; "
+                f"what may change is {', '.join(FREE_KEYS)}"
+            )
+    if wanted.epochs < progress.epoch:
+        raise InputError(f"--resume: epochs = {wanted.epochs}, but {progress.epoch} are done already; give more")
 
 
 def _newest_first(folder: Path) -> list[Path]:

@@ -1,16 +1,21 @@
 """The command line: words to calls, results to lines or JSON, failures to one message and an exit code."""
 
 import argparse
+import contextlib
+import io
 import json
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from flatout import __version__
 from flatout.errors import InputError, TrainingFailed
 from flatout.jobs import builtin_jobs
-from flatout.recipe import parse_setting
+from flatout.recipe import MAX_IMAGE_SIZE, parse_setting
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 SIGNALLED = 128
@@ -19,8 +24,13 @@ SIGNALLED = 128
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 done, 1 training failed, 2 wrong input, 130 or 143 stopped."""
     parsed = _parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A class or file name that the terminal cannot show is no reason to fail.
+            stream.reconfigure(errors="backslashreplace")
     try:
-        parsed.command(parsed)
+        with _termination_unwinds():
+            parsed.command(parsed)
     except InputError as error:
         print(f"flatout: {error}", file=sys.stderr)
         return WRONG_INPUT
@@ -31,12 +41,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("flatout: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has gone, as `| head` does.
-        sys.stderr.close()
+        # Whoever read the output has gone, as `| head` does; Python would complain once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except _StoppedBySignal as stopped:
         return SIGNALLED + stopped.number
     return DONE
+
+
+@contextlib.contextmanager
+def _termination_unwinds() -> Iterator[None]:
+    """Let SIGTERM end the command as an exception does, so that locks and temporary files are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        raise _StoppedBySignal(number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _StoppedBySignal(Exception):
@@ -72,6 +99,8 @@ def _train(args: argparse.Namespace) -> None:
         if args.resume:
             if args.out is None:
                 raise InputError("--resume needs --out: the run folder to continue")
+            if args.job is not None:
+                raise InputError(f"--resume takes the recipe of {args.out}: leave out {args.job}")
             job = _recipe_of(args.out)
         recipe, data = resolve(
             job, args.data, _changes(args), accelerated=is_accelerated(args.devices), console=console
@@ -143,6 +172,8 @@ def _pack(args: argparse.Namespace) -> None:
     from flatout.data.pack import PackSettings, build_pack
     from flatout.data.prepare import find
 
+    if not 1 <= args.size <= MAX_IMAGE_SIZE:
+        raise InputError(f"--size {args.size}: must be from 1 to {MAX_IMAGE_SIZE} pixels")
     found = find(args.data, args.classes or "")
     channels = args.channels or advise(found, str(args.data), accelerated=False)[0].channels
     settings = PackSettings(
@@ -183,7 +214,12 @@ def _devices(args: argparse.Namespace) -> None:
 
 
 def _print(args: argparse.Namespace, result: Any, lines: Sequence[str]) -> None:
-    print(json.dumps(result, indent=2) if args.json else "\n".join(lines))
+    try:
+        print(json.dumps(result, indent=2) if args.json else "\n".join(lines), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise InputError(f"the standard output cannot be written: {error.strerror}") from None
 
 
 def _side_console(args: argparse.Namespace) -> Any:

@@ -71,10 +71,14 @@ class Console:
             self._log.flush()
         else:
             self._pending.append(stamped)
-        if self._bar:
-            self._bar.line(text)
-        elif self._stream:
-            print(text, file=self._stream, flush=True)
+        try:
+            if self._bar:
+                self._bar.line(text)
+            elif self._stream:
+                print(text, file=self._stream, flush=True)
+        except OSError:
+            # Nobody reads any more (`| head`), or the disk behind is full: the work goes on, and the log has it all.
+            self._stream = self._bar = None
 
     def is_due(self) -> bool:
         """Return whether it is time to look at the progress again."""

@@ -1,5 +1,6 @@
 """Evaluate a finished run, on its own test data or on other data."""
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Console) -> dict[str, Any]:
     """See `Run.evaluate`."""
     from flatout.data.prepare import find, load, match_classes, splits_of
-    from flatout.engine.choose import make_engine
+    from flatout.engine.choose import make_engine, parse_devices
 
     recipe = run.recipe
     other = data is not None
@@ -25,7 +26,7 @@ def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Conso
     pack = load(found, recipe, cache=True, report=console)
     console.finish()
     console.note(pack.describe())
-    labels = match_classes(pack, run.classes)
+    labels = match_classes(pack, run.classes, where=data if other else recipe.data.path)
     if other and len(pack.splits) == 1:
         split, samples = "all", Samples(images=pack.images, rows=np.arange(len(labels)), labels=labels)
     else:
@@ -34,11 +35,14 @@ def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Conso
         rows = splits[split].rows
         samples = Samples(images=pack.images, rows=rows, labels=labels[rows])
     # The engine trains nothing here, so what is frozen does not matter, and nothing is worth caching.
-    built = make_engine(
-        run.model, recipe, engine=engine, devices=devices, report=console.note, cache_prefix=False, capture=False
-    )
-    counts = built.evaluate(built.place(samples)).counts
+    # It works on a copy, since it moves the model to a device and changes its mode.
+    model = copy.deepcopy(run.model)
+    built = make_engine(model, recipe, engine=engine, devices=devices, report=console.note, cache_prefix=False)
+    try:
+        counts = built.evaluate(built.place(samples)).counts
+    finally:
+        built.close()
     name = "valid" if split == "valid" else "test"
     figures = {"loss": counts.loss, "accuracy": counts.accuracy, "correct": counts.correct, "count": counts.count}
     named = {f"{name}_{key}": value for key, value in figures.items()}
-    return {"run": str(run.path), "split": split, **named, "devices": devices, "engine": engine}
+    return {"run": str(run.path), "split": split, **named, "devices": str(parse_devices(devices)), "engine": engine}

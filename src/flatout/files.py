@@ -32,7 +32,9 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> N
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise InputError(
+            f"{path}: cannot be written: {error.strerror or error}; mend that, or choose another --out"
+        ) from None
     finally:
         with contextlib.suppress(OSError):  # the folder itself may be what is missing
             temporary.unlink(missing_ok=True)

@@ -51,7 +51,7 @@ def finish(
     from flatout.report.verdict import verdict
 
     recipe = session.recipe
-    if progress.best_epoch:
+    if progress.best:
         engine.load_state({**engine.state(), **progress.best})
     _write_weights(session, engine, pack)
     began = time.perf_counter()
@@ -125,11 +125,11 @@ def _summary(
     progress: Progress,
     ended: str,
 ) -> dict[str, Any]:
-    from flatout.engine.choose import machine
+    from flatout.engine.choose import machine, parse_devices
     from flatout.engine.hardware import peak_rss_bytes
 
     recipe = session.recipe
-    chosen = progress.best_epoch or progress.epoch
+    chosen = progress.best_epoch if progress.best else len(progress.history)
     record = progress.history[chosen - 1] if chosen else None
     figures: dict[str, Any] = {"train_loss": record.train_loss if record else None}
     figures["train_accuracy"] = record.train_accuracy if record else None
@@ -152,7 +152,7 @@ def _summary(
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "model": recipe.model,
         "engine": session.options.engine,
-        "devices": session.options.devices,
+        "devices": str(parse_devices(session.options.devices)),
         "world_size": 1,
         "batch_size": recipe.batch_size,
         "epochs": recipe.epochs,

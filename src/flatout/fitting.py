@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console
+from flatout.errors import InputError
 from flatout.recipe import Recipe
 from flatout.run import Run
 from flatout.session import Options, Session
@@ -61,6 +62,10 @@ def fit(
     if isinstance(model, str):
         changes["model"] = model
     elif module is not None:
+        from torch import nn
+
+        if not isinstance(module, nn.Module):
+            raise InputError(f"model: must be a torch module or a name, not {module!r}")
         changes["model"] = f"python:{type(module).__qualname__}"
     flat = {}
     for key, value in changes.items():
@@ -106,5 +111,8 @@ def train_recipe(
     session.claim_folder()
     pack, splits = session.read(data)
     engine = session.make_engine(pack, splits)
-    with signals_stop(session):
-        return session.train(engine, pack, splits)
+    try:
+        with signals_stop(session):
+            return session.train(engine, pack, splits)
+    finally:
+        engine.close()

@@ -33,8 +33,8 @@ class Progress:
         epoch, step: finished epochs, and finished steps of the next one.
         history: a record of every finished epoch.
         counts: sums over the finished steps of the unfinished epoch.
-        best_epoch: the epoch, from 1, whose weights `best` holds; 0 for none.
-        best: the engine's state at the best epoch, model tensors only.
+        best_epoch: the best epoch by validation, from 1; 0 for none.
+        best: the engine's state after it, model tensors only, where the recipe keeps the best; else empty.
         train_seconds, evaluate_seconds, wait_seconds: time in training epochs, in evaluation, and waiting for input.
         epoch_seconds: the part of train_seconds spent in the unfinished epoch.
         images_trained: images in all finished steps.

@@ -7,6 +7,7 @@ into the run folder complete, so that the file alone repeats the run.
 import dataclasses
 import difflib
 import functools
+import math
 import tomllib
 import types
 import typing
@@ -18,6 +19,7 @@ from typing import Any, Literal
 from flatout.errors import InputError
 
 MOMENTUM_DEFAULT = 0.9
+MAX_IMAGE_SIZE = 8192
 
 
 def _require(condition: bool, key: str, value: object, need: str) -> None:
@@ -230,7 +232,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model", self.model, "must name a model")
-        _require(1 <= self.image_size <= 8192, "image_size", self.image_size, "must be from 1 to 8192 pixels")
+        size = self.image_size
+        _require(1 <= size <= MAX_IMAGE_SIZE, "image_size", size, f"must be from 1 to {MAX_IMAGE_SIZE} pixels")
         _require(self.epochs >= 1, "epochs", self.epochs, "must be at least 1")
         _require(self.batch_size >= 1, "batch_size", self.batch_size, "must be at least 1")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "must be from 0 to 2^63 - 1")
@@ -273,6 +276,13 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as nested plain values, in the order of the file."""
         return dataclasses.asdict(self)
+
+    def flat(self) -> dict[str, Any]:
+        """Return the recipe as one level of dotted keys."""
+        table = {}
+        for key, value in self.to_dict().items():
+            table |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
+        return table
 
     def to_toml(self, comment: str = "") -> str:
         """Return the complete recipe as TOML, every line of `comment` above it."""
@@ -363,8 +373,8 @@ def _typed(value: Any, hint: Any, key: str) -> Any:
         return tuple(_typed(v, args[0], key) for v in values)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if type(value) is not hint or (hint is float and value != value):
-        names = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
+    if type(value) is not hint or (hint is float and not math.isfinite(value)):
+        names = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text in quotes"}
         raise InputError(f"{key} = {value!r}: must be {names[hint]}")
     return value
 

@@ -31,6 +31,8 @@ def resolve(
     from flatout.data.prepare import find
 
     recipe = _named_recipe(job)
+    if "data.path" in changes and (data is not None or recipe is None):
+        raise InputError(f"data.path = {changes['data.path']!r}: the data is named twice; leave one out")
     if recipe is None and job is not None:
         if data is not None:
             raise InputError(f"{job} is data, and --data names other data: give one of the two")
@@ -42,8 +44,11 @@ def resolve(
             raise InputError("no job and no data: name one of them")
         found = find(data, str(changes.get("data.classes", "")))
         recipe, reasons = advise(found, _plain(data), accelerated=accelerated)
-        for reason in reasons:
-            console.note(reason)
+        chosen = {key.partition(".")[0] for key in changes} | set(changes)
+        console.note("no recipe was named, so one is made from what is there:")
+        for key, reason in reasons.items():
+            if key not in chosen:
+                console.note(f"  {reason}")
         return recipe.override(changes), found
     recipe = recipe.override(changes)
     if data is None:

@@ -146,11 +146,11 @@ class Run:
         from flatout import augment, loss
 
         mean, std = (torch.tensor(values) for values in (self.recipe.data.mean, self.recipe.data.std))
-        results = []
+        results, model = [], self.model.eval()
         with torch.no_grad():
             for start in range(0, len(pixels_NHWC), self.recipe.batch_size):
                 batch = torch.from_numpy(np.ascontiguousarray(pixels_NHWC[start : start + self.recipe.batch_size]))
-                logits = self.model(augment.apply(batch, None, 1 / (255 * std), -mean / std))
+                logits = model(augment.apply(batch, None, 1 / (255 * std), -mean / std))
                 results.append(loss.probabilities(logits).numpy())
         return np.concatenate(results)
 
@@ -167,9 +167,9 @@ class Run:
         return None
 
 
-def load(path: str | Path, *, model: "nn.Module | None" = None) -> Run:
-    """Read a run folder; its `model` is an ordinary torch module on the CPU, whatever it was trained on."""
-    return Run(path, model=model)
+def load(path: str | Path, *, model: "nn.Module | None" = None, allow_code: bool = False) -> Run:
+    """Read a run folder; its `model` is an ordinary torch module on the CPU, whatever it was trained on. See `Run`."""
+    return Run(path, model=model, allow_code=allow_code)
 
 
 def write_json(path: Path, content: Any) -> None:

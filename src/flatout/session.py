@@ -84,6 +84,8 @@ class Session:
     def claim_folder(self) -> None:
         """Check that the run folder may be written, before any work is done."""
         exists = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
+        if self.options.resume and self.options.overwrite:
+            raise InputError("--resume and --overwrite contradict each other: give one of them")
         if self.options.resume:
             if not (self.out / run_folder.CHECKPOINTS).is_dir():
                 raise InputError(f"{self.out}: nothing to resume: it has no {run_folder.CHECKPOINTS}/")
@@ -175,10 +177,8 @@ class Session:
         from flatout.finish import finish
 
         recipe, console = self.recipe, self.console
-        progress = Progress()
+        progress = self._resume(engine) if self.options.resume else Progress()
         self._open_folder()
-        if self.options.resume:
-            progress = self._resume(engine)
         placed = {name: engine.place(samples) for name, samples in splits.items()}
         trained = len(splits["train"])
         if len(splits) == 1:
@@ -230,7 +230,8 @@ class Session:
     def _resume(self, engine: "Engine") -> Progress:
         from flatout import checkpoint
 
-        state, progress, problems = checkpoint.load_newest(self.out / run_folder.CHECKPOINTS)
+        state, progress, recipe, problems = checkpoint.load_newest(self.out / run_folder.CHECKPOINTS)
+        checkpoint.check_resumable(recipe, self.recipe, progress)
         for problem in problems:
             self.note(problem)
         engine.load_state(state)

@@ -23,6 +23,9 @@ from flatout.recipe import Recipe
 from flatout.schedule import learning_rate
 
 
+MEND = "a lower optimizer.lr is the usual mend. The weights of the last good epoch are kept."
+
+
 class Stopped(Exception):
     """The user or the system asked the run to end; `signal_number` says how."""
 
@@ -115,8 +118,7 @@ def _fetch_counts(engine: Engine, progress: Progress, first_step: int) -> Counts
     counts, bad_step = engine.counts()
     if bad_step is not None:
         raise TrainingFailed(
-            f"the loss is not finite in epoch {progress.epoch + 1}, step {first_step + bad_step + 1}; a lower "
-            "optimizer.lr is the usual mend. The weights of the last good epoch are kept."
+            f"the loss is not finite in epoch {progress.epoch + 1}, step {first_step + bad_step + 1}; {MEND}"
         )
     progress.counts += counts
     return counts
@@ -129,6 +131,8 @@ def _finish_epoch(
     # The test split is looked at after every epoch only where no validation split exists, and decides nothing.
     watched = "valid" if "valid" in placed else "test"
     evaluated = {watched: engine.evaluate(placed[watched]).counts} if watched in placed else {}
+    if evaluated and not math.isfinite(evaluated[watched].loss):
+        raise TrainingFailed(f"the {watched} loss is not finite after epoch {progress.epoch + 1}; {MEND}")
     progress.evaluate_seconds += time.perf_counter() - began
     counts, seconds = progress.counts, progress.epoch_seconds
     progress.epoch, progress.step, progress.counts, progress.epoch_seconds = progress.epoch + 1, 0, NO_COUNTS, 0.0
@@ -156,9 +160,9 @@ def _watched_losses(history: list[EpochRecord]) -> list[float]:
 
 
 def _keep_best(engine: Engine, recipe: Recipe, progress: Progress) -> None:
-    """Keep the weights if this epoch is the best by validation accuracy, the lower loss deciding between equals."""
+    """Note the epoch, and keep its weights, if it is the best by validation accuracy; equals go by the lower loss."""
     record = progress.history[-1]
-    if recipe.keep != "best" or record.valid_accuracy is None:
+    if record.valid_accuracy is None:
         return
 
     def merit(r: EpochRecord) -> tuple[float, float]:
@@ -167,7 +171,8 @@ def _keep_best(engine: Engine, recipe: Recipe, progress: Progress) -> None:
 
     if progress.best_epoch == 0 or merit(record) > merit(progress.history[progress.best_epoch - 1]):
         progress.best_epoch = record.epoch
-        progress.best = {k: v for k, v in engine.state().items() if k.startswith("model.")}
+        if recipe.keep == "best":
+            progress.best = {k: v for k, v in engine.state().items() if k.startswith("model.")}
 
 
 class _Clock:

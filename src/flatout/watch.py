@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from flatout import checkpoint
 from flatout import run as run_folder
+from flatout.errors import TrainingFailed
 from flatout.progress import Progress
-from flatout.train import Callbacks, Stopped
+from flatout.train import MEND, Callbacks, Stopped
 
 if TYPE_CHECKING:
     from flatout.engine.base import Engine
@@ -70,7 +71,10 @@ class Watch:
 
     def _epoch(self, progress: Progress) -> None:
         session, record = self._session, progress.history[-1]
-        self.last_good = self._engine.state()
+        state = self._engine.state()
+        if not all(bool(value.isfinite().all()) for value in state.values()):
+            raise TrainingFailed(f"a weight is not finite after epoch {record.epoch}; {MEND}")
+        self.last_good = state
         self._is_saved = False
         run_folder.write_metrics(session.out / run_folder.METRICS, [dataclasses.asdict(r) for r in progress.history])
         parts = [f"epoch {record.epoch}/{session.recipe.epochs}", f"loss {record.train_loss:.4f}"]

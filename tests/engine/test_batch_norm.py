@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from flatout.engine.batch_norm import BatchStatistics
-from flatout.errors import TrainingFailed
 
 SHAPES = [(6, 5), (6, 3, 7), (6, 10, 4, 4), (6, 70, 3, 5), (4, 4, 3, 3, 3)]
 
@@ -29,7 +28,7 @@ def test_equals_torchs(shape: tuple[int, ...], options: dict[str, object]) -> No
     for ours in (False, True):
         norm, inputs = norm_for(x, **options), x.clone().requires_grad_()
         if ours:
-            with BatchStatistics(shape[0]):
+            with BatchStatistics(shape[0], shape[0]):
                 y = norm(inputs)
         else:
             y = norm(inputs)
@@ -50,9 +49,7 @@ def test_padding_enters_nothing(shape: tuple[int, ...]) -> None:
     padded, padded_inputs = norm_for(x), x.clone()
     padded_inputs[count:] = 1e6
     padded_inputs.requires_grad_()
-    statistics = BatchStatistics(shape[0])
-    statistics.count = count
-    with statistics:
+    with BatchStatistics(shape[0], count):
         y = padded(padded_inputs)
     (y * weights).sum().backward()
     assert inputs.grad is not None
@@ -71,7 +68,7 @@ def test_gradients_are_those_of_the_function() -> None:
     norm = nn.BatchNorm2d(3)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        with BatchStatistics(4):
+        with BatchStatistics(4, 4):
             return (norm(x) ** 3).sum()
 
     value = loss(x)
@@ -84,12 +81,15 @@ def test_gradients_are_those_of_the_function() -> None:
 def test_evaluation_is_torchs_own() -> None:
     x, norm = torch.randn(2, 3, 4, 4), nn.BatchNorm2d(3).eval()
     expected = norm(x)
-    with BatchStatistics(2):
+    with BatchStatistics(2, 2):
         assert torch.equal(norm(x), expected)
 
 
-def test_one_value_per_channel_is_refused() -> None:
-    statistics = BatchStatistics(4)
-    statistics.count = 1
-    with statistics, pytest.raises(TrainingFailed, match="batch_size"):
-        nn.BatchNorm1d(3)(torch.randn(4, 3))
+def test_one_value_per_channel_goes_by_the_running_statistics() -> None:
+    norm = nn.BatchNorm1d(3)
+    x = torch.randn(4, 3)
+    with BatchStatistics(4, 1):
+        y = norm(x)
+    expected = nn.BatchNorm1d(3).eval()(x)
+    torch.testing.assert_close(y, expected)
+    assert not norm.running_mean.any()  # type: ignore[union-attr]

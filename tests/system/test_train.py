@@ -330,3 +330,62 @@ def test_idx_with_a_wrong_length_is_named(tmp_path: Path, capsys) -> None:
 def test_importing_flatout_does_not_import_torch() -> None:
     code = "import sys, flatout, flatout.cli; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_resume_and_overwrite_contradict_each_other(digits: Path, capsys) -> None:
+    before = (digits / "weights.safetensors").read_bytes()
+    assert main(["train", "--resume", "--overwrite", "--out", str(digits)]) == 2
+    assert "contradict" in capsys.readouterr().err
+    assert (digits / "weights.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [(["--batch-size", "7"], "batch_size = 64"), (["--epochs", "3"], "6 are done"), (["--lr", "1"], "optimizer.lr")],
+)
+def test_a_run_goes_on_only_as_it_began(digits: Path, changes: list[str], message: str, capsys) -> None:
+    recipe = (digits / "recipe.toml").read_bytes()
+    assert main(["train", "--resume", "--out", str(digits), *changes]) == 2
+    assert message in capsys.readouterr().err
+    assert (digits / "recipe.toml").read_bytes() == recipe
+
+
+def test_weights_that_blow_up_in_the_last_step_are_a_failure(tmp_path: Path, capsys) -> None:
+    data = make_folders(tmp_path / "data")
+    changes = ["--model", "parallel-cnn", "--set", "optimizer.name=sgd", "--lr", "1e30", "--batch-size", "64"]
+    arguments = ["train", str(data), "--epochs", "1", *changes, "--set", "schedule.name=constant", "--devices", "cpu"]
+    assert main([*arguments, "--out", str(tmp_path / "run")]) == 1
+    assert "not finite" in capsys.readouterr().err
+    assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
+
+
+def test_evaluating_leaves_the_model_as_it_was(digits: Path) -> None:
+    run = flatout.load(digits)
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 8, 8), dtype=np.uint8)
+    before = run.predict(pixels)
+    run.evaluate(devices="cpu")
+    assert not run.model.training
+    assert run.predict(pixels) == before
+
+
+def test_equal_weights_are_equal_files(tmp_path: Path) -> None:
+    from flatout.models.weights import save_tensors
+
+    metadata = {f"key {i}": str(i) for i in range(20)}
+    for name in ("a", "b"):
+        save_tensors(tmp_path / name, {"w": torch.arange(3.0)}, metadata)
+    first = (tmp_path / "a").read_bytes()
+    assert first == (tmp_path / "b").read_bytes()
+    keys = [part.split('"')[0] for part in first.decode(errors="replace").split('"key ')[1:]]
+    assert keys == sorted(keys)
+
+
+def test_a_lone_last_sample_with_batch_norm_trains(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    data = (rng.integers(0, 256, (18, 32, 32, 3), dtype=np.uint8), np.arange(18) % 2)
+    net = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(3072, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+    )
+    run = flatout.fit(net, data, epochs=1, batch_size=13, devices="cpu", quiet=True, out=tmp_path / "run")
+    assert run.summary["train_images"] == 14
+    assert run.summary["stopped"] is None

@@ -120,8 +120,8 @@ def test_first_weights_follow_the_described_distributions():
     assert spread(parallel.get_parameter("classifier.0.weight")) == pytest.approx((glorot / 3**0.5, glorot), rel=0.02)
 
     keras = build("keras-cnn", num_classes=10, image_size=28, channels=1, seed=3)
-    glorot = (6 / (9 * (64 + 64))) ** 0.5
-    assert spread(keras.get_parameter("features.6.weight")) == pytest.approx((glorot / 3**0.5, glorot), rel=0.02)
+    he = (6 / (9 * 64)) ** 0.5
+    assert spread(keras.get_parameter("features.6.weight")) == pytest.approx((he / 3**0.5, he), rel=0.02)
 
     caltech = build("caltech-cnn", num_classes=101, image_size=32, channels=3, seed=3)
     conv = caltech.get_parameter("features.3.weight")

@@ -17,7 +17,7 @@ from flatout.randomness import Stream, permutation, raw, uniform
 def test_each_sample_once_in_batches_of_one_size(count: int, batch_size: int, epoch: int, drop_last: bool) -> None:
     batches = list(training_batches(1, epoch, count, batch_size, drop_last))
     assert len(batches) == steps_per_epoch(count, batch_size, drop_last)
-    assert all(len(b.samples) == len(b.weights) == batch_size for b in batches)
+    assert all(len(b.samples) == len(b.weights) == min(batch_size, count) for b in batches)
     real = np.concatenate([b.samples[: b.count] for b in batches])
     assert all(b.weights.sum() == b.count and b.weights[: b.count].all() for b in batches)
     if drop_last and count >= batch_size:

@@ -31,14 +31,14 @@ def steps_per_epoch(count: int, batch_size: int, drop_last: bool = False) -> int
 def training_batches(
     seed: int, epoch: int, count: int, batch_size: int, drop_last: bool = False, start: int = 0
 ) -> Iterator[Batch]:
-    """Yield the batches of one shuffled epoch, from step `start` on."""
+    """Yield the batches of one shuffled epoch, from step `start` on; of `count` samples where a batch is larger."""
     order = permutation(seed, Stream.ORDER, epoch, count)
-    return _batches(order, batch_size, steps_per_epoch(count, batch_size, drop_last), start)
+    return _batches(order, min(batch_size, count), steps_per_epoch(count, batch_size, drop_last), start)
 
 
 def evaluation_batches(count: int, batch_size: int) -> Iterator[Batch]:
     """Yield every sample once, in order."""
-    return _batches(np.arange(count), batch_size, steps_per_epoch(count, batch_size), 0)
+    return _batches(np.arange(count), min(batch_size, count), steps_per_epoch(count, batch_size), 0)
 
 
 def _batches(order: np.ndarray, batch_size: int, steps: int, start: int) -> Iterator[Batch]:

@@ -298,6 +298,7 @@ def _locked(target: Path, report: Progress) -> Iterator[None]:
     lock = FileLock(_lock_file(target))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        _lock_file(target).touch()  # where that is impossible, the lock would wait for ever
         try:
             lock.acquire(timeout=0)
         except Timeout:

@@ -126,7 +126,7 @@ def publish(partial: Path, target: Path, labels: np.ndarray, description: dict[s
         _sync(file)
     description = {**description, "format_version": FORMAT_VERSION, "labels_crc32": zlib.crc32(labels.data)}
     with (partial / DESCRIPTION).open("w", encoding="utf-8") as file:
-        json.dump({**description, "crc32": _json_crc32(description)}, file, indent=1, ensure_ascii=False)
+        json.dump({**description, "crc32": _json_crc32(description)}, file, indent=1)
         _sync(file)
     (partial / JOURNAL).unlink()
     _sync_folder(partial)

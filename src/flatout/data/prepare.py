@@ -15,6 +15,7 @@ from flatout.recipe import Data, Recipe
 
 # Enough images for mean and standard deviation to three digits.
 MEASURED_IMAGES = 5000
+MEASURED_BYTES_AT_ONCE = 2**24
 
 
 def find(data: Any, classes: str = "") -> Found | Source:
@@ -43,7 +44,10 @@ def load(found: Found | Source, recipe: Recipe, *, cache: bool, report: Progress
         max_bad_share=data.max_bad_share,
     )
     pack = load_pack(found, settings, cache=cache_folder() if cache else None, report=report)
-    if data.class_names and pack.classes == tuple(map(str, range(len(pack.classes)))):
+    numbered = pack.classes == tuple(map(str, range(len(pack.classes))))
+    if data.class_names and not numbered and data.class_names != pack.classes:
+        report.note("data.class_names is not used: the data names its classes itself")
+    if data.class_names and numbered:
         if len(data.class_names) != len(pack.classes):
             raise InputError(
                 f"data.class_names names {len(data.class_names)} classes, but the data has {len(pack.classes)}; "
@@ -79,13 +83,17 @@ def splits_of(pack: Pack, data: Data, seed: int) -> dict[str, Samples]:
 def measure(samples: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel, of pixels scaled to 0..1, over evenly spaced images."""
     positions = np.unique(np.linspace(0, len(samples) - 1, min(len(samples), MEASURED_IMAGES)).astype(np.int64))
-    sums, squares, count = np.zeros(samples.images.shape[-1]), np.zeros(samples.images.shape[-1]), 0
-    for chunk in np.array_split(positions, -(-len(positions) // 256)):
+    channels = samples.images.shape[-1]
+    histogram = np.zeros((channels, 256), np.int64)
+    at_once = max(1, MEASURED_BYTES_AT_ONCE // samples.images[:1].nbytes)
+    for start in range(0, len(positions), at_once):
+        chunk = positions[start : start + at_once]
         images = samples.read(chunk, np.empty((len(chunk), *samples.images.shape[1:]), np.uint8))
-        pixels = images.reshape(-1, images.shape[-1]).astype(np.float64) / 255
-        sums, squares, count = sums + pixels.sum(0), squares + np.square(pixels).sum(0), count + len(pixels)
-    mean = sums / count
-    std = np.sqrt(np.maximum(squares / count - np.square(mean), 1e-8))
+        for channel in range(channels):
+            histogram[channel] += np.bincount(images[..., channel].ravel(), minlength=256)
+    levels, count = np.arange(256) / 255, histogram[0].sum()
+    mean = histogram @ levels / count
+    std = np.sqrt(np.maximum(histogram @ np.square(levels) / count - np.square(mean), 0))
     return tuple(round(float(m), 4) for m in mean), tuple(round(max(float(s), 1e-4), 4) for s in std)
 
 
@@ -98,7 +106,7 @@ def class_weights(labels: np.ndarray, classes: int) -> np.ndarray:
     return weights
 
 
-def match_classes(pack: Pack, classes: tuple[str, ...]) -> np.ndarray:
+def match_classes(pack: Pack, classes: tuple[str, ...], *, where: Any) -> np.ndarray:
     """Return the labels of a pack as indices into `classes`, matched by name.
 
     Raises:
@@ -106,5 +114,7 @@ def match_classes(pack: Pack, classes: tuple[str, ...]) -> np.ndarray:
     """
     unknown = [name for name in pack.classes if name not in classes]
     if unknown:
-        raise InputError(f"{pack.folder}: class {unknown[0]!r} is not one that the model knows: {', '.join(classes)}")
+        place = where if isinstance(where, str | Path) else "the data"
+        known = ", ".join(classes)
+        raise InputError(f"{place}: class {unknown[0]!r} is not one that the model knows: {known}")
     return np.array([classes.index(name) for name in pack.classes], np.int64)[pack.labels]

@@ -70,6 +70,10 @@ class Engine(Protocol):
         """Continue from a state that `state` returned, on this engine or another."""
         ...
 
+    def close(self) -> None:
+        """Give back what was changed in the process for the engine's sake; it may not be used afterwards."""
+        ...
+
     def peak_memory_bytes(self) -> int | None:
         """Return the most device memory used so far; None where the device has no memory of its own."""
         ...

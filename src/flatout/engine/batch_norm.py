@@ -15,8 +15,6 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from flatout.errors import TrainingFailed
-
 # Below this many channels a row of the image, rather than a pixel, is one row of the reduction, so that it vectorises.
 FEW_CHANNELS = 64
 
@@ -24,15 +22,17 @@ FEW_CHANNELS = 64
 class BatchStatistics(TorchFunctionMode):
     """While active, training batch normalisation uses the first `count` samples of each batch alone.
 
+    Where that is a single value per channel, the running statistics are used, and stay as they are.
+
     Attributes:
         count: samples that are not padding; they come first.
         batch_size: samples in the batch, padding included.
     """
 
-    def __init__(self, batch_size: int) -> None:
+    def __init__(self, batch_size: int = 0, count: int = 0) -> None:
         super().__init__()
         self.batch_size = batch_size
-        self.count = batch_size
+        self.count = count
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -61,10 +61,8 @@ class BatchStatistics(TorchFunctionMode):
         channels = x.shape[1]
         n = count * (x.numel() // (x.shape[0] * channels))
         if n < 2:
-            raise TrainingFailed(
-                "batch normalisation needs more than one value per channel, but the last batch of an epoch has one "
-                "sample; choose another batch_size, or drop_last = true"
-            )
+            # One value has no variance. A lone sample at the end of an epoch goes by what the others left behind.
+            return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
         scale = weight.float() if weight is not None else x.new_ones(channels, dtype=torch.float32)
         shift = bias.float() if bias is not None else x.new_zeros(channels, dtype=torch.float32)
         y, mean, var = _Normalise.apply(x.float(), scale, shift, eps, count)

@@ -24,11 +24,18 @@ Place = Literal["device", "memory", "disk"]
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How a device was settled: `precision` is what `auto` came to."""
+    """How a device was settled: `precision` is what `auto` came to, `threads_before` what `restore` goes back to."""
 
     device: torch.device
     precision: str
     threads: int
+    threads_before: int
+
+    def restore(self) -> None:
+        """Put back the threads and the arithmetic of numbers near zero, which belong to the whole process."""
+        if self.device.type == "cpu":
+            torch.set_num_threads(self.threads_before)
+            torch.set_flush_denormal(False)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which the model runs."""
@@ -67,14 +74,14 @@ def prepare(device: torch.device, precision: str) -> Setup:
         format = "ieee" if precision == "fp32" else "tf32"
         torch.backends.cuda.matmul.fp32_precision = format
         torch.backends.cudnn.conv.fp32_precision = format  # pyright: ignore[reportAttributeAccessIssue]
-    threads = torch.get_num_threads()
+    threads = threads_before = torch.get_num_threads()
     if device.type == "cpu":
         threads = cpu_threads()
         torch.set_num_threads(threads)
         # Numbers near zero take a slow path in the processor, hundreds of cycles each.
         torch.set_flush_denormal(True)
         _keep_freed_memory()
-    return Setup(device=device, precision=precision, threads=threads)
+    return Setup(device=device, precision=precision, threads=threads, threads_before=threads_before)
 
 
 def precisions(device: torch.device) -> list[str]:

@@ -122,7 +122,7 @@ class TorchEngine:
         self._scale, self._bias = 1 / (255 * std), -mean / std
         self._class_weights = None if class_weights is None else torch.from_numpy(class_weights).to(self.device)
         self._totals = Totals.zeros(self.device)
-        self._statistics = BatchStatistics(recipe.batch_size)
+        self._statistics = BatchStatistics()
         self._slots = _Slots()
         self._captured = CapturedStep(self._slot_step, self._forget_gradients, report) if capturable else None
         fixed_input = not recipe.augment.is_random
@@ -229,8 +229,8 @@ class TorchEngine:
         torch.manual_seed(seed)
         optim.set_learning_rate(self._optimizer, learning_rate)
         source = self._source(placed)
-        self._statistics.count = inputs.batch.count
-        if self._captured is None or inputs.batch.count < self.recipe.batch_size:
+        self._statistics.count, self._statistics.batch_size = inputs.batch.count, len(inputs.batch.samples)
+        if self._captured is None or inputs.batch.count < len(inputs.batch.samples):
             self._forget_gradients()
             self._step(source, inputs)
             return
@@ -368,6 +368,10 @@ class TorchEngine:
         # Torch keeps step counts on the CPU unless the step is fused or captured on the device.
         fused = any(group.get("fused") or group.get("capturable") for group in self._optimizer.param_groups)
         return self.device if key != "step" or fused else torch.device("cpu")
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._setup.restore()
 
     def peak_memory_bytes(self) -> int | None:
         """See `Engine.peak_memory_bytes`."""

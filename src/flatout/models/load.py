@@ -70,10 +70,12 @@ def build(
     if name.startswith("timm:"):
         model = _build_timm(name, num_outputs, image_size, channels, seed)
     elif ":" in name:
+        if name.startswith("python:"):
+            raise InputError(f"model = {name!r}: was given in Python; train it with flatout.fit(model, ...) again")
         if not allow_code:
             raise InputError(
                 f"model = {name!r}: names Python code, and code named in a file is never run; "
-                f"if you trust it, name it yourself with --model {name}"
+                f"if you trust it, name it yourself: train with --model {name}, evaluate and predict with --allow-code"
             )
         model = _call_factory(name, num_outputs, image_size, channels, seed)
     else:

@@ -32,7 +32,7 @@ def save_tensors(path: Path, tensors: Mapping[str, "torch.Tensor"], metadata: Ma
     """
     import torch
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     assert _DIGEST_KEY not in metadata
     plain = {
@@ -41,11 +41,25 @@ def save_tensors(path: Path, tensors: Mapping[str, "torch.Tensor"], metadata: Ma
 
     def write(temporary: Path) -> None:
         try:
-            save_file(plain, temporary, {**metadata, _DIGEST_KEY: _digest(plain, metadata)})
-        except SafetensorError as error:  # its own type, also for a full disk
+            content = save(plain, {**metadata, _DIGEST_KEY: _digest(plain, metadata)})
+        except SafetensorError as error:  # its own type
             raise OSError(str(error)) from error
+        temporary.write_bytes(_in_fixed_order(content))
 
     write_atomically(path, write)
+
+
+def _in_fixed_order(content: bytes) -> bytes:
+    """Return safetensors with sorted metadata: the library writes it in another order in every process.
+
+    Equal weights then are equal files. The format: eight bytes with the length of a JSON header, the header, the data.
+    """
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join((len(text).to_bytes(8, "little"), text, content[8 + length :]))
 
 
 def read_weights(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, str]]:

@@ -16,6 +16,8 @@ CHANCE_STANDARD_ERRORS = 2.0
 IGNORANT_SHARE = 0.97
 # So little above guessing is next to it, even where it cannot be luck.
 NEXT_TO_CHANCE = 0.05
+# Fewer test images than this cannot tell luck from skill.
+JUDGED_FROM_IMAGES = 20
 # A net that has learnt its training images is well above guessing there; half as good again is the least that shows it.
 LEARNT_FACTOR = 1.5
 # Learning rates with which most nets train, SGD's as lr / (1 - momentum), the step it takes in the long run. Rates
@@ -90,6 +92,8 @@ def _at_chance(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]],
         guess = max(counts) / sum(counts)
         how = f"is no better than always answering the largest class ({guess:.3f})"
     count = summary.get("test_count") if split == "test" else None
+    if count and count < JUDGED_FROM_IMAGES:
+        return []
     spread = CHANCE_STANDARD_ERRORS * math.sqrt(guess * (1 - guess) / count) if count else 0.0
     if accuracy > guess + max(spread, NEXT_TO_CHANCE):
         return []
