@@ -22,7 +22,6 @@ from flatout.randomness import Stream, raw
 from flatout.recipe import Recipe
 from flatout.schedule import learning_rate
 
-
 MEND = "a lower optimizer.lr is the usual mend. The weights of the last good epoch are kept."
 
 

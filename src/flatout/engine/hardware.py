@@ -92,9 +92,17 @@ def precisions(device: torch.device) -> list[str]:
             found.append("tf32")
         if torch.cuda.is_bf16_supported(including_emulation=False):
             found.append("bf16")
-    elif device.type == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16", False):
+    elif device.type == "cpu" and _processor_flags() & {"avx512_bf16", "amx_bf16", "bf16"}:
         found.append("bf16")
     return found
+
+
+def _processor_flags() -> set[str]:
+    """Return what Linux says that the processor can do; nothing on other systems."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123
+        line = next((line for line in file if line.startswith(("flags", "Features"))), "")
+        return set(line.partition(":")[2].split())
+    return set()
 
 
 def cpu_threads() -> int:

@@ -68,8 +68,7 @@ def draw_predictions(
     rows = max(1, math.ceil(count / GRID_COLUMNS))
     cell_inches, title_inches, head_inches = 1.5, 0.27, 0.36
     width, height = GRID_COLUMNS * cell_inches, rows * (cell_inches + title_inches) + head_inches
-    photographs = count > 0 and max(images.shape[1:3]) >= SMOOTH_FROM_PIXELS
-    figure = _figure(width, height, dpi=96 if photographs else 140)
+    figure = _figure(width, height, dpi=140)
     right = sum(int(a) == int(p) for a, p in zip(actual, predicted, strict=True))
     head = f"{right} of {count} right" if count else "No pictures: there was nothing to predict"
     y_head = 1 - 0.4 * head_inches / height
@@ -90,7 +89,7 @@ def draw_predictions(
             color=RIGHT if int(actual[index]) == int(predicted[index]) else WRONG,
             ha="center", va="bottom", fontsize=7.5, family=_families(), parse_math=False,
         )  # fmt: skip
-    _write(figure, path, palette=photographs)
+    _write(figure, path)
 
 
 def draw_curves(path: Path, metrics: Sequence[Mapping[str, Any]], best_epoch: int | None = None) -> None:
@@ -220,40 +219,14 @@ def _figure(width: float, height: float, dpi: int, layout: Any = None) -> "Figur
     return figure
 
 
-def _write(figure: "Figure", path: Path, palette: bool = False) -> None:
-    """Write the figure as a PNG; with a palette where photographs would make it several times as large."""
-    from PIL import Image
-
+def _write(figure: "Figure", path: Path) -> None:
+    """Write the figure as a PNG."""
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         # A class name in a script that no installed font covers is drawn as boxes; that is no reason to alarm anyone.
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from")
         figure.savefig(buffer, format="png", metadata={"Software": None})
-    if palette:
-        image = Image.open(buffer).convert("RGB")
-        reduced = image.quantize(palette=_palette(image), dither=Image.Dither.FLOYDSTEINBERG)
-        buffer = io.BytesIO()
-        reduced.save(buffer, format="png", optimize=True)
     write_atomically(path, buffer.getvalue())
-
-
-def _palette(image: "Image") -> "Image":
-    """Return an image that holds 256 colours for `image`: exact ones of white and text, fitted ones else."""
-    from PIL import Image, ImageColor
-
-    steps = 6  # of each text colour towards white, for smooth edges of letters
-    text = [
-        255 + round((channel - 255) * step / steps)
-        for colour in (INK, MUTED, RIGHT, WRONG)
-        for step in range(steps + 1)
-        for channel in ImageColor.getrgb(colour)
-    ]
-    fitted = image.quantize(256 - len(text) // 3, dither=Image.Dither.NONE).getpalette() or []
-    fitted_colours = [fitted[i : i + 3] for i in range(0, min(len(fitted), 768 - len(text)), 3)]
-    exact_white = [[255, 255, 255] if min(colour) >= 248 else colour for colour in fitted_colours]
-    holder = Image.new("P", (1, 1))
-    holder.putpalette([channel for colour in exact_white for channel in colour] + text)
-    return holder
 
 
 @cache
