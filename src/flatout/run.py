@@ -160,9 +160,13 @@ class Run:
 
         report = self.path / REPORT
         if "ipykernel" in sys.modules:
+            from html import escape
+
             from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
 
-            return display(HTML(report.read_text(encoding="utf-8")))
+            # A frame of its own keeps the page's style out of the notebook's.
+            page = escape(report.read_text(encoding="utf-8"))
+            return display(HTML(f'<iframe srcdoc="{page}" style="width:100%;height:50em;border:0"></iframe>'))
         print(report)
         return None
 

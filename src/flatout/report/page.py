@@ -265,8 +265,8 @@ def _breakable(text: str) -> Any:
 
 def _date(files: RunFiles) -> str:
     """Return when the run ended: the summary's `date`, else when its figures were last written."""
-    if files.summary.get("date"):
-        return str(files.summary["date"])
+    if date := str(files.summary.get("date") or ""):
+        return date.replace("T", " ")[: len("2026-01-31 12:00")]
     source = "metrics.jsonl" if "summary.json" in files.missing else "summary.json"
     path = files.run / source if (files.run / source).is_file() else files.run / "recipe.toml"
     return datetime.fromtimestamp(path.stat().st_mtime).astimezone().strftime("%Y-%m-%d %H:%M")

@@ -24,7 +24,6 @@ from flatout.files import write_atomically
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from PIL.Image import Image
 
 INK = "#1d2329"
 MUTED = "#66707b"
