@@ -1,5 +1,6 @@
 """Fixtures that every test may use."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ hypothesis.settings.register_profile(
     "flatout", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], max_examples=50
 )
 hypothesis.settings.load_profile("flatout")
+
+# Nets this small gain nothing from a second thread, and two threads that wait for each other crawl on a busy machine.
+# Tests of what threads may change set it themselves.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -132,7 +132,9 @@ def test_class_weights_equal_torchs() -> None:
     torch.testing.assert_close(found["8.weight"], net.state_dict()["8.weight"], rtol=1e-4, atol=1e-6)
 
 
-def test_same_seed_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_same_seed_gives_the_same_bits(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
     samples, recipe = make_samples(), make_recipe(**{"augment.rotate": 10.0, "augment.flip": True})
     first, second = (engine_weights(make_net(), samples, recipe) for _ in range(2))
     assert all(torch.equal(first[key], second[key]) for key in first)
