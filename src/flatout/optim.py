@@ -1,12 +1,15 @@
 """torch optimizers from a recipe, in their fastest form."""
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from flatout.recipe import Optimizer
 
 if TYPE_CHECKING:
     import torch
+
+_ANSWER = "__dynamo_disable"
 
 
 def build(optimizer: Optimizer, parameters: "Iterable[torch.Tensor]", *, capturable: bool) -> "torch.optim.Optimizer":
@@ -59,3 +62,46 @@ def set_learning_rate(optimizer: "torch.optim.Optimizer", learning_rate: float) 
             group["lr"].fill_(learning_rate)
         else:
             group["lr"] = learning_rate
+
+
+def plain_step(optimizer: "torch.optim.Optimizer") -> Callable[[], None]:
+    """Return the optimizer's step without what torch wraps around it: profiler marks, hooks and differentiability.
+
+    The wrapper imports torch's compiler only to tell it to keep out, as the methods in `keep_compiler_out` do.
+    """
+    import torch
+
+    step = inspect.unwrap(type(optimizer).step)
+
+    def run() -> None:
+        with torch.no_grad():
+            step(optimizer)
+
+    return run
+
+
+def keep_compiler_out() -> Callable[[], None]:
+    """Keep torch's optimizers from importing torch's compiler, and return what undoes that.
+
+    Their methods ask torch._dynamo to leave them out of compiled code, and import it for that alone, which takes a
+    second of every start (`_disable_dynamo` in torch/_compile.py, 2.11 to 2.15). Each keeps the answer in an attribute
+    of the undecorated function; here that answer is the function itself. Other versions may keep it elsewhere: then
+    nothing happens but the import.
+    """
+    import sys
+
+    import torch
+
+    if "torch._dynamo" in sys.modules:
+        return lambda: None
+    methods = (getattr(torch.optim.Optimizer, name) for name in ("add_param_group", "zero_grad"))
+    plain = [method.__wrapped__ for method in methods if hasattr(method, "__wrapped__")]
+    for function in plain:
+        setattr(function, _ANSWER, function)
+
+    def undo() -> None:
+        for function in plain:
+            if getattr(function, _ANSWER, None) is function:
+                delattr(function, _ANSWER)
+
+    return undo

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +53,7 @@ class Options:
         overwrite: replace the run in `out`.
         cache: keep the pack in the cache folder for the next run.
         allow_code: whether a model named as `package.module:factory` may be imported.
+        began: when the user asked for the run, by time.perf_counter.
     """
 
     out: Path | None = None
@@ -62,6 +63,7 @@ class Options:
     overwrite: bool = False
     cache: bool = True
     allow_code: bool = False
+    began: float = field(default_factory=time.perf_counter)
 
 
 class Session:
@@ -69,7 +71,7 @@ class Session:
 
     def __init__(self, recipe: Recipe, options: Options, console: Console, module: "nn.Module | None") -> None:
         self.recipe, self.options, self.console = recipe, options, console
-        self.began = self._lap = time.perf_counter()
+        self.began = self._lap = options.began
         self.seconds: dict[str, float] = {}
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         self.out = options.out or Path("runs") / f"{recipe.job}-{stamp}"

@@ -116,7 +116,9 @@ class TorchEngine:
         set_train_mode(self.model)
         capturable = capture and self.device.type == "cuda" and optim.can_capture(recipe.optimizer)
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._let_compiler_in = optim.keep_compiler_out()
         self._optimizer = optim.build(recipe.optimizer, self.parameters.values(), capturable=capturable)
+        self._update = optim.plain_step(self._optimizer)
         mean, std = (torch.tensor(v, device=self.device) for v in (recipe.data.mean, recipe.data.std))
         # One multiplication and one addition take a pixel 0..255 to its normalised value.
         self._scale, self._bias = 1 / (255 * std), -mean / std
@@ -247,7 +249,7 @@ class TorchEngine:
         losses = loss.per_sample(logits, labels, self.recipe.loss, self.recipe.label_smoothing)
         loss_sum, weight_sum = (losses * weights).sum(), weights.sum()
         (loss_sum / weight_sum).backward()
-        self._optimizer.step()
+        self._update()
         self._count(loss_sum.detach(), weight_sum, logits.detach(), labels, inputs.weights)
 
     def _training_logits(self, source: Placed, inputs: Inputs) -> torch.Tensor:
@@ -372,6 +374,7 @@ class TorchEngine:
     def close(self) -> None:
         """See `Engine.close`."""
         self._setup.restore()
+        self._let_compiler_in()
 
     def peak_memory_bytes(self) -> int | None:
         """See `Engine.peak_memory_bytes`."""
