@@ -6,6 +6,7 @@ or makes it; `build_pack` makes one for keeping; `open_pack` opens one.
 
 import errno
 import json
+import mmap
 import os
 import shutil
 import tempfile
@@ -394,9 +395,16 @@ def _fill(source: Source, settings: PackSettings) -> pack_files.Fill:
     def from_arrays(start: int, stop: int, out: np.ndarray) -> dict[int, str]:
         assert source.images is not None
         out[:] = resize_images(source.images[start:stop], **how)
+        _let_go(source.images)
         return {}
 
     return from_files if source.images is None else from_arrays
+
+
+def _let_go(images: np.ndarray) -> None:
+    """Have pages read through a map no longer count as memory of this process; touching them brings them back."""
+    if isinstance(images, np.memmap) and images.mode == "r" and hasattr(mmap, "MADV_DONTNEED"):
+        images._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _judge(skipped: dict[str, str], total: int, settings: PackSettings) -> None:
