@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 
 # What --overwrite removes: what a run writes, deepest first, and nothing else.
 _OWN_FILES = (
-    "checkpoints/*.safetensors",
+    "checkpoints/epoch-*.safetensors",
     "checkpoints",
     "logs/rank-*.log",
     "logs",
-    "*.png",
+    "predictions.png",
+    "curves.png",
+    "confusion.png",
     run_folder.RECIPE,
     run_folder.METRICS,
     run_folder.SUMMARY,
@@ -220,7 +222,10 @@ class Session:
         """Make the run folder, an old run in it removed if that was asked for, and write the recipe."""
         for name in _OWN_FILES if self.options.overwrite and self.out.exists() else ():
             for path in sorted(self.out.glob(name), reverse=True):
-                path.unlink() if path.is_file() else path.rmdir()
+                if path.is_file():
+                    path.unlink()
+                elif not any(path.iterdir()):
+                    path.rmdir()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             self.console.open_log(self.out / "logs" / "rank-0.log")

@@ -58,11 +58,6 @@ KEYS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of the digits job."""
@@ -180,10 +175,12 @@ def test_overwrite_replaces_the_run_alone(tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["train", "digits", "--epochs", "1", "--devices", "cpu", "--out", str(out)]
     assert main(arguments) == 0
-    (out / "notes.txt").write_text("mine")
+    own = [out / "notes.txt", out / "photo.png", out / "checkpoints" / "kept.safetensors", out / "logs" / "mine.log"]
+    for path in own:
+        path.write_text("mine")
     assert main([*arguments, "--overwrite", "--seed", "2"]) == 0
     assert summary(out)["seed"] == 2
-    assert (out / "notes.txt").read_text() == "mine"
+    assert [path.read_text() for path in own] == ["mine"] * 4
 
 
 def test_folders_of_pictures_without_a_recipe(tmp_path: Path, capsys) -> None:
