@@ -13,11 +13,6 @@ from torch import nn
 import flatout
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 class Net(nn.Module):
     def __init__(self, classes: int = 3) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ Shape letters: N samples, B batch, H height, W width, C channels, K outputs.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -83,7 +83,6 @@ class _Slots:
 
     inputs: Inputs | None = None
     placed: Placed | None = None
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class TorchEngine:
@@ -110,7 +109,7 @@ class TorchEngine:
         cache_prefix: bool = True,
         report: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        self.recipe, self.device, self._report = recipe, torch.device(device), report
+        self.recipe, self.device = recipe, torch.device(device)
         self._setup = hardware.prepare(self.device, recipe.precision)
         self.model = model.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         set_train_mode(self.model)
