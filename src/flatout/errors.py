@@ -10,3 +10,7 @@ class InputError(ValueError):
 
 class TrainingFailed(RuntimeError):
     """Training could not go on (a non-finite loss, a lost device). The command line exits with 1."""
+
+
+class RankLost(TrainingFailed):
+    """Another process of the run is gone: what this one was doing with it cannot be finished. Never the first cause."""
