@@ -202,6 +202,34 @@ def _check(args: argparse.Namespace) -> None:
     _print(args, result.to_dict(), result.lines())
 
 
+def _scale(args: argparse.Namespace) -> None:
+    from flatout.console import Console
+    from flatout.scaling import lines_of, scale
+    from flatout.train import Stopped
+
+    flags = {"epochs": args.epochs, "batch_size": args.batch_size}
+    changes = {key: value for key, value in flags.items() if value is not None} | dict(map(parse_setting, args.set))
+    # Progress goes to stderr: stdout is for the result alone.
+    console = Console(sys.stderr)
+    try:
+        result = scale(
+            args.job,
+            args.data,
+            changes,
+            devices=args.devices,
+            out=args.out,
+            repeats=args.repeats,
+            weak=args.weak,
+            console=console,
+        )
+    except Stopped as stopped:
+        raise _StoppedBySignal(stopped.signal_number) from None
+    finally:
+        console.close()
+    width = os.get_terminal_size(1).columns if sys.stdout.isatty() else None
+    _print(args, result, lines_of(result, width))
+
+
 def _devices(args: argparse.Namespace) -> None:
     from flatout.engine.choose import available, machine
 
@@ -276,6 +304,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--classes", metavar="FILE", help="a list of class names, one a line")
     _add_json(command)
 
+    _add_scale(commands)
     _add_json(_add(commands, "devices", _devices, "list what this machine can train on"))
     return parser
 
@@ -303,6 +332,22 @@ def _add_train(commands: Any) -> None:
     command.add_argument("--overwrite", action="store_true", help="replace the run in --out")
     command.add_argument("--no-cache", action="store_true", help="do not keep the decoded images for the next run")
     _add_devices(command)
+
+
+def _add_scale(commands: Any) -> None:
+    command = _add(commands, "scale", _scale, "measure a job on several choices of devices, side by side")
+    command.add_argument("job", metavar="JOB", help="as for train")
+    command.add_argument(
+        "--devices", required=True, metavar="SPEC,SPEC,...", help="such as cpu,2xcpu or cpu,cuda,4xcuda"
+    )
+    command.add_argument("--data", metavar="PATH", help="as for train")
+    command.add_argument("--out", type=Path, metavar="DIR", help="an empty or new folder; default: one under runs/")
+    command.add_argument("--epochs", type=int, metavar="N")
+    command.add_argument("--batch-size", type=int, metavar="N", help="the global batch; with --weak that per device")
+    command.add_argument("--repeats", type=int, default=1, metavar="N", help="runs of each SPEC, interleaved (1)")
+    command.add_argument("--weak", action="store_true", help="let the batch grow with the number of devices")
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any recipe key, repeatable")
+    _add_json(command)
 
 
 def _add(commands: Any, name: str, call: Callable[[argparse.Namespace], None], about: str) -> argparse.ArgumentParser:
