@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Fashion-MNIST on two hosts with four GPUs each: sbatch examples/slurm.sh [more words of `flatout train`]
+# One Slurm task is one rank. The recipe's batch size stays the global one, whatever the numbers below.
+#SBATCH --job-name=flatout
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=4
+#SBATCH --time=01:00:00
+set -euo pipefail
+
+# Where the ranks meet: the first host, on a port that two jobs are unlikely to share.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+export MASTER_ADDR MASTER_PORT
+
+# Decoded images are kept on each host's own disk. The run folder is one for all, on the shared file system.
+export FLATOUT_CACHE=${FLATOUT_CACHE:-${TMPDIR:-/tmp}/flatout-$USER}
+
+# --gpus-per-node lets each task see all GPUs of its host; flatout takes the one of the task's number there.
+# --kill-on-bad-exit ends every host's tasks when one task fails.
+srun --kill-on-bad-exit=1 \
+    flatout train fashion-mnist --devices 4xcuda --out "runs/slurm-$SLURM_JOB_ID" "$@"
