@@ -226,8 +226,7 @@ def _scale(args: argparse.Namespace) -> None:
         raise _StoppedBySignal(stopped.signal_number) from None
     finally:
         console.close()
-    width = os.get_terminal_size(1).columns if sys.stdout.isatty() else None
-    _print(args, result, lines_of(result, width))
+    _print(args, result, lines_of(result))
 
 
 def _devices(args: argparse.Namespace) -> None:

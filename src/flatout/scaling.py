@@ -4,7 +4,6 @@ Every run is a process of its own, started as the user would start it, so that n
 memory. Repeats are interleaved (A B A B): a machine that grows slower meanwhile slows all choices alike.
 """
 
-import io
 import re
 import signal
 import statistics
@@ -29,7 +28,6 @@ from flatout.train import Stopped
 
 RESULT, CHART = "scaling.json", "scaling.png"
 LAST_LINES = 10  # of a run that failed without a message
-PIPE_WIDTH = 300
 
 # What is compared of a run: medians over the repeats, with the least and the most.
 FIGURES = (
@@ -301,26 +299,16 @@ def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
 # --- shown ------------------------------------------------------------------------------------------------------------
 
 
-def lines_of(result: Mapping[str, Any], width: int | None) -> list[str]:
-    """Return the table and the findings as lines of text.
-
-    Args:
-        result: what `scale` returned.
-        width: columns of the terminal; None for a pipe, where every row is one line for whatever reads it.
-    """
-    from rich.console import Console as RichConsole
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    rows = [_cells(row) for row in result["specs"]]
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name == "devices" else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row.values())
-    text = io.StringIO()
-    RichConsole(file=text, width=width or PIPE_WIDTH, markup=False, highlight=False).print(table)
-    shown = [line.rstrip() for line in text.getvalue().splitlines()]
-    return [*shown, "", *result["findings"], f"{result['out']}: {RESULT}, {CHART} and a folder for each run"]
+def lines_of(result: Mapping[str, Any]) -> list[str]:
+    """Return the table, a column for each SPEC, and the findings, as lines; `result` is what `scale` returned."""
+    columns = [_cells(row) for row in result["specs"]]
+    head = list(columns[0])
+    widths = [max(map(len, cells.values())) for cells in columns]
+    table = []
+    for name in head:
+        cells = (cells[name].rjust(width) for cells, width in zip(columns, widths, strict=True))
+        table.append("   ".join((name.ljust(max(map(len, head))), *cells)))
+    return [*table, "", *result["findings"], f"{result['out']}: {RESULT}, {CHART} and a folder for each run"]
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
@@ -330,21 +318,26 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     def share(name: str) -> str:
         return f"{row[name]['median']:.1%}" if row[name] else "-"
 
+    def percent(value: float | None) -> str:
+        return f"{value:.0%}" if value is not None else "-"
+
     rate, threads = row["images_per_second"], row["threads_per_rank"]
     answers = sorted({n for n in row["correct"] if n is not None})
     right = "..".join(f"{n:,}" for n in dict.fromkeys((answers[0], answers[-1]))) if answers else "-"
     return {
         "devices": row["devices"],
-        "processes": f"{row['world_size']} x {threads} threads" if threads else str(row["world_size"]),
-        "images/s": f"{rate['median']:,.0f}" if rate else "-",
-        "min..max": f"{rate['min']:,.0f}..{rate['max']:,.0f}" if rate else "-",
-        "epoch": f"{row['epoch_seconds']['median']:.3g} s",
-        "training": seconds("train_seconds"),
-        "warm-up": seconds("warmup_seconds"),
-        "in all": seconds("wall_seconds"),
+        "processes x threads": f"{row['world_size']} x {threads}" if threads else f"{row['world_size']}",
+        "batch": f"{row['batch_size']:,}",
+        "images per second": f"{rate['median']:,.0f}" if rate else "-",
+        "  least to most": f"{rate['min']:,.0f} to {rate['max']:,.0f}" if rate else "-",
         "speed-up": f"{row['speed_up']:.2f}" if row["speed_up"] else "-",
-        "efficiency": f"{row['efficiency']:.0%}" if row["efficiency"] else "-",
+        "efficiency": percent(row["efficiency"]),
+        "  against": row["base"],
+        "time per epoch": f"{row['epoch_seconds']['median']:.3g} s",
+        "training time": seconds("train_seconds"),
+        "  of it warm-up": seconds("warmup_seconds"),
+        "everything included": seconds("wall_seconds"),
         "communication": share("communication_fraction"),
-        "input wait": share("input_wait_fraction"),
-        f"{row['split']} right": f"{right} of {row['count']:,}" if answers else "-",
+        "waiting for input": share("input_wait_fraction"),
+        f"{row['split']} images right": f"{right} of {row['count']:,}" if answers else "-",
     }

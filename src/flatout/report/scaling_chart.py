@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.console import duration
 from flatout.report.pictures import INK, LINES, MUTED, RIGHT, _figure, _style_panel, _write, shorten
+from flatout.report.scaling_findings import ideal_speed_up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +46,7 @@ def draw_scaling(path: Path, result: Mapping[str, Any]) -> None:
         unit = ""
     repeats = f", median of {result['repeats']} (least and most)" if result["repeats"] > 1 else ""
     _finish_panel(throughput, f"Images per second{repeats}", unit)
-    _finish_panel(time, "Seconds", unit)
+    _finish_panel(time, "Seconds: training, and everything included", unit)
     batch = f"{'per device' if result['scaling'] == 'weak' else 'global'} batch {result['batch_size']}"
     figure.suptitle(
         f"{shorten(result['job'], 40)}: {result['scaling']} scaling, {batch}, {result['epochs']} epochs",
@@ -59,17 +60,17 @@ def _throughput_lines(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
     counts = [row["world_size"] for row in rows]
     rates = [row["images_per_second"]["median"] for row in rows]
     if rates:
-        ideal = [rates[0] * count / counts[0] for count in counts]
-        axes.plot(counts, ideal, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="ideal")
+        by_threads = len({row["threads_per_rank"] for row in rows}) > 1
+        ideal = [rates[0] * ideal_speed_up(row, rows[0]) for row in rows]
+        label = "ideal by threads" if by_threads else "ideal"
+        axes.plot(counts, ideal, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label=label)
         axes.errorbar(
             counts, rates, yerr=_whiskers(rows), color=RIGHT, linewidth=1.8, marker="o", markersize=4.5, capsize=3,
             label="measured",
         )  # fmt: skip
         for row, rate in zip(rows, rates, strict=True):
-            note = f"{rate:,.0f}" + (f" ({row['efficiency']:.0%})" if row["devices"] != row["base"] else "")
-            axes.annotate(
-                note, (row["world_size"], rate), (6, -11), textcoords="offset points", fontsize=7.5, color=INK
-            )
+            gain = f" (x {row['speed_up']:.2f})" if row["speed_up"] and row["devices"] != row["base"] else ""
+            _number(axes, row["world_size"], rate, f"{rate:,.0f}{gain}", above=False)
     _counts_axis(axes, counts)
 
 
@@ -80,15 +81,7 @@ def _time_lines(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
         seconds = [row[name]["median"] for row in rows]
         axes.plot(counts, seconds, color=colour, linewidth=1.8, marker=marker, markersize=4.5, label=label)
         for count, value in zip(counts, seconds, strict=True):
-            axes.annotate(
-                duration(value),
-                (count, value),
-                (0, 6),
-                textcoords="offset points",
-                fontsize=7.5,
-                color=INK,
-                ha="center",
-            )
+            _number(axes, count, value, duration(value), above=name == "wall_seconds")
     _counts_axis(axes, counts)
 
 
@@ -135,15 +128,17 @@ def _whiskers(rows: Sequence[Mapping[str, Any]]) -> list[list[float]] | None:
     return [[rate["median"] - rate["min"] for rate in rates], [rate["max"] - rate["median"] for rate in rates]]
 
 
-def _number(axes: "Axes", x: float, y: float, text: str) -> None:
-    axes.annotate(text, (x, y), (0, 3), textcoords="offset points", fontsize=8, color=INK, ha="center")
+def _number(axes: "Axes", x: float, y: float, text: str, *, above: bool = True) -> None:
+    offset = (0, 5 if above else -13)
+    behind = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.8, "pad": 0.6}  # a line may pass there
+    axes.annotate(text, (x, y), offset, textcoords="offset points", fontsize=8, color=INK, ha="center", bbox=behind)
 
 
 def _counts_axis(axes: "Axes", counts: Sequence[int]) -> None:
     axes.set_xticks(counts, [f"{count:,}" for count in counts])
     if counts:
-        margin = 0.15 * (max(counts) - min(counts)) or 0.5
-        axes.set_xlim(min(counts) - margin, max(counts) + 1.6 * margin)
+        margin = 0.18 * (max(counts) - min(counts)) or 0.5
+        axes.set_xlim(min(counts) - margin, max(counts) + margin)
 
 
 def _names_axis(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
@@ -154,6 +149,10 @@ def _names_axis(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
 def _finish_panel(axes: "Axes", title: str, unit: str) -> None:
     _style_panel(axes, title)
     axes.set_xlabel(unit, fontsize=8, color=MUTED)
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
+    # Room for the legend above the highest mark.
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.25)
+    axes.yaxis.set_major_formatter("{x:,.4g}" if axes.get_ylim()[1] < 10 else "{x:,.0f}")
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(framealpha=0.85, edgecolor="none", fontsize=8, labelcolor=INK, borderaxespad=0.2)
+        axes.legend(
+            loc="upper left", ncols=3, framealpha=0.85, edgecolor="none", fontsize=8, labelcolor=INK, borderaxespad=0.2
+        )

@@ -47,10 +47,14 @@ def _against_base(row: Row, base: Row, result: Mapping[str, Any]) -> list[str]:
     )
     if overlapping(row, base):
         return [f"{told}, but their repeats overlap: that is within the noise of this machine."]
-    if _cores(row) is not None and _cores(row) == _cores(base):
-        return [f"{told}: the same number of threads, so that the gain is in how they are divided, not in more cores."]
-    told += f", an efficiency of {row['efficiency']:.0%}."
-    if row["efficiency"] >= GOOD_EFFICIENCY or row["world_size"] == base["world_size"]:
+    efficiency, cores = row["efficiency"], [_cores(r) for r in (row, base)]
+    told += f", an efficiency of {efficiency:.0%}"
+    if all(cores) and row["threads_per_rank"] != base["threads_per_rank"]:
+        # Processes with fewer threads each are less than the processes they are compared with: count what works.
+        efficiency = row["speed_up"] / ideal_speed_up(row, base)
+        told += f" counted by processes, and of {efficiency:.0%} counted by threads"
+    told += "."
+    if efficiency >= GOOD_EFFICIENCY or row["world_size"] == base["world_size"]:
         return [told]
     reasons = _reasons(row, base, result)
     if reasons:
@@ -141,9 +145,9 @@ def _answers(rows: Sequence[Row], result: Mapping[str, Any]) -> list[str]:
     if result["norm"] == "per-device" and len({row["world_size"] for row in rows}) > 1:
         return [f'{told}: norm = "per-device" normalises over each device\'s share, so that devices change the result.']
     if most - least <= explained_by_rounding(least, most, count):
-        return [f"{told}: no more than the order of floating-point summation explains."]
+        return [f"{told}: no more than rounding in another order of summation explains."]
     return [
-        f"{told}: more than the order of floating-point summation explains."
+        f"{told}: more than rounding in another order of summation explains."
         ' Compare the recipes and notes in the run folders; precision = "fp32" makes devices compute alike.'
     ]
 
@@ -170,6 +174,12 @@ def overlapping(row: Row, other: Row) -> bool:
     first, second = row["images_per_second"], other["images_per_second"]
     repeated = len(row["correct"]) > 1 and len(other["correct"]) > 1
     return repeated and first["min"] <= second["max"] and second["min"] <= first["max"]
+
+
+def ideal_speed_up(row: Row, base: Row) -> float:
+    """Return how much more hardware a SPEC has than its base: devices, or threads on CPUs where they are known."""
+    cores, base_cores = _cores(row), _cores(base)
+    return cores / base_cores if cores and base_cores else row["world_size"] / base["world_size"]
 
 
 def _median(row: Row, name: str) -> float | None:
