@@ -1,0 +1,215 @@
+"""Where the processes of a run meet: one host by itself, or several that find each other."""
+
+import contextlib
+import datetime
+import ipaddress
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.errors import InputError
+
+_LOOPBACK = "127.0.0.1"
+# Seconds between two tries to reach the rendezvous, and that its keeper waits for the others at the end.
+_RETRY_SECONDS = 0.25
+_FAREWELL_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """The hosts of a run.
+
+    Attributes:
+        nodes: how many there are.
+        node_rank: which of them this one is.
+        rendezvous: HOST:PORT on the host with node rank 0; needed for more than one host.
+        timeout: seconds in which all must have come there.
+    """
+
+    nodes: int = 1
+    node_rank: int = 0
+    rendezvous: str = ""
+    timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise InputError(f"--nodes {self.nodes}: must be 1 or more")
+        if not 0 <= self.node_rank < self.nodes:
+            raise InputError(
+                f"--node-rank {self.node_rank}: must be from 0 to {self.nodes - 1}, as there are {self.nodes} nodes"
+            )
+        if not self.timeout > 0:
+            raise InputError(f"--rendezvous-timeout {self.timeout:g}: must be more than 0 seconds")
+        if self.nodes == 1 and not self.rendezvous:
+            return
+        if not self.rendezvous:
+            raise InputError(
+                f"--nodes {self.nodes}: needs --rendezvous HOST:PORT, where the host with node rank 0 listens"
+            )
+        host, _, port = self.rendezvous.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+            raise InputError(f"--rendezvous {self.rendezvous}: must be HOST:PORT, with a port from 1 to 65535")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the rendezvous."""
+        if self.nodes == 1:
+            return _LOOPBACK, 0
+        host, _, port = self.rendezvous.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+class Meeting:
+    """The store that all processes of a run reach, and this host's place among the others.
+
+    Attributes:
+        address, port: of the store.
+        first_rank: the rank of this host's first process.
+        world_size: the number of processes of all hosts.
+        interface: the network interface that leads to the other processes.
+    """
+
+    def __init__(self, hosts: Hosts, local_size: int) -> None:
+        self.hosts = hosts
+        self.address, self.port = hosts.address
+        self._deadline = time.monotonic() + hosts.timeout
+        self._store: Any = None
+        if hosts.node_rank == 0:
+            self._serve()
+        else:
+            self._connect()
+        sizes = self._exchange(local_size)
+        self.first_rank, self.world_size = sum(sizes[: hosts.node_rank]), sum(sizes)
+        self.interface = _interface(self.address, self.port)
+
+    def tell(self, failure: str) -> None:
+        """Tell the other hosts that this one has failed."""
+        if self.hosts.nodes > 1:
+            with contextlib.suppress(RuntimeError):
+                self._store.compare_set("failed", "", f"node {self.hosts.node_rank}: {failure}")
+
+    def failure(self) -> str:
+        """Return what another host told, or that the rendezvous is gone; empty while all is well."""
+        if self.hosts.nodes == 1:
+            return ""
+        try:
+            told = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+        except RuntimeError:
+            return f"the host with node rank 0 no longer answers at {self.hosts.rendezvous}"
+        return "" if told.startswith(f"node {self.hosts.node_rank}:") else told
+
+    def close(self) -> None:
+        """Leave; the host that keeps the store waits a little until the others have left."""
+        store, hosts = self._store, self.hosts
+        if hosts.nodes > 1:
+            with contextlib.suppress(RuntimeError):
+                store.set(f"left {hosts.node_rank}", "")
+                others = [f"left {node}" for node in range(1, hosts.nodes)] if hosts.node_rank == 0 else []
+                until = time.monotonic() + _FAREWELL_SECONDS
+                while others and time.monotonic() < until and not store.check(others):
+                    time.sleep(_RETRY_SECONDS / 5)
+        self._store = None
+
+    def _serve(self) -> None:
+        """Keep the store, and listen on the one address that is needed: torch by itself listens on all."""
+        from torch.distributed import TCPStore
+
+        where = f"--rendezvous {self.hosts.rendezvous}"
+        try:
+            family, _, _, _, target = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
+        except socket.gaierror as error:
+            raise InputError(f"{where}: {error.strerror}") from None
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(target)
+            listener.listen(1024)
+        except OSError as error:
+            listener.close()
+            raise InputError(
+                f"{where}: this host cannot listen there: {error.strerror}; it must be a free port on an address of the "
+                "host with --node-rank 0, which one host alone may have"
+            ) from None
+        self.address, self.port = listener.getsockname()[:2]
+        timeout = datetime.timedelta(seconds=max(self.hosts.timeout, 1))
+        # The store owns the socket from here on, and closes it.
+        self._store = TCPStore(
+            self.address,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
+
+    def _connect(self) -> None:
+        from torch.distributed import TCPStore
+
+        while True:
+            try:
+                with socket.create_connection((self.address, self.port), timeout=max(self._left(), 0.1)):
+                    break
+            except OSError as error:
+                if self._left() <= _RETRY_SECONDS:
+                    raise InputError(
+                        f"--rendezvous {self.hosts.rendezvous}: nobody answered in {self.hosts.timeout:g} s "
+                        f"({error.strerror or error}); start the host with --node-rank 0, and let this one reach that port"
+                    ) from None
+            time.sleep(_RETRY_SECONDS)
+        timeout = datetime.timedelta(seconds=max(self._left(), 1))
+        try:
+            self._store = TCPStore(self.address, self.port, is_master=False, timeout=timeout)
+        except RuntimeError:
+            raise InputError(
+                f"--rendezvous {self.hosts.rendezvous}: what answers there is no flatout; is it the right port?"
+            ) from None
+
+    def _exchange(self, local_size: int) -> list[int]:
+        """Tell the other hosts how many processes there are here; return the numbers of all hosts."""
+        hosts, store = self.hosts, self._store
+        if hosts.nodes == 1:
+            return [local_size]
+        if store.add(f"taken {hosts.node_rank}", 1) > 1:
+            problem = f"--node-rank {hosts.node_rank}: two hosts have this node rank; each needs its own"
+            store.set("problem", problem)
+            raise InputError(problem)
+        if int(store.compare_set("nodes", "", str(hosts.nodes))) != hosts.nodes:
+            problem = (
+                f"--nodes: {hosts.nodes} on the host with node rank {hosts.node_rank}, but not on all; say the same"
+            )
+            store.set("problem", problem)
+            raise InputError(problem)
+        store.set(f"size {hosts.node_rank}", str(local_size))
+        keys = [f"size {node}" for node in range(hosts.nodes)]
+        while not store.check(keys):
+            if store.check(["problem"]):
+                raise InputError(store.get("problem").decode())
+            if self._left() <= 0:
+                missing = ", ".join(str(node) for node, key in enumerate(keys) if not store.check([key]))
+                raise InputError(
+                    f"--rendezvous {hosts.rendezvous}: node {missing} did not come in {hosts.timeout:g} s; start the "
+                    "same command there, with its --node-rank, or wait longer with --rendezvous-timeout"
+                )
+            time.sleep(_RETRY_SECONDS / 5)
+        return [int(store.get(key)) for key in keys]
+
+    def _left(self) -> float:
+        return self._deadline - time.monotonic()
+
+
+def _interface(address: str, port: int) -> str:
+    """Return the name of the network interface from which this host reaches an address."""
+    import psutil
+
+    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # No packet is sent: this asks the routing table.
+        probe.connect(target)
+        own = ipaddress.ip_address(probe.getsockname()[0])
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family in (socket.AF_INET, socket.AF_INET6):
+                if ipaddress.ip_address(each.address.partition("%")[0]) == own:
+                    return name
+    return ""
