@@ -110,6 +110,8 @@ def scale(
     if repeats < 1:
         raise InputError(f"--repeats {repeats}: must be at least 1")
     chosen = {spec: parse_devices(spec) for spec in split_specs(devices)}
+    if weak and "auto" in chosen:
+        raise InputError("--weak: auto chooses the number of devices by itself; name it, as in 2xcpu or 4xcuda")
     _check_free(out)
     accelerated = all(choice.kind != "cpu" for choice in chosen.values())
     recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)

@@ -96,6 +96,7 @@ def test_a_recipe_made_for_a_folder_of_images_is_the_same_for_every_run(tmp_path
         (["--devices", "cpu,cpu"], "cpu is named twice"),
         (["--devices", "cpu,99xcuda"], "99xcuda"),
         (["--devices", "cpu", "--repeats", "0"], "--repeats 0"),
+        (["--devices", "cpu,auto", "--weak"], "--weak: auto"),
         (["--devices", "cpu", "--set", "epoch=1"], "epoch"),
         (["--devices", "cpu", "--data", "nowhere"], "nowhere"),
     ],

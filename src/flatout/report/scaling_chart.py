@@ -60,7 +60,7 @@ def _throughput_lines(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
     counts = [row["world_size"] for row in rows]
     rates = [row["images_per_second"]["median"] for row in rows]
     if rates:
-        by_threads = len({row["threads_per_rank"] for row in rows}) > 1
+        by_threads = rows[0]["kind"] == "cpu" and len({row["threads_per_rank"] for row in rows}) > 1
         ideal = [rates[0] * ideal_speed_up(row, rows[0]) for row in rows]
         label = "ideal by threads" if by_threads else "ideal"
         axes.plot(counts, ideal, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label=label)

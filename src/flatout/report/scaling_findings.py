@@ -75,7 +75,7 @@ def _reasons(row: Row, base: Row, result: Mapping[str, Any]) -> list[str]:
         reasons.append(f"{threads} threads take turns on {cores} cores")
     communication, waiting = (_median(row, f"{name}_fraction") or 0.0 for name in ("communication", "input_wait"))
     if communication >= NOTABLE_SHARE:
-        reasons.append(f"{communication:.0%} of the time is communication")
+        reasons.append(f"{communication:.0%} of the time is communication and waiting for one another")
     if waiting >= NOTABLE_SHARE:
         reasons.append(f"{waiting:.0%} is waiting for images")
     batch, ranks = row["batch_size"], row["world_size"]
