@@ -32,7 +32,7 @@ from flatout.data.pack import Pack, PackSettings, load_pack
 from flatout.data.prepare import find, splits_of
 from flatout.engine import hardware
 from flatout.engine.base import Engine
-from flatout.engine.choose import machine, make_engine, parse_devices
+from flatout.engine.choose import join, machine, make_engine, parse_devices
 from flatout.jobs import load_job
 from flatout.models.load import build
 from flatout.progress import Progress
@@ -127,7 +127,7 @@ def fresh_engine(recipe: Recipe, classes: int, device: str, notes: list[str], *,
         loss=recipe.loss,
         seed=recipe.seed,
     )
-    return make_engine(model, recipe, engine="torch", devices=device, report=notes.append, capture=capture)
+    return make_engine(model, recipe, engine="torch", world=join(device), report=notes.append, capture=capture)
 
 
 def fit(
@@ -138,6 +138,7 @@ def fit(
 ) -> Progress:
     """Train and return what the loop measured."""
     tell = Callbacks(
+    ask=lambda: Ask.NOTHING,
         step=lambda progress, images: None,
         poll=lambda progress: False,
         loss=lambda progress, loss: None,

@@ -10,12 +10,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout import __version__
-from flatout.errors import InputError, TrainingFailed
+from flatout.errors import InputError, Stopped, TrainingFailed
 from flatout.jobs import builtin_jobs
 from flatout.recipe import MAX_IMAGE_SIZE, parse_setting
+
+if TYPE_CHECKING:
+    from flatout.hosts import Hosts
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 SIGNALLED = 128
@@ -81,11 +84,12 @@ def _train(args: argparse.Namespace) -> None:
     from flatout.fitting import train_recipe
     from flatout.resolve import resolve
     from flatout.session import Options
-    from flatout.train import Stopped
 
-    console = Console(sys.stdout)
+    rank = _rank()
+    console = Console(sys.stdout if rank == 0 else None, rank=rank)
     options = Options(
         out=args.out,
+        hosts=_hosts(args),
         devices=args.devices,
         engine=args.engine,
         resume=args.resume,
@@ -110,6 +114,21 @@ def _train(args: argparse.Namespace) -> None:
         raise _StoppedBySignal(stopped.signal_number) from None
     finally:
         console.close()
+
+
+def _rank() -> int:
+    """Return which rank a launcher such as torchrun made this process; 0 where there is none."""
+    from flatout.engine.launched import launched
+
+    found = launched()
+    return found.rank if found else 0
+
+
+def _hosts(args: argparse.Namespace) -> "Hosts":
+    from flatout.hosts import Hosts
+
+    timeout = {} if args.rendezvous_timeout is None else {"timeout": args.rendezvous_timeout}
+    return Hosts(nodes=args.nodes, node_rank=args.node_rank, rendezvous=args.rendezvous, **timeout)
 
 
 def _recipe_of(run: Path) -> Path:
@@ -205,7 +224,6 @@ def _check(args: argparse.Namespace) -> None:
 def _scale(args: argparse.Namespace) -> None:
     from flatout.console import Console
     from flatout.scaling import lines_of, scale
-    from flatout.train import Stopped
 
     flags = {"epochs": args.epochs, "batch_size": args.batch_size}
     changes = {key: value for key, value in flags.items() if value is not None} | dict(map(parse_setting, args.set))
@@ -331,6 +349,11 @@ def _add_train(commands: Any) -> None:
     command.add_argument("--overwrite", action="store_true", help="replace the run in --out")
     command.add_argument("--no-cache", action="store_true", help="do not keep the decoded images for the next run")
     _add_devices(command)
+    hosts = command.add_argument_group("several hosts", "the same command on each; or torchrun, Slurm, Kubernetes")
+    hosts.add_argument("--nodes", type=int, default=1, metavar="N", help="how many hosts take part (1)")
+    hosts.add_argument("--node-rank", type=int, default=0, metavar="R", help="which of them this one is, from 0")
+    hosts.add_argument("--rendezvous", default="", metavar="HOST:PORT", help="where host 0 awaits the others")
+    hosts.add_argument("--rendezvous-timeout", type=float, metavar="S", help="seconds to wait for them (120)")
 
 
 def _add_scale(commands: Any) -> None:
@@ -356,7 +379,9 @@ def _add(commands: Any, name: str, call: Callable[[argparse.Namespace], None], a
 
 
 def _add_devices(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--devices", default="auto", metavar="SPEC", help="auto, cpu, cuda, cuda:1, mps")
+    command.add_argument(
+        "--devices", default="auto", metavar="SPEC", help="auto, cpu, 2xcpu, cuda, 4xcuda, cuda:0,2, mps"
+    )
     command.add_argument("--engine", default="torch", metavar="NAME", help="torch")
 
 

@@ -1,4 +1,4 @@
-"""The two ways a run can fail that are not a bug in flatout."""
+"""The ways a run can end early that are not a bug in flatout."""
 
 
 class InputError(ValueError):
@@ -14,3 +14,11 @@ class TrainingFailed(RuntimeError):
 
 class RankLost(TrainingFailed):
     """Another process of the run is gone: what this one was doing with it cannot be finished. Never the first cause."""
+
+
+class Stopped(Exception):
+    """The user or the system asked the run to end; `signal_number` says how."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+        self.signal_number = signal_number

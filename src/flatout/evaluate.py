@@ -10,20 +10,50 @@ from flatout.data.feed import Samples
 from flatout.errors import InputError
 
 if TYPE_CHECKING:
+    from flatout.engine.world import World
     from flatout.run import Run
 
 
 def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Console) -> dict[str, Any]:
-    """See `Run.evaluate`."""
+    """See `Run.evaluate`. Several devices have a process each, as in training."""
+    from flatout.engine.choose import join, parse_devices
+    from flatout.engine.hardware import cpu_threads
+    from flatout.engine.launched import launched
+    from flatout.hosts import Hosts
+    from flatout.launch import run_on_ranks
+
+    chosen = parse_devices(devices)
+    if launched() is None and devices != "auto" and len(chosen.names) > 1:
+        return run_on_ranks(
+            _evaluate_on_rank,
+            (run, data, devices, engine),
+            devices=chosen,
+            hosts=Hosts(),
+            threads=cpu_threads(len(chosen.names)),
+            console=console,
+        )
+    world = join(chosen.names[0] if devices == "auto" else devices)
+    try:
+        return _evaluate(run, data, world, engine=engine, console=console)
+    finally:
+        world.leave()
+
+
+def _evaluate_on_rank(console: Console, run: "Run", data: Any, devices: str, engine: str) -> dict[str, Any]:
+    return evaluate(run, data, devices=devices, engine=engine, console=console)
+
+
+def _evaluate(run: "Run", data: Any, world: "World", *, engine: str, console: Console) -> dict[str, Any]:
     from flatout.data.prepare import find, load, match_classes, splits_of
-    from flatout.engine.choose import make_engine, parse_devices
+    from flatout.engine.choose import make_engine, spec_of
 
     recipe = run.recipe
     other = data is not None
     if not other and not recipe.data.path:
         raise InputError(f"{run.path}: its data was given in Python; say what to evaluate on")
     found = find(data if other else recipe.data.path, recipe.data.classes)
-    pack = load(found, recipe, cache=True, report=console)
+    # The cache lets one process of each host make the pack, and the others find it.
+    pack = world.in_turn(lambda: load(found, recipe, cache=True, report=console), first=world.local_rank == 0)
     console.finish()
     console.note(pack.describe())
     labels = match_classes(pack, run.classes, where=data if other else recipe.data.path)
@@ -37,7 +67,7 @@ def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Conso
     # The engine trains nothing here, so what is frozen does not matter, and nothing is worth caching.
     # It works on a copy, since it moves the model to a device and changes its mode.
     model = copy.deepcopy(run.model)
-    built = make_engine(model, recipe, engine=engine, devices=devices, report=console.note, cache_prefix=False)
+    built = make_engine(model, recipe, engine=engine, world=world, report=console.note, cache_prefix=False)
     try:
         counts = built.evaluate(built.place(samples)).counts
     finally:
@@ -45,4 +75,5 @@ def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Conso
     name = "valid" if split == "valid" else "test"
     figures = {"loss": counts.loss, "accuracy": counts.accuracy, "correct": counts.correct, "count": counts.count}
     named = {f"{name}_{key}": value for key, value in figures.items()}
-    return {"run": str(run.path), "split": split, **named, "devices": str(parse_devices(devices)), "engine": engine}
+    devices = spec_of(world.gather(str(world.device)))
+    return {"run": str(run.path), "split": split, **named, "devices": devices, "engine": engine}

@@ -16,7 +16,6 @@ from flatout.data.feed import Samples
 from flatout.files import write_atomically
 from flatout.progress import Progress
 from flatout.randomness import Stream, permutation
-from flatout.run import Run
 
 if TYPE_CHECKING:
     from flatout.data.pack import Pack
@@ -35,8 +34,8 @@ def finish(
     splits: dict[str, Samples],
     progress: Progress,
     ended: str,
-) -> Run:
-    """Write weights, summary, predictions, pictures and report.
+) -> None:
+    """Write weights, summary, predictions, pictures and report; every process evaluates, the main one writes.
 
     Args:
         session: the run; its folder, times and notes.
@@ -47,21 +46,30 @@ def finish(
         progress: the loop's results.
         ended: why training ended early; empty if it did not.
     """
+    if progress.best:
+        engine.load_state({**engine.state(), **progress.best})
+    began = time.perf_counter()
+    shown = next((name for name in ("test", "valid") if name in placed), None)
+    results = {name: engine.evaluate(split, with_probabilities=name == shown) for name, split in placed.items()}
+    progress.evaluate_seconds += time.perf_counter() - began
+    state = engine.state()
+    memory = _memory(session, engine)
+    if session.world.is_main:
+        with session.world.vitals.alone("writing the report"):
+            _write_weights(session, state, pack)
+            if shown:
+                _write_predictions(session, shown, results[shown], splits[shown])
+            summary = _summary(session, engine, pack, results, splits, progress, ended) | memory
+            _write_report(session, summary, progress)
+    # No process ends before the run is whole.
+    session.world.barrier()
+
+
+def _write_report(session: "Session", summary: dict[str, Any], progress: Progress) -> None:
     from flatout.report.page import draw_all
     from flatout.report.verdict import verdict
 
-    recipe = session.recipe
-    if progress.best:
-        engine.load_state({**engine.state(), **progress.best})
-    _write_weights(session, engine, pack)
-    began = time.perf_counter()
-    results = {name: engine.evaluate(split) for name, split in placed.items()}
-    progress.evaluate_seconds += time.perf_counter() - began
-    shown = next((name for name in ("test", "valid") if name in results), None)
-    if shown:
-        _write_predictions(session, shown, results[shown], splits[shown])
-    summary = _summary(session, engine, pack, results, splits, progress, ended)
-    summary["verdict"] = verdict(summary, [dataclasses.asdict(r) for r in progress.history], recipe)
+    summary["verdict"] = verdict(summary, [dataclasses.asdict(r) for r in progress.history], session.recipe)
     run_folder.write_json(session.out / run_folder.SUMMARY, summary)
     began = time.perf_counter()
     draw_all(session.out)
@@ -69,14 +77,22 @@ def finish(
     summary["wall_seconds"] = time.perf_counter() - session.began
     run_folder.write_json(session.out / run_folder.SUMMARY, summary)
     _say(session, summary)
-    return Run(session.out, model=session.module, allow_code=session.options.allow_code)
 
 
-def _write_weights(session: "Session", engine: "Engine", pack: "Pack") -> None:
+def _memory(session: "Session", engine: "Engine") -> dict[str, int | None]:
+    """Return the host memory of all processes together, and the most of any device."""
+    from flatout.engine.hardware import peak_rss_bytes
+
+    peaks = session.world.gather((peak_rss_bytes(), engine.peak_memory_bytes()))
+    device = [d for _, d in peaks if d is not None]
+    return {"peak_rss_bytes": sum(host for host, _ in peaks), "peak_device_bytes": max(device) if device else None}
+
+
+def _write_weights(session: "Session", state: dict[str, Any], pack: "Pack") -> None:
     from flatout.models.weights import save_tensors
 
     recipe = session.recipe
-    tensors = {k.removeprefix("model."): v for k, v in engine.state().items() if k.startswith("model.")}
+    tensors = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
     metadata = {
         "format": "pt",
         "flatout": __version__,
@@ -95,6 +111,7 @@ def _write_weights(session: "Session", engine: "Engine", pack: "Pack") -> None:
 def _write_predictions(session: "Session", split: str, result: "Evaluation", samples: Samples) -> None:
     """Keep every probability and the few images that the pictures show, so that a report needs no data."""
     probabilities, labels = result.probabilities, samples.labels
+    assert probabilities is not None
     predicted = np.where(np.isfinite(probabilities).all(axis=1), probabilities.argmax(axis=1), -1)
     grid = np.sort(permutation(session.recipe.seed, Stream.PICTURES, 0, len(labels))[:PICTURES])
     wrong = np.flatnonzero(predicted != labels)
@@ -125,8 +142,7 @@ def _summary(
     progress: Progress,
     ended: str,
 ) -> dict[str, Any]:
-    from flatout.engine.choose import machine, parse_devices
-    from flatout.engine.hardware import peak_rss_bytes
+    from flatout.engine.choose import machine
 
     recipe = session.recipe
     chosen = progress.best_epoch if progress.best else len(progress.history)
@@ -142,8 +158,8 @@ def _summary(
     class_counts = {
         f"{n}_class_counts": np.bincount(s.labels, minlength=len(pack.classes)).tolist() for n, s in splits.items()
     }
-    if "test" in results:
-        predicted = results["test"].probabilities.argmax(axis=1)
+    if "test" in results and (probabilities := results["test"].probabilities) is not None:
+        predicted = probabilities.argmax(axis=1)
         class_counts["test_predicted_counts"] = np.bincount(predicted, minlength=len(pack.classes)).tolist()
     seconds = session.seconds | {"train": progress.train_seconds, "evaluate": progress.evaluate_seconds}
     trained_for = progress.train_seconds
@@ -152,8 +168,9 @@ def _summary(
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "model": recipe.model,
         "engine": session.options.engine,
-        "devices": str(parse_devices(session.options.devices)),
-        "world_size": 1,
+        "devices": session.devices,
+        "world_size": session.world.size,
+        "threads_per_rank": engine.threads,
         "batch_size": recipe.batch_size,
         "epochs": recipe.epochs,
         "epochs_trained": progress.epoch,
@@ -170,9 +187,9 @@ def _summary(
         "wall_seconds": time.perf_counter() - session.began,
         **figures,
         **class_counts,
-        "peak_rss_bytes": peak_rss_bytes(),
-        "peak_device_bytes": engine.peak_memory_bytes(),
         "input_wait_fraction": progress.wait_seconds / trained_for if trained_for else None,
+        "communication_fraction": _communication(progress),
+        "warmup_seconds": progress.warmup_seconds,
         "stopped": ended or None,
         "notes": session.notes,
         "time_seconds": seconds,
@@ -182,6 +199,13 @@ def _summary(
         "runs_on": engine.describe(),
         "versions": _versions(),
     }
+
+
+def _communication(progress: Progress) -> float | None:
+    """Return the share of the training time spent on adding up; None where the device does that by itself."""
+    if not progress.train_seconds or not np.isfinite(progress.communication_seconds):
+        return None
+    return progress.communication_seconds / progress.train_seconds
 
 
 def _versions() -> dict[str, str]:

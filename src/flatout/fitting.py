@@ -1,20 +1,22 @@
 """The public call `fit`: from data, a model and a recipe to a run folder."""
 
 import dataclasses
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console
-from flatout.errors import InputError
+from flatout.errors import InputError, Stopped
 from flatout.recipe import Recipe
 from flatout.run import Run
 from flatout.session import Options, Session
-from flatout.train import Stopped
 from flatout.watch import signals_stop
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from flatout.data.handover import Handover
+    from flatout.data.pack import Pack
     from flatout.data.source import Found, Source
 
 
@@ -41,7 +43,8 @@ def fit(
             torch map-style data sets in the same way. None takes the job's.
         job: a built-in job, a recipe file or a Recipe to start from; without it, a recipe is made from what is found.
         out: the run folder; by default a new one under `runs/`.
-        devices: a device SPEC such as `auto`, `cpu`, `cuda:1`.
+        devices: a device SPEC such as `auto`, `cpu`, `2xcpu`, `cuda:0,2`. Several devices work from a notebook cell, a
+            REPL and a script without a main guard too.
         engine: `torch`.
         resume: continue the run in `out`; overwrite: replace it; cache: keep the decoded images for the next run.
         quiet: print nothing.
@@ -84,17 +87,21 @@ def fit(
     )
     try:
         recipe, found = resolve(job, data, flat, accelerated=is_accelerated(devices), console=console)
-        return train_recipe(recipe, found, options, console, module=module)
+        folder = train_recipe(recipe, found, options, console, module=module)
     except Stopped as stopped:
         raise KeyboardInterrupt from stopped
     finally:
         console.close()
+    return Run(folder, model=module, allow_code=options.allow_code)
 
 
 def train_recipe(
     recipe: Recipe, data: "Found | Source", options: Options, console: Console, *, module: "nn.Module | None" = None
-) -> Run:
+) -> Path:
     """Train as a recipe says and write the run folder.
+
+    One device is this process's; for several, a process is started for each. Where a launcher such as torchrun has
+    started this process as one of several, it takes its place among them.
 
     Args:
         recipe: complete but for what is measured on the data.
@@ -103,13 +110,86 @@ def train_recipe(
         console: where to say what happens.
         module: the model, where it was given in Python.
 
+    Returns:
+        The run folder; where a launcher started several processes, the first one has written it.
+
     Raises:
         InputError, TrainingFailed: as `fit`.
         Stopped: the process was told to end; the run folder is usable and can be resumed.
     """
+    from flatout.engine.choose import join
+    from flatout.engine.launched import launched
+
+    if launched() is None:
+        return _train_from_here(recipe, data, options, console, module)
+    world = join(options.devices)
+    try:
+        session = Session(recipe, options, console, module, world)
+        session.claim_folder()
+        out = _train(session, session.load_pack(data))
+    finally:
+        world.leave()
+    return out
+
+
+def _train_from_here(
+    recipe: Recipe, data: "Found | Source", options: Options, console: Console, module: "nn.Module | None"
+) -> Run:
+    """Make the pack, then train in this process, or in one for each device."""
+    from flatout.data.handover import hand_over
+    from flatout.engine.choose import join, parse_devices, plan
+    from flatout.launch import run_on_ranks
+
+    parse_devices(options.devices)
     session = Session(recipe, options, console, module)
     session.claim_folder()
-    pack, splits = session.read(data)
+    pack = session.load_pack(data)
+    start, stop = pack.splits["train"]
+    chosen = plan(options.devices, recipe, stop - start)
+    if chosen.reason:
+        session.note(chosen.reason)
+    options = dataclasses.replace(options, devices=str(chosen.devices))
+    if len(chosen.devices.names) == 1 and options.hosts.nodes == 1:
+        session.world = join(options.devices)
+        return _train(session, pack)
+    if options.hosts.node_rank == 0:
+        options = dataclasses.replace(options, out=session.out)
+    with tempfile.TemporaryDirectory(prefix="flatout-", ignore_cleanup_errors=True) as folder:
+        before = {"notes": session.notes, "seconds": session.seconds}
+        args = (recipe, hand_over(pack, Path(folder)), options, module, before)
+        return run_on_ranks(
+            _train_on_rank,
+            args,
+            devices=chosen.devices,
+            hosts=options.hosts,
+            threads=chosen.threads,
+            console=console,
+        )
+
+
+def _train_on_rank(
+    console: Console,
+    recipe: Recipe,
+    handover: "Handover",
+    options: Options,
+    module: "nn.Module | None",
+    before: dict[str, Any],
+) -> Path:
+    """Train in a process that `run_on_ranks` started; `before` is what its starter has noted so far."""
+    from flatout.engine.choose import join
+
+    world = join(options.devices)
+    try:
+        session = Session(recipe, options, console, module, world)
+        session.continue_from(**before)
+        session.claim_folder()
+        return _train(session, handover.open())
+    finally:
+        world.leave()
+
+
+def _train(session: Session, pack: "Pack") -> Path:
+    splits = session.read(pack)
     engine = session.make_engine(pack, splits)
     try:
         with signals_stop(session):

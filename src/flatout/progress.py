@@ -6,6 +6,9 @@ from typing import Any
 
 from flatout.metrics import NO_COUNTS, Counts
 
+# Steps in which memory is claimed, algorithms are chosen and a GPU's step is recorded.
+FIRST_STEPS = 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
@@ -35,7 +38,9 @@ class Progress:
         counts: sums over the finished steps of the unfinished epoch.
         best_epoch: the best epoch by validation, from 1; 0 for none.
         best: the engine's state after it, model tensors only, where the recipe keeps the best; else empty.
-        train_seconds, evaluate_seconds, wait_seconds: time in training epochs, in evaluation, and waiting for input.
+        train_seconds, evaluate_seconds, wait_seconds, communication_seconds: time in training epochs; in evaluation;
+            of the former, waiting for input; and adding up with other processes, waiting for them included.
+        first_seconds, first_images: time and images of the first `FIRST_STEPS` steps, which warm up.
         epoch_seconds: the part of train_seconds spent in the unfinished epoch.
         images_trained: images in all finished steps.
     """
@@ -49,8 +54,26 @@ class Progress:
     train_seconds: float = 0.0
     evaluate_seconds: float = 0.0
     wait_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    first_seconds: float = 0.0
+    first_images: int = 0
+    first_steps: int = 0
     epoch_seconds: float = 0.0
     images_trained: int = 0
+
+    def note_first_steps(self) -> None:
+        """Keep time and images of the first steps apart."""
+        if self.first_steps < FIRST_STEPS:
+            self.first_steps += 1
+            self.first_seconds, self.first_images = self.train_seconds, self.images_trained
+
+    @property
+    def warmup_seconds(self) -> float | None:
+        """What the first steps took beyond the rate of the others; None where there were no others."""
+        images, seconds = self.images_trained - self.first_images, self.train_seconds - self.first_seconds
+        if self.first_steps < FIRST_STEPS or images <= 0 or seconds <= 0:
+            return None
+        return max(0.0, self.first_seconds - self.first_images * seconds / images)
 
 
 def to_plain(progress: Progress) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """One run from the first check to the last picture."""
 
 import signal
+import tempfile
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -9,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from flatout import run as run_folder
 from flatout.console import Console
-from flatout.errors import InputError, TrainingFailed
+from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
 from flatout.files import write_atomically
+from flatout.hosts import Hosts
 from flatout.progress import Progress
 from flatout.recipe import Recipe
-from flatout.run import Run
-from flatout.train import Stopped, train
+from flatout.sameness import agree
+from flatout.train import train
 from flatout.watch import Watch
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from flatout.data.pack import Pack
     from flatout.data.source import Found, Source
     from flatout.engine.base import Engine
+    from flatout.engine.world import World
 
 # What --overwrite removes: what a run writes, deepest first, and nothing else.
 _OWN_FILES = (
@@ -54,6 +57,8 @@ class Options:
         resume: continue the run in `out` from its newest checkpoint.
         overwrite: replace the run in `out`.
         cache: keep the pack in the cache folder for the next run.
+        hosts: the hosts that take part.
+        is_claimed: whether `out` was checked already, by the process that started this one.
         allow_code: whether a model named as `package.module:factory` may be imported.
         began: when the user asked for the run, by time.perf_counter.
     """
@@ -65,14 +70,25 @@ class Options:
     overwrite: bool = False
     cache: bool = True
     allow_code: bool = False
+    hosts: Hosts = field(default_factory=Hosts)
+    is_claimed: bool = False
     began: float = field(default_factory=time.perf_counter)
 
 
 class Session:
-    """One run from the first check to the last picture; owns its folder and its times."""
+    """One run from the first check to the last picture, in each of its processes; owns its folder and its times."""
 
-    def __init__(self, recipe: Recipe, options: Options, console: Console, module: "nn.Module | None") -> None:
-        self.recipe, self.options, self.console = recipe, options, console
+    def __init__(
+        self,
+        recipe: Recipe,
+        options: Options,
+        console: Console,
+        module: "nn.Module | None",
+        world: "World | None" = None,
+    ) -> None:
+        from flatout.engine.world import World
+
+        self.recipe, self.options, self.console, self.world = recipe, options, console, world or World()
         self.began = self._lap = options.began
         self.seconds: dict[str, float] = {}
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -80,6 +96,7 @@ class Session:
         self.module = module
         self.setup_seconds = 0.0
         self.parameters = self.trained_parameters = 0
+        self.devices = ""
         self.stop_signal: int | None = None
         self.notes: list[str] = []
 
@@ -87,6 +104,11 @@ class Session:
 
     def claim_folder(self) -> None:
         """Check that the run folder may be written, before any work is done."""
+        if self.options.out is None:
+            # Processes that start together need not read the same second from their clocks.
+            self.out = self.world.share(self.out)
+        if not self.world.is_main or self.options.is_claimed:
+            return
         exists = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
         if self.options.resume and self.options.overwrite:
             raise InputError("--resume and --overwrite contradict each other: give one of them")
@@ -101,37 +123,68 @@ class Session:
         if not (self.out / run_folder.RECIPE).is_file():
             raise InputError(f"{self.out}: is no run folder, so --overwrite will not touch it; choose another --out")
 
-    def read(self, data: "Found | Source") -> "tuple[Pack, dict[str, Samples]]":
-        """Get the pack and its splits; fill in what the recipe leaves to the data."""
-        from flatout.data.prepare import load, measure, splits_of
+    def continue_from(self, notes: list[str], seconds: dict[str, float]) -> None:
+        """Take over what the process that started this one has noted."""
+        self.notes[:0] = notes
+        self.seconds = {**seconds, "launch": time.perf_counter() - self.began - sum(seconds.values())}
+        self._lap = time.perf_counter()
 
-        recipe = self.recipe
+    def load_pack(self, data: "Found | Source") -> "Pack":
+        """Get the pack: on each host one process builds it, and the others map the same file."""
+        from flatout.data.handover import hand_over
+        from flatout.data.prepare import load
+
         self._time("start")
-        pack = load(data, recipe, cache=self.options.cache, report=self.console)
-        self.console.finish()
+        world, pack = self.world, None
+        if world.local_rank == 0:
+            with world.vitals.alone("making the pack"):
+                pack = load(data, self.recipe, cache=self.options.cache, report=self.console)
+            self.console.finish()
+        if world.is_joined:
+            self._folder = tempfile.TemporaryDirectory(prefix="flatout-", ignore_cleanup_errors=True)
+            handed = world.gather(hand_over(pack, Path(self._folder.name)) if pack else None)
+            first_here = handed[world.rank - world.local_rank]
+            assert first_here is not None
+            pack = pack or first_here.open()
+        assert pack is not None
+        self._time("pack")
+        return pack
+
+    def read(self, pack: "Pack") -> "dict[str, Samples]":
+        """Say what the pack is, split it, and fill in what the recipe leaves to the data."""
+        from flatout.data.prepare import measure, splits_of
+
         self.console.note(pack.describe())
         for sentence in pack.notes:
             self.note(sentence)
         if pack.skipped:
             self.note(f"{len(pack.skipped):,} unreadable images were left out")
-        splits = splits_of(pack, recipe.data, recipe.seed)
+        splits = splits_of(pack, self.recipe.data, self.recipe.seed)
         carved = [f"{name} {len(s):,}" for name, s in splits.items() if name not in pack.splits]
         if carved:
             self.note(
                 f"set aside from the training images, by class: {', '.join(carved)}; train {len(splits['train']):,}"
             )
-        if not recipe.data.mean:
+        if not self.recipe.data.mean:
             mean, std = measure(splits["train"])
-            self.recipe = recipe.override({"data.mean": mean, "data.std": std})
-        self._time("pack")
-        return pack, splits
+            self.recipe = self.recipe.override({"data.mean": mean, "data.std": std})
+        if self.world.is_joined:
+            agree(self.world, self.recipe, pack)
+            ranks, batch = self.world.size, min(self.recipe.batch_size, len(splits["train"]))
+            if batch < ranks:
+                raise InputError(
+                    f"batch_size = {batch} is less than one sample for each of the {ranks} ranks: "
+                    "use a larger batch or fewer devices"
+                )
+        self._time("read")
+        return splits
 
     def make_engine(self, pack: "Pack", splits: "dict[str, Samples]") -> "Engine":
         """Build the model and the engine."""
         import copy
 
         from flatout.data.prepare import class_weights
-        from flatout.engine.choose import make_engine
+        from flatout.engine.choose import make_engine, spec_of
         from flatout.models.freeze import freeze
         from flatout.models.load import build, check_outputs
         from flatout.models.pretrained import load_pretrained
@@ -163,12 +216,13 @@ class Session:
             model,
             recipe,
             engine=self.options.engine,
-            devices=self.options.devices,
+            world=self.world,
             class_weights=weights,
             report=self.note,
         )
         self.parameters = sum(p.numel() for p in model.parameters())
         self.trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.devices = spec_of(self.world.gather(str(self.world.device)))
         for sentence in engine.describe():
             self.console.note(sentence)
         self._time("model")
@@ -176,8 +230,8 @@ class Session:
 
     # --- training -------------------------------------------------------------------------------------------------
 
-    def train(self, engine: "Engine", pack: "Pack", splits: "dict[str, Samples]") -> Run:
-        """Run the loop, write checkpoints on the way and the run folder at the end."""
+    def train(self, engine: "Engine", pack: "Pack", splits: "dict[str, Samples]") -> Path:
+        """Run the loop, write checkpoints on the way and the run folder at the end; return the folder."""
         from flatout.finish import finish
 
         recipe, console = self.recipe, self.console
@@ -197,6 +251,9 @@ class Session:
         ended, failure = "", None
         try:
             ended = train(engine, recipe, placed, trained, progress, watch.callbacks())
+        except RankLost:
+            # Nothing more can be done together; the newest checkpoint is what there is to go on from.
+            raise
         except TrainingFailed as error:
             failure = error
             ended = f"failed: {error}"
@@ -213,31 +270,37 @@ class Session:
         terminated = isinstance(failure, Stopped) and failure.signal_number == signal.SIGTERM
         # Whoever terminates a process does not wait for an evaluation.
         evaluated = {} if terminated else {name: split for name, split in placed.items() if name != "train"}
-        run = finish(self, engine, pack, evaluated, splits, progress, ended)
+        finish(self, engine, pack, evaluated, splits, progress, ended)
         if failure is not None:
             raise failure
-        return run
+        return self.out
 
     def _open_folder(self) -> None:
         """Make the run folder, an old run in it removed if that was asked for, and write the recipe."""
-        for name in _OWN_FILES if self.options.overwrite and self.out.exists() else ():
-            for path in sorted(self.out.glob(name), reverse=True):
+        if self.world.is_main:
+            remove = self.options.overwrite and self.out.exists()
+            for path in (
+                p for name in (_OWN_FILES if remove else ()) for p in sorted(self.out.glob(name), reverse=True)
+            ):
                 if path.is_file():
                     path.unlink()
                 elif not any(path.iterdir()):
                     path.rmdir()
+        self.world.barrier()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            self.console.open_log(self.out / "logs" / "rank-0.log")
+            self.console.open_log(self.out / "logs" / f"rank-{self.world.rank}.log")
         except OSError as error:
             raise InputError(f"{self.out}: cannot be written: {error.strerror}") from None
-        head = f"Repeat this run: flatout train {run_folder.RECIPE}"
-        write_atomically(self.out / run_folder.RECIPE, self.recipe.to_toml(head).encode())
+        if self.world.is_main:
+            head = f"Repeat this run: flatout train {run_folder.RECIPE}"
+            write_atomically(self.out / run_folder.RECIPE, self.recipe.to_toml(head).encode())
 
     def _resume(self, engine: "Engine") -> Progress:
         from flatout import checkpoint
 
-        state, progress, recipe, problems = checkpoint.load_newest(self.out / run_folder.CHECKPOINTS)
+        newest = checkpoint.load_newest(self.out / run_folder.CHECKPOINTS) if self.world.is_main else None
+        state, progress, recipe, problems = engine.share(newest)  # pyright: ignore[reportGeneralTypeIssues]
         checkpoint.check_resumable(recipe, self.recipe, progress)
         for problem in problems:
             self.note(problem)

@@ -5,6 +5,7 @@ can begin anywhere.
 """
 
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ import numpy as np
 
 from flatout.augment import epoch_transforms
 from flatout.data.order import steps_per_epoch, training_batches
-from flatout.engine.base import Engine
-from flatout.errors import TrainingFailed
+from flatout.engine.base import Ask, Engine
+from flatout.errors import Stopped, TrainingFailed
 from flatout.metrics import NO_COUNTS, Counts
 from flatout.progress import EpochRecord, Progress
 from flatout.randomness import Stream, raw
@@ -25,25 +26,20 @@ from flatout.schedule import learning_rate
 MEND = "a lower optimizer.lr is the usual mend. The weights of the last good epoch are kept."
 
 
-class Stopped(Exception):
-    """The user or the system asked the run to end; `signal_number` says how."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(signal_number)
-        self.signal_number = signal_number
-
-
 @dataclass(frozen=True, kw_only=True)
 class Callbacks:
     """What the loop tells its caller.
 
     Attributes:
-        step: after every step, with the progress and the number of images of the step; may raise `Stopped`.
-        poll: whether to fetch the running loss now, which waits for the device; asked after every step.
+        ask: what to ask of all processes of the run with the next step.
+        step: after every step, with the progress and the number of images of the step.
+        poll: whether to fetch the running loss now, which waits for the device; asked after every step, and the same on
+            every process.
         loss: takes the mean loss and the number of steps since it was last told.
         epoch: after every epoch, its evaluation and the choice of the best weights.
     """
 
+    ask: Callable[[], Ask]
     step: Callable[[Progress, int], None]
     poll: Callable[[Progress], bool]
     loss: Callable[[Progress, float], None]
@@ -68,12 +64,12 @@ def train(
 
     Raises:
         TrainingFailed: a loss was not finite; the message names epoch and step.
-        Stopped: raised by a callback.
+        Stopped: one of the processes was asked to end.
     """
     steps = steps_per_epoch(count, recipe.batch_size, recipe.drop_last)
     while progress.epoch < recipe.epochs:
         rate = _train_epoch(engine, recipe, placed["train"], count, steps, progress, tell)
-        record = _finish_epoch(engine, recipe, placed, steps, rate, progress)
+        record = engine.share(_finish_epoch(engine, recipe, placed, steps, rate, progress))
         progress.history.append(record)
         _keep_best(engine, recipe, progress)
         tell.epoch(progress)
@@ -95,20 +91,22 @@ def _train_epoch(
     first_step = progress.step
     for inputs in clock.waiting(engine.feed(train, batches)):
         rate = learning_rate(recipe, epoch * steps + progress.step, steps, watched)
-        engine.train_step(train, inputs, rate, int(seeds[progress.step]))
+        engine.train_step(train, inputs, rate, int(seeds[progress.step]), tell.ask())
         progress.step += 1
         images = min(recipe.batch_size, count - (progress.step - 1) * recipe.batch_size)
         progress.images_trained += images
         clock.tick()
-        if tell.poll(progress):
+        progress.note_first_steps()
+        tell.step(progress, images)
+        asked = engine.asked()
+        if asked & Ask.LOOK or tell.poll(progress):
             tell.loss(progress, _fetch_counts(engine, progress, first_step).loss)
-        try:
-            tell.step(progress, images)
-        except Stopped:
+        if asked & (Ask.INTERRUPT | Ask.TERMINATE):
             _fetch_counts(engine, progress, first_step)
-            raise
+            raise Stopped(signal.SIGTERM if asked & Ask.TERMINATE else signal.SIGINT)
     _fetch_counts(engine, progress, first_step)
     clock.tick()
+    progress.communication_seconds += engine.communication_seconds()
     return rate
 
 

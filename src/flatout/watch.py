@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from flatout import checkpoint
 from flatout import run as run_folder
+from flatout.engine.base import Ask
 from flatout.errors import TrainingFailed
 from flatout.progress import Progress
-from flatout.train import MEND, Callbacks, Stopped
+from flatout.train import MEND, Callbacks
 
 if TYPE_CHECKING:
     from flatout.engine.base import Engine
@@ -32,26 +33,32 @@ class Watch:
         self._saved_at = time.perf_counter()
         self._save_seconds = 0.0
         self._is_saved = False
+        self._is_main = session.world.is_main
         self.last_good = engine.state()
 
     def callbacks(self) -> Callbacks:
         """Return the callbacks for the loop."""
-        return Callbacks(step=self._step, poll=self._poll, loss=self._told_loss, epoch=self._epoch)
+        return Callbacks(ask=self._ask, step=self._step, poll=self._poll, loss=self._told_loss, epoch=self._epoch)
 
-    def save(self) -> None:
-        """Write a checkpoint of where the loop stands, unless the newest one is that."""
-        if self._is_saved:
-            return
+    def save(self, state: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint of where the loop stands, unless the newest one is that; on the main process alone."""
         began = time.perf_counter()
-        state = self._engine.state()
+        state = state or self._engine.state()
+        if self._is_saved or not self._is_main:
+            return
         checkpoint.save(self._session.out / run_folder.CHECKPOINTS, state, self._progress, self._session.recipe)
         self._saved_at = time.perf_counter()
         self._save_seconds = self._saved_at - began
         self._is_saved = True
 
+    def _ask(self) -> Ask:
+        asks = {None: Ask.NOTHING, signal.SIGINT: Ask.INTERRUPT, signal.SIGTERM: Ask.TERMINATE}
+        look = Ask.LOOK if self._session.console.is_due() else Ask.NOTHING
+        return asks[self._session.stop_signal] | look
+
     def _poll(self, progress: Progress) -> bool:
         every = self._session.recipe.log_every
-        return self._session.console.is_due() or (every > 0 and progress.step % every == 0)
+        return every > 0 and progress.step % every == 0
 
     def _told_loss(self, progress: Progress, loss: float) -> None:
         self._loss = loss
@@ -66,8 +73,7 @@ class Watch:
         if self._loss is not None:
             text += f" loss {self._loss:.4f}"
         self._session.console.update(progress.images_trained, total, "images trained", text)
-        if self._session.stop_signal is not None:
-            raise Stopped(self._session.stop_signal)
+        self._session.world.at(progress.epoch, progress.step)
 
     def _epoch(self, progress: Progress) -> None:
         session, record = self._session, progress.history[-1]
@@ -76,7 +82,10 @@ class Watch:
             raise TrainingFailed(f"a weight is not finite after epoch {record.epoch}; {MEND}")
         self.last_good = state
         self._is_saved = False
-        run_folder.write_metrics(session.out / run_folder.METRICS, [dataclasses.asdict(r) for r in progress.history])
+        if self._is_main:
+            run_folder.write_metrics(
+                session.out / run_folder.METRICS, [dataclasses.asdict(r) for r in progress.history]
+            )
         parts = [f"epoch {record.epoch}/{session.recipe.epochs}", f"loss {record.train_loss:.4f}"]
         parts.append(f"train {record.train_accuracy:.4f}")
         for name, accuracy in (("valid", record.valid_accuracy), ("test", record.test_accuracy)):
@@ -84,7 +93,7 @@ class Watch:
         parts.append(f"{record.images_per_second:,.0f} images per second")
         session.console.note("  ".join(parts))
         if time.perf_counter() - self._saved_at >= self._save_seconds / self.CHECKPOINT_SHARE:
-            self.save()
+            self.save(state)
 
 
 @contextlib.contextmanager

@@ -8,12 +8,15 @@ from torch.nn import functional
 
 from flatout.data.feed import Samples
 from flatout.data.order import training_batches
+from flatout.engine.base import Ask
 from flatout.engine.torch import TorchEngine
+from flatout.engine.world import World
 from flatout.progress import Progress
 from flatout.recipe import Optimizer, Recipe
 from flatout.train import Callbacks, train
 
 SILENT = Callbacks(
+    ask=lambda: Ask.NOTHING,
     step=lambda progress, images: None,
     poll=lambda progress: False,
     loss=lambda progress, loss: None,
@@ -63,8 +66,10 @@ def plain_loop(net: nn.Module, samples: Samples, recipe: Recipe, optimizer: torc
     return net
 
 
-def engine_weights(net: nn.Module, samples: Samples, recipe: Recipe, **options: object) -> dict[str, torch.Tensor]:
-    engine = TorchEngine(net, recipe, **options)  # type: ignore[arg-type]
+def engine_weights(
+    net: nn.Module, samples: Samples, recipe: Recipe, device: str = "cpu", **options: object
+) -> dict[str, torch.Tensor]:
+    engine = TorchEngine(net, recipe, world=World(device=torch.device(device)), **options)  # type: ignore[arg-type]
     train(engine, recipe, {"train": engine.place(samples)}, len(samples), Progress(), SILENT)
     return {k.removeprefix("model."): v for k, v in engine.state().items() if k.startswith("model.")}
 
@@ -160,7 +165,7 @@ def test_counts_are_of_every_sample_once() -> None:
     train(engine, recipe, {"train": placed, "valid": placed}, len(samples), progress, SILENT)
     assert [r.images for r in progress.history] == [70, 70]
     assert progress.images_trained == 140
-    result = engine.evaluate(placed)
+    result = engine.evaluate(placed, with_probabilities=True)
     assert result.counts.count == 70
     assert result.probabilities.shape == (70, 5)
     right = int((result.probabilities.argmax(1) == samples.labels).sum())

@@ -48,7 +48,7 @@ def test_devices_are_named_in_engines_alone() -> None:
             continue
         text = path.read_text(encoding="utf-8")
         assert "torch.cuda" not in text, path
-        assert "torch.distributed" not in text, path
+        assert "torch.distributed" not in text or path in (ROOT / "launch.py", ROOT / "hosts.py"), path
 
 
 def test_jax_is_in_its_engine_alone() -> None:

@@ -22,6 +22,19 @@ class Batch:
     weights: np.ndarray
     count: int
 
+    def part(self, rank: int, ranks: int) -> "Batch":
+        """Return a rank's share: consecutive samples, the first ranks one more where they do not come out even."""
+        share = part(len(self.samples), rank, ranks)
+        count = min(max(0, self.count - share.start), share.stop - share.start)
+        return Batch(samples=self.samples[share], weights=self.weights[share], count=count)
+
+
+def part(count: int, rank: int, ranks: int) -> slice:
+    """Return which of `count` things are a rank's: consecutive ones, the first ranks have one more if need be."""
+    each, more = divmod(count, ranks)
+    start = rank * each + min(rank, more)
+    return slice(start, start + each + (rank < more))
+
 
 def steps_per_epoch(count: int, batch_size: int, drop_last: bool = False) -> int:
     """Return the number of batches that cover `count` samples; at least one, even when the last is dropped."""

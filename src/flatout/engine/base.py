@@ -2,13 +2,25 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from enum import IntFlag
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from flatout.data.feed import Samples
 from flatout.data.order import Batch
 from flatout.metrics import Counts
+
+Value = TypeVar("Value")
+
+
+class Ask(IntFlag):
+    """What one process of a run asks of all: to look at the counts, or to end as by SIGINT or SIGTERM."""
+
+    NOTHING = 0
+    LOOK = 1
+    INTERRUPT = 2
+    TERMINATE = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -17,15 +29,23 @@ class Evaluation:
 
     Attributes:
         counts: sums over all samples, each counted once.
-        probabilities: float32 [N, K] in the order of the split.
+        probabilities: float32 [N, K] in the order of the split, if they were asked for.
     """
 
     counts: Counts
-    probabilities: np.ndarray
+    probabilities: np.ndarray | None
 
 
 class Engine(Protocol):
-    """Trains one model on all devices it was made for. Steps only enqueue work; `counts` waits for it."""
+    """Trains one model on all devices it was made for, in one process or with others.
+
+    Steps only enqueue work; `counts` waits for it.
+    """
+
+    @property
+    def threads(self) -> int:
+        """The threads that compute in each process."""
+        ...
 
     def describe(self) -> list[str]:
         """Return sentences about the devices, threads and number formats in use."""
@@ -43,11 +63,22 @@ class Engine(Protocol):
         """Yield the batches as the steps want them, prepared ahead of time."""
         ...
 
-    def train_step(self, placed: Any, inputs: Any, learning_rate: float, seed: int) -> None:
-        """Update the state from one batch; `seed` decides what a dropout drops."""
+    def train_step(self, placed: Any, inputs: Any, learning_rate: float, seed: int, ask: Ask = Ask.NOTHING) -> None:
+        """Update the state from one batch; `seed` decides what a dropout drops, `ask` travels to all processes."""
         ...
 
-    def evaluate(self, placed: Any) -> Evaluation:
+    def asked(self) -> Ask:
+        """Return what any process asked for in the steps since the last call, and all now know.
+
+        All get the same answer after the same step; where asking would wait for the device, some steps later.
+        """
+        ...
+
+    def share(self, value: Value) -> Value:
+        """Return the first process's value on every process, so that what follows from it is decided once."""
+        ...
+
+    def evaluate(self, placed: Any, *, with_probabilities: bool = False) -> Evaluation:
         """Run the model over a split, and wait for the result."""
         ...
 
@@ -55,6 +86,13 @@ class Engine(Protocol):
         """Wait for all steps; return the sums since the last call and the first step whose loss was not finite.
 
         Steps count from 0 since `begin_epoch`; None where all were finite.
+        """
+        ...
+
+    def communication_seconds(self) -> float:
+        """Return the time in steps since the last call in which this process added up with others, or waited for them.
+
+        NaN where the device does that by itself.
         """
         ...
 

@@ -1,9 +1,9 @@
 """Batch normalisation over the samples that count, for any module that calls torch's `batch_norm`.
 
-Padding must not enter batch statistics. torch's own kernel cannot leave samples out, and on the CPU it is slow for few
-channels in channels_last order (ten times, in its backward pass). So a mode steps in wherever a model, ours or the
-user's, calls `torch.nn.functional.batch_norm` in training. The modules themselves, their names and their
-buffers stay what they are.
+Padding must not enter batch statistics, and on several ranks they are those of the global batch. torch's own kernel
+cannot leave samples out, its SyncBatchNorm refuses CPUs, and on the CPU it is slow for few channels in channels_last
+order (ten times, in its backward pass). So a mode steps in wherever a model, ours or the user's, calls
+`torch.nn.functional.batch_norm` in training. The modules themselves, their names and their buffers stay what they are.
 
 Shape letters: B batch, C channels, n values per channel.
 """
@@ -15,24 +15,30 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from flatout.engine.world import ALONE, World
+
 # Below this many channels a row of the image, rather than a pixel, is one row of the reduction, so that it vectorises.
 FEW_CHANNELS = 64
 
 
 class BatchStatistics(TorchFunctionMode):
-    """While active, training batch normalisation uses the first `count` samples of each batch alone.
+    """While active, training batch normalisation uses the samples of each batch that are not padding, on all ranks.
 
     Where that is a single value per channel, the running statistics are used, and stay as they are.
 
+    Args:
+        world: the ranks whose samples count together; `ALONE` for statistics of each rank's own.
+
     Attributes:
-        count: samples that are not padding; they come first.
-        batch_size: samples in the batch, padding included.
+        batch_size: samples in this rank's batch, padding included.
+        count: those of them that are not padding; they come first.
+        total: samples on all ranks that are not padding.
     """
 
-    def __init__(self, batch_size: int = 0, count: int = 0) -> None:
+    def __init__(self, world: World = ALONE) -> None:
         super().__init__()
-        self.batch_size = batch_size
-        self.count = count
+        self.world = world
+        self.batch_size = self.count = self.total = 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -54,18 +60,23 @@ class BatchStatistics(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> torch.Tensor:
-        padded = self.count < self.batch_size and x.shape[0] == self.batch_size
-        if not training or (x.device.type != "cpu" and not padded):
+        world, is_batch = self.world, x.shape[0] == self.batch_size
+        padded = is_batch and self.count < self.batch_size
+        if not training or (x.device.type != "cpu" and not padded and not world.is_joined):
             return functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
         count = self.count if padded else x.shape[0]
+        total = count
+        if world.is_joined:
+            # A model may normalise something else than its batch, of another length on every rank.
+            total = self.total if is_batch else int(world.sum(torch.tensor([count], device=x.device)))
         channels = x.shape[1]
-        n = count * (x.numel() // (x.shape[0] * channels))
+        n = total * (x.numel() // (x.shape[0] * channels))
         if n < 2:
             # One value has no variance. A lone sample at the end of an epoch goes by what the others left behind.
             return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
         scale = weight.float() if weight is not None else x.new_ones(channels, dtype=torch.float32)
         shift = bias.float() if bias is not None else x.new_zeros(channels, dtype=torch.float32)
-        y, mean, var = _Normalise.apply(x.float(), scale, shift, eps, count)
+        y, mean, var = _Normalise.apply(x.float(), scale, shift, eps, count, total, world)
         with torch.no_grad():
             if running_mean is not None:
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -80,40 +91,48 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float, count: int
+        ctx: Any,
+        x: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        eps: float,
+        count: int,
+        total: int,
+        world: World,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = _Rows(x)
         values = rows.of(x)
         counted = values[: rows.number(count)]
-        mean = rows.channel_sum(counted) / rows.per_channel(count)
+        n = rows.per_channel(total)
+        mean = world.sum(rows.channel_sum(counted)) / n
         centred = values - rows.tiled(mean)
         squares = centred[: len(counted)].square()
-        var = rows.channel_sum(squares) / rows.per_channel(count)
+        var = world.sum(rows.channel_sum(squares)) / n
         inverse = torch.rsqrt(var + eps)
         y = rows.empty_like(x)
         torch.addcmul(rows.tiled(shift), centred, rows.tiled(inverse * scale), out=rows.of(y))
         ctx.save_for_backward(centred, inverse, scale)
-        ctx.rows, ctx.count = rows, count
+        ctx.rows, ctx.count, ctx.n, ctx.world = rows, count, n, world
         ctx.mark_non_differentiable(mean, var)
         return y, mean, var
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore
         centred, inverse, scale = ctx.saved_tensors
-        rows, count = ctx.rows, ctx.count
-        n = rows.per_channel(count)
+        rows, n = ctx.rows, ctx.n
         grads = rows.of(grad_y)
-        counted = grads[: rows.number(count)]
+        counted = grads[: rows.number(ctx.count)]
         centred_counted = centred[: len(counted)]
-        grad_shift = rows.channel_sum(counted)
-        grad_scale = rows.channel_sum(counted * centred_counted) * inverse
+        # This rank's share of the gradients of shift and scale; the ranks' shares are added up with all gradients.
+        own = torch.stack([rows.channel_sum(counted), rows.channel_sum(counted * centred_counted) * inverse])
+        grad_shift, grad_scale = ctx.world.sum(own)
         factor = scale * inverse
         grad_x = torch.addcmul(rows.tiled(-factor * grad_shift / n), counted, rows.tiled(factor))
         grad_x.addcmul_(centred_counted, rows.tiled(-factor * grad_scale * inverse / n))
         if len(counted) < len(grads):
             # Padding reads the statistics but does not enter them.
             grad_x = torch.cat([grad_x, grads[len(counted) :] * rows.tiled(factor)])
-        return rows.back(grad_x), grad_scale, grad_shift, None, None
+        return rows.back(grad_x), own[1], own[0], None, None, None, None
 
 
 class _Rows:

@@ -1,8 +1,8 @@
-"""Read device names and launcher variables; nothing else in flatout does."""
+"""Read device names, and choose the engine; nothing else in flatout knows what devices are called."""
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
+    from flatout.engine.world import World
+
+# Ranks of one core at most: more is a slip of the pen that would bring the machine down.
+MOST_RANKS_PER_CORE = 16
 KINDS = ("cpu", "cuda", "mps", "tpu")
 _SPEC = re.compile(r"(?:(?P<count>\d+)x)?(?P<kind>[a-z]+)(?::(?P<indices>\d+(?:,\d+)*))?")
 
@@ -31,7 +35,19 @@ class Devices:
         return tuple(self.kind if self.kind in ("cpu", "mps") else f"{self.kind}:{i}" for i in self.indices)
 
     def __str__(self) -> str:
-        return f"{len(self.indices)}x{self.kind}" if len(self.indices) > 1 else self.names[0]
+        is_choice = len(set(self.names)) < len(self.names) and self.kind == "cuda"
+        return f"cuda:{','.join(map(str, self.indices))}" if is_choice else spec_of(self.names)
+
+
+def spec_of(names: Sequence[str]) -> str:
+    """Return the SPEC of some devices, given by their torch names: `2xcpu`, `cuda:1`, `cuda:0,2`, `16xcuda`."""
+    kind = names[0].partition(":")[0]
+    if len(names) == 1:
+        return names[0]
+    is_choice = len(set(names)) == len(names) and list(names) != [f"{kind}:{i}" for i in range(len(names))]
+    if is_choice and kind == "cuda":
+        return f"{kind}:{','.join(name.partition(':')[2] for name in names)}"
+    return f"{len(names)}x{kind}"
 
 
 def available() -> dict[str, int]:
@@ -47,31 +63,104 @@ def available() -> dict[str, int]:
 
 
 def parse_devices(spec: str) -> Devices:
-    """Turn a SPEC (`auto`, `cpu`, `cuda:1`, `mps`) into devices of this machine.
+    """Turn a SPEC (`auto`, `cpu`, `2xcpu`, `cuda:0,2`) into devices of this machine; `auto` is all of the best kind.
+
+    A CPU has as many ranks as are asked for, and a GPU may be named twice; that is slow, and good for trying things.
 
     Raises:
         InputError: the SPEC does not parse, or names more than there is; the message lists what there is.
     """
     match = _SPEC.fullmatch(spec)
-    if not match or (match["count"] and match["indices"]) or match["count"] == "0":
+    if not match or (match["count"] and match["indices"]) or (match["count"] and int(match["count"]) == 0):
         raise InputError(
-            f"--devices {spec}: must be auto, cpu, cuda, mps, a number of them (4xcuda) or a choice (cuda:0,2)"
+            f"--devices {spec}: must be auto, cpu, cuda, mps, a number of them (2xcpu, 4xcuda) or a choice (cuda:0,2)"
         )
     kind = match["kind"]
     if kind not in ("auto", *KINDS):
         raise InputError(f"--devices {spec}: no kind of device is called {kind!r}; {nearest(kind, ('auto', *KINDS))}")
     found = available()
-    if kind == "auto":
-        kind = next((k for k in ("cuda", "mps") if k in found), "cpu")
     here = ", ".join(f"{k} ({n})" for k, n in found.items())
-    indices = (
-        tuple(map(int, match["indices"].split(","))) if match["indices"] else tuple(range(int(match["count"] or 1)))
-    )
-    if kind not in found or (kind != "cpu" and max(indices) >= found[kind]):
-        raise InputError(f"--devices {spec}: this machine has no such device; it has: {here}")
-    if len(indices) > 1:
-        raise InputError(f"--devices {spec}: this version trains on one device; name one of: {here}")
+    if kind == "auto":
+        if match["count"] or match["indices"]:
+            raise InputError(f"--devices {spec}: auto chooses by itself; to choose, name the kind: {here}")
+        kind = next((k for k in ("cuda", "mps") if k in found), "cpu")
+        return Devices(kind=kind, indices=tuple(range(found[kind])) if kind == "cuda" else (0,))
+    if match["indices"]:
+        if kind == "cpu":
+            raise InputError(f"--devices {spec}: processors have no numbers; ask for several ranks as 2xcpu")
+        indices = tuple(map(int, match["indices"].split(",")))
+    else:
+        indices = tuple(range(int(match["count"] or 1)))
+    most = found.get(kind, 0) * (MOST_RANKS_PER_CORE if kind == "cpu" else 1)
+    if max(indices) >= most:
+        raise InputError(f"--devices {spec}: this machine has not so many; it has: {here}")
     return Devices(kind=kind, indices=indices)
+
+
+def own_device(spec: str, local_rank: int, local_size: int) -> str:
+    """Return the torch name of the device that is this rank's, where a launcher has started several.
+
+    Raises:
+        InputError: the SPEC names another number of devices than the launcher has started ranks.
+    """
+    devices = parse_devices(spec)
+    count = len(devices.indices)
+    if spec == "auto":
+        # More ranks than GPUs: they take turns, or all go by the CPU where there is none.
+        return devices.names[local_rank % count]
+    if count == local_size:
+        return devices.names[local_rank]
+    if count == 1 and devices.kind == "cpu":
+        return "cpu"
+    if count == 1 and ":" not in spec:
+        return parse_devices(f"{local_size}x{devices.kind}").names[local_rank]
+    raise InputError(f"--devices {spec}: names {count} devices, but the launcher started {local_size} ranks here")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to start: a rank for each device, each with so many threads, and why."""
+
+    devices: Devices
+    threads: int
+    reason: str = ""
+
+
+def plan(spec: str, recipe: Recipe, images: int) -> Plan:
+    """Decide which devices a SPEC means for a job; only `auto` leaves a choice.
+
+    Args:
+        spec: the SPEC.
+        recipe: the job.
+        images: the number of training images.
+    """
+    from flatout.engine.hardware import cpu_threads
+
+    devices = parse_devices(spec)
+    if spec != "auto":
+        return Plan(devices=devices, threads=cpu_threads(len(devices.names)))
+    return Plan(devices=devices, threads=cpu_threads(len(devices.names)))
+
+
+def join(spec: str) -> "World":
+    """Meet the ranks that a launcher has started with this process; alone where none has.
+
+    Raises:
+        InputError: the devices or the launcher's variables are wrong, or the others do not come.
+    """
+    import torch
+
+    from flatout.engine.launched import launched
+    from flatout.engine.world import World
+
+    found = launched()
+    if found is None:
+        return World(device=torch.device(parse_devices(spec).names[0]))
+    device = torch.device(own_device(spec, found.local_rank, found.local_size))
+    world = World(found, device)
+    names = [own_device(spec, i, found.local_size) for i in range(found.local_size)]
+    world.join(found, shares_gpu=device.type == "cuda" and len(set(names)) < len(names))
+    return world
 
 
 def is_accelerated(spec: str) -> bool:
@@ -111,19 +200,18 @@ def make_engine(
     recipe: Recipe,
     *,
     engine: str,
-    devices: str,
+    world: "World",
     class_weights: "np.ndarray | None" = None,
     report: Callable[[str], None],
     **options: bool,
 ) -> Engine:
-    """Return an engine that trains `model` on the devices of a SPEC.
+    """Return an engine that trains `model` on the devices of all ranks.
 
     Raises:
-        InputError: there is no such engine or device.
+        InputError: there is no such engine.
     """
     if engine != "torch":
         raise InputError(f"--engine {engine}: {nearest(engine, ['torch'])}")
     from flatout.engine.torch import TorchEngine
 
-    device = parse_devices(devices).names[0]
-    return TorchEngine(model, recipe, device=device, class_weights=class_weights, report=report, **options)
+    return TorchEngine(model, recipe, world=world, class_weights=class_weights, report=report, **options)

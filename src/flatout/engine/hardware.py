@@ -57,7 +57,7 @@ class Setup:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "Apple GPU"
 
 
-def prepare(device: torch.device, precision: str) -> Setup:
+def prepare(device: torch.device, precision: str, *, ranks_here: int = 1) -> Setup:
     """Settle a device for training: once a process, before the first step.
 
     Raises:
@@ -76,7 +76,7 @@ def prepare(device: torch.device, precision: str) -> Setup:
         torch.backends.cudnn.conv.fp32_precision = format  # pyright: ignore[reportAttributeAccessIssue]
     threads = threads_before = torch.get_num_threads()
     if device.type == "cpu":
-        threads = cpu_threads()
+        threads = cpu_threads(ranks_here)
         torch.set_num_threads(threads)
         # Numbers near zero take a slow path in the processor, hundreds of cycles each.
         torch.set_flush_denormal(True)
@@ -105,14 +105,22 @@ def _processor_flags() -> set[str]:
     return set()
 
 
-def cpu_threads() -> int:
-    """Return the cores this process may use, without second threads of a core; OMP_NUM_THREADS overrides."""
+def cpu_threads(ranks_here: int = 1) -> int:
+    """Return this rank's part of the cores it may use, without second threads of a core; OMP_NUM_THREADS overrides.
+
+    torchrun sets that to 1 for every rank if the user has not: there, 1 means nothing.
+    """
     wanted = os.environ.get("OMP_NUM_THREADS", "")
-    if wanted.isdigit() and int(wanted) > 0:
+    is_torchruns = wanted == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    if wanted.isdigit() and int(wanted) > 0 and not is_torchruns:
         return int(wanted)
+    return max(1, cores() // ranks_here)
+
+
+def cores() -> int:
+    """Return the cores that this process may use, without second threads of a core."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    physical = psutil.cpu_count(logical=False) or allowed
-    return max(1, min(allowed, physical))
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 
 def _keep_freed_memory() -> None:
@@ -130,18 +138,24 @@ def _keep_freed_memory() -> None:
         mallopt(trim_threshold, 2**31 - 1)
 
 
-def placement(nbytes: int, device: torch.device, wanted: str) -> Place:
-    """Return where `nbytes` of images live: the device if they fit, else memory, else they stay on disk."""
+def placement(nbytes: int, device: torch.device, wanted: str, *, ranks_here: int = 1) -> Place:
+    """Return where `nbytes` of images live: the device if they fit, else memory, else they stay on disk.
+
+    Every rank of a host holds them, so each may take its part of the host's memory.
+    """
     if wanted in ("device", "memory", "disk"):
         return wanted  # pyright: ignore[reportReturnType]
-    if nbytes <= MEMORY_SHARE * free_device_bytes(device):
+    free = free_device_bytes(device) / (ranks_here if device.type == "cpu" else 1)
+    if nbytes <= MEMORY_SHARE * free:
         return "device"
-    if device.type != "cpu" and nbytes <= MEMORY_SHARE * free_host_bytes():
+    if device.type != "cpu" and nbytes <= MEMORY_SHARE * free_host_bytes() / ranks_here:
         return "memory"
     return "disk"
 
 
-def allocate(count: int, like: torch.Tensor, device: torch.device, wanted: str) -> torch.Tensor | np.ndarray:
+def allocate(
+    count: int, like: torch.Tensor, device: torch.device, wanted: str, *, ranks_here: int = 1
+) -> torch.Tensor | np.ndarray:
     """Return room for `count` rows shaped as those of `like` [B, ...]: on the device, in memory or in a mapped file.
 
     The file is float32 whatever `like` is; it is removed with the array, or when the process ends.
@@ -150,7 +164,7 @@ def allocate(count: int, like: torch.Tensor, device: torch.device, wanted: str) 
         InputError: neither memory nor the disk of temporary files has the room.
     """
     shape = (count, *like.shape[1:])
-    where = placement(count * like[0].nbytes, device, wanted)
+    where = placement(count * like[0].nbytes, device, wanted, ranks_here=ranks_here)
     if where == "device":
         return torch.empty(shape, dtype=like.dtype, device=device)
     if where == "memory":

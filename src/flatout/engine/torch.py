@@ -1,11 +1,13 @@
-"""The torch engine on one device: CPU, CUDA or MPS.
+"""The torch engine: one device of each rank, CPU, CUDA or MPS.
 
-The path of a batch on the device: gather rows of the resident images by index (or take the streamed ones), augment and
-normalise, model, loss, gradients, update, counts. Nothing in it waits for the device.
+The path of a batch on the device: take this rank's share, gather rows of the resident images by index (or take the
+streamed ones), augment and normalise, model, loss, gradients, their sum over the ranks, update, counts. Nothing in it
+waits for the device.
 
 Shape letters: N samples, B batch, H height, W width, C channels, K outputs.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,46 +16,29 @@ import torch
 from torch import nn
 
 from flatout import augment, loss, optim
-from flatout.data.feed import Samples, prefetch
+from flatout.data.feed import Samples
 from flatout.data.order import Batch, evaluation_batches
 from flatout.engine import hardware
-from flatout.engine.base import Evaluation
+from flatout.engine.base import Ask, Evaluation, Value
 from flatout.engine.batch_norm import BatchStatistics
 from flatout.engine.capture import CapturedStep
+from flatout.engine.gradients import Gradients
+from flatout.engine.placed import Inputs, Placed, place, stream, to_device
 from flatout.engine.prefix import Cut, cut_frozen_prefix
+from flatout.engine.world import ALONE, World
 from flatout.errors import InputError
 from flatout.metrics import Counts
 from flatout.models.freeze import set_train_mode
 from flatout.recipe import Recipe
 
-
-@dataclass(kw_only=True, eq=False)
-class Placed:
-    """One split, where the steps read it.
-
-    Attributes:
-        samples: the split on the host.
-        images: [N, ...] on the device; None while they are streamed from the host.
-        labels: int64 [N] on the device.
-        transforms: the epoch's augmentation table on the device, if any.
-        features: the split's images after the frozen prefix, once that has been computed.
-    """
-
-    samples: Samples
-    images: torch.Tensor | None
-    labels: torch.Tensor
-    transforms: torch.Tensor | None = None
-    features: "Placed | None" = None
-
-
-@dataclass(kw_only=True, eq=False)
-class Inputs:
-    """One batch on its way into a step: tensors on the device, `images` only if they are streamed."""
-
-    batch: Batch
-    samples: torch.Tensor
-    weights: torch.Tensor
-    images: torch.Tensor | None
+# Images in one evaluation batch at most. It does not depend on the ranks, so neither do the bits of a prediction.
+EVALUATION_BATCH = 256
+# What every step adds up over its samples: loss times weight, weight, right predictions, samples.
+SUMS = 4
+# What the ranks ask of each other is added up with the gradients: how many ask for each thing.
+ASKS = tuple(Ask)
+# GPU ranks read that so many steps later, so as not to wait for the device.
+ASK_LAG = 8
 
 
 @dataclass(kw_only=True, eq=False)
@@ -86,12 +71,12 @@ class _Slots:
 
 
 class TorchEngine:
-    """Trains a module on one torch device.
+    """Trains a module on one torch device, together with the other ranks.
 
     Args:
         model: trained in place, after being moved to the device.
         recipe: what to do; data.mean and data.std must be filled in.
-        device: a torch device name.
+        world: the ranks, and this one's device; None for the CPU alone.
         class_weights: float32 [classes], the weight of each class in the loss; None for none.
         capture: whether the step may be recorded in a CUDA graph.
         cache_prefix: whether the output of a frozen prefix may be cached.
@@ -103,17 +88,22 @@ class TorchEngine:
         model: nn.Module,
         recipe: Recipe,
         *,
-        device: str = "cpu",
+        world: World | None = None,
         class_weights: np.ndarray | None = None,
         capture: bool = True,
         cache_prefix: bool = True,
         report: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        self.recipe, self.device = recipe, torch.device(device)
-        self._setup = hardware.prepare(self.device, recipe.precision)
+        world = world or World()
+        self.recipe, self.device, self.world = recipe, world.device, world
+        self._setup = hardware.prepare(self.device, recipe.precision, ranks_here=world.local_size)
         self.model = model.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         set_train_mode(self.model)
+        world.broadcast([*self.model.parameters(), *self.model.buffers()])
         capturable = capture and self.device.type == "cuda" and optim.can_capture(recipe.optimizer)
+        if capturable and world.backend == "gloo":
+            capturable = False
+            report("the step runs without a CUDA graph: gloo adds gradients on the host")
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._let_compiler_in = optim.keep_compiler_out()
         self._optimizer = optim.build(recipe.optimizer, self.parameters.values(), capturable=capturable)
@@ -121,9 +111,18 @@ class TorchEngine:
         mean, std = (torch.tensor(v, device=self.device) for v in (recipe.data.mean, recipe.data.std))
         # One multiplication and one addition take a pixel 0..255 to its normalised value.
         self._scale, self._bias = 1 / (255 * std), -mean / std
-        self._class_weights = None if class_weights is None else torch.from_numpy(class_weights).to(self.device)
+        self._class_weights = class_weights
+        self._class_weights_here = None if class_weights is None else torch.from_numpy(class_weights).to(self.device)
         self._totals = Totals.zeros(self.device)
-        self._statistics = BatchStatistics()
+        self._gradients: Gradients | None = None
+        if world.is_joined:
+            self._gradients = Gradients(list(self.parameters.values()), world, extras=SUMS + len(ASKS))
+        self._communication_seconds = 0.0
+        self._ask = Ask.NOTHING
+        self._asks = torch.zeros(len(ASKS), device=self.device)
+        self._agreed = torch.zeros_like(self._asks)
+        self._answers: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._statistics = BatchStatistics(world if recipe.norm == "global" else ALONE)
         self._slots = _Slots()
         self._captured = CapturedStep(self._slot_step, self._forget_gradients, report) if capturable else None
         fixed_input = not recipe.augment.is_random
@@ -131,24 +130,29 @@ class TorchEngine:
         if self._cut:
             report(f"the first {self._cut.layers} layers are frozen: their output is computed once and cached")
 
+    @property
+    def threads(self) -> int:
+        """See `Engine.threads`."""
+        return self._setup.threads
+
     def describe(self) -> list[str]:
         """See `Engine.describe`."""
-        return self._setup.describe()
+        sentences = self._setup.describe()
+        if self.world.is_joined:
+            how = {"memory": "shared memory", "gloo": "gloo", "nccl": "NCCL"}[self.world.backend]
+            sentences[0] = f"{self.world.size} ranks, each {sentences[0]}; gradients are added up through {how}"
+        return sentences
+
+    def communication_seconds(self) -> float:
+        """See `Engine.communication_seconds`."""
+        seconds, self._communication_seconds = self._communication_seconds, 0.0
+        return seconds if self.device.type == "cpu" else float("nan") if self.world.is_joined else 0.0
 
     # --- data -----------------------------------------------------------------------------------------------------
 
     def place(self, samples: Samples) -> Placed:
         """See `Engine.place`. Images go to the device if they fit, else stay in memory or on disk."""
-        labels = torch.from_numpy(samples.labels).to(self.device)
-        where = hardware.placement(samples.nbytes, self.device, self.recipe.data.placement)
-        if where == "disk":
-            return Placed(samples=samples, images=None, labels=labels)
-        shape = samples.images.shape[1:]
-        in_memory = samples.read(np.arange(len(samples)), np.empty((len(samples), *shape), samples.images.dtype))
-        if where == "device":
-            return Placed(samples=samples, images=torch.from_numpy(in_memory).to(self.device), labels=labels)
-        held = Samples(images=in_memory, rows=np.arange(len(samples)), labels=samples.labels)
-        return Placed(samples=held, images=None, labels=labels)
+        return place(samples, self.device, self.recipe.data.placement, ranks_here=self.world.local_size)
 
     def begin_epoch(self, placed: Placed, transforms: np.ndarray | None) -> None:
         """See `Engine.begin_epoch`. The first time, the frozen prefix is computed."""
@@ -165,20 +169,29 @@ class TorchEngine:
     def feed(self, placed: Placed, batches: Iterable[Batch]) -> Iterator[Inputs]:
         """See `Engine.feed`."""
         source = self._source(placed)
-        if source.images is not None:
-            return (self._inputs(batch, None) for batch in batches)
-        read = _pinned_reader(source.samples) if self.device.type == "cuda" else _reader(source.samples)
-        loaded = prefetch(lambda batch: (batch, read(batch.samples)), batches)
-        return (self._inputs(batch, images.to(self.device, non_blocking=True)) for batch, images in loaded)
+        rank, ranks = self.world.rank, self.world.size
+        wholes: deque[Batch] = deque()
 
-    def _inputs(self, batch: Batch, images: torch.Tensor | None) -> Inputs:
-        samples, weights = torch.from_numpy(batch.samples), torch.from_numpy(batch.weights)
-        if self.device.type == "cuda":
-            samples, weights = samples.pin_memory(), weights.pin_memory()
+        def shares() -> Iterator[Batch]:
+            for batch in batches:
+                wholes.append(batch)
+                yield batch.part(rank, ranks)
+
+        if source.images is not None:
+            return (self._inputs(source, wholes.popleft(), share, None) for share in shares())
+        streamed = stream(source, shares(), self.device)
+        return (self._inputs(source, wholes.popleft(), share, images) for share, images in streamed)
+
+    def _inputs(self, source: Placed, whole: Batch, share: Batch, images: torch.Tensor | None) -> Inputs:
+        weights = whole.weights
+        if self._class_weights is not None:
+            weights = weights * self._class_weights[source.samples.labels[whole.samples]]
         return Inputs(
-            batch=batch,
-            samples=samples.to(self.device, non_blocking=True),
-            weights=weights.to(self.device, non_blocking=True),
+            batch=share,
+            samples=to_device(share.samples, self.device),
+            weights=to_device(share.weights, self.device),
+            total=whole.count,
+            total_weight=to_device(weights.sum(dtype=np.float32, keepdims=True), self.device)[0],
             images=images,
         )
 
@@ -192,64 +205,101 @@ class TorchEngine:
 
     @torch.no_grad()
     def _compute_features(self, placed: Placed, cut: Cut) -> Placed:
-        """Run the frozen prefix over a split, in the batch size of training, and place the result by its size."""
+        """Run the frozen prefix over a split, each rank over its part, and place the result by its size."""
         features: np.ndarray | torch.Tensor | None = None
-        for batch, images in self._batches(placed):
+        ranks_here = self.world.local_size
+        count, size = len(placed.samples), self._evaluation_batch(placed)
+        for first, (_, images) in zip(
+            range(0, count, size * self.world.size), self._batches(placed, in_step=True), strict=True
+        ):
             with self._setup.autocast():
-                output = cut.prefix(augment.apply(images, None, self._scale, self._bias))[: batch.count]
+                output = cut.prefix(augment.apply(images, None, self._scale, self._bias))
             # Rows are kept in the order in which the convolutions read them.
-            rows = output.movedim(1, -1)
-            if features is None:
-                features = hardware.allocate(len(placed.samples), rows, self.device, self.recipe.data.placement)
-            start = int(batch.samples[0])
-            if isinstance(features, torch.Tensor):
-                features[start : start + batch.count] = rows
-            else:
-                features[start : start + batch.count] = rows.float().cpu().numpy()
+            for rank, rows in enumerate(self.world.gather_rows(output.movedim(1, -1))):
+                if features is None:
+                    wanted = self.recipe.data.placement
+                    features = hardware.allocate(count, rows, self.device, wanted, ranks_here=ranks_here)
+                start = first + rank * size
+                here = rows[: max(0, count - start)]
+                if isinstance(features, torch.Tensor):
+                    features[start : start + len(here)] = here
+                elif len(here):
+                    features[start : start + len(here)] = here.float().cpu().numpy()
         assert features is not None
         if isinstance(features, torch.Tensor):
             return Placed(samples=placed.samples, images=features, labels=placed.labels)
         samples = Samples(images=features, rows=np.arange(len(features)), labels=placed.samples.labels)
         return Placed(samples=samples, images=None, labels=placed.labels)
 
-    def _batches(self, placed: Placed) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield every sample's image once, in order, in padded batches on the device."""
-        batches = evaluation_batches(len(placed.samples), self.recipe.batch_size)
-        if placed.images is not None:
-            for batch in batches:
-                yield batch, placed.images[torch.from_numpy(batch.samples).to(self.device)]
-        else:
-            read = _reader(placed.samples)
-            for batch, images in prefetch(lambda batch: (batch, read(batch.samples)), batches):
-                yield batch, images.to(self.device)
+    def _evaluation_batch(self, placed: Placed) -> int:
+        return min(EVALUATION_BATCH, self.recipe.batch_size, len(placed.samples))
+
+    def _batches(self, placed: Placed, *, in_step: bool = False) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Yield this rank's images in padded batches on the device: every `size`-th batch of the split.
+
+        Args:
+            placed: the split.
+            in_step: whether every rank gets as many batches, those too many without a sample that counts.
+        """
+        rank, ranks = self.world.rank, self.world.size
+        batches = list(evaluation_batches(len(placed.samples), self._evaluation_batch(placed)))
+        own = batches[rank::ranks]
+        if in_step and len(own) < -(-len(batches) // ranks):
+            own.append(Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0))
+        if placed.images is None:
+            for batch, images in stream(placed, own, self.device):
+                yield batch, images
+                self.world.moves()
+            return
+        for batch in own:
+            yield batch, placed.images[to_device(batch.samples, self.device)]
+            self.world.moves()
 
     # --- training -------------------------------------------------------------------------------------------------
 
-    def train_step(self, placed: Placed, inputs: Inputs, learning_rate: float, seed: int) -> None:
+    def train_step(
+        self, placed: Placed, inputs: Inputs, learning_rate: float, seed: int, ask: Ask = Ask.NOTHING
+    ) -> None:
         """See `Engine.train_step`."""
-        torch.manual_seed(seed)
+        began = self.world.seconds
+        # Ranks drop different things: each has other samples.
+        torch.manual_seed((seed + self.world.rank) % 2**63)
         optim.set_learning_rate(self._optimizer, learning_rate)
-        source = self._source(placed)
-        self._statistics.count, self._statistics.batch_size = inputs.batch.count, len(inputs.batch.samples)
+        source, statistics = self._source(placed), self._statistics
+        statistics.batch_size, statistics.count = len(inputs.batch.samples), inputs.batch.count
+        statistics.total = inputs.total
+        if self._gradients and ask != self._ask:
+            self._asks.copy_(torch.tensor([float(bool(ask & one)) for one in ASKS]))
+        self._ask = ask
         if self._captured is None or inputs.batch.count < len(inputs.batch.samples):
             self._forget_gradients()
             self._step(source, inputs)
-            return
-        self._fill_slots(source, inputs)
-        self._captured()
+        else:
+            self._fill_slots(source, inputs)
+            self._captured()
+        self._await_answer()
+        self._communication_seconds += self.world.seconds - began
 
     def _step(self, source: Placed, inputs: Inputs) -> None:
         labels = source.labels.index_select(0, inputs.samples)
         weights = inputs.weights
-        if self._class_weights is not None:
-            weights = weights * self._class_weights.index_select(0, labels)
+        if self._class_weights_here is not None:
+            weights = weights * self._class_weights_here.index_select(0, labels)
         with self._setup.autocast(), self._statistics:
             logits = self._training_logits(source, inputs)
         losses = loss.per_sample(logits, labels, self.recipe.loss, self.recipe.label_smoothing)
-        loss_sum, weight_sum = (losses * weights).sum(), weights.sum()
-        (loss_sum / weight_sum).backward()
+        loss_sum = (losses * weights).sum()
+        if self._gradients:
+            self._gradients.begin()
+        (loss_sum / inputs.total_weight).backward()
+        real = inputs.weights > 0
+        right = (loss.predicted(logits.detach()) == labels) & real
+        sums = torch.stack([loss_sum.detach(), weights.sum(), right.sum().float(), real.sum().float()])
+        if self._gradients:
+            sums = self._gradients.finish(torch.cat([sums, self._asks]))
+            self._agreed.copy_(sums[SUMS:])
         self._update()
-        self._count(loss_sum.detach(), weight_sum, logits.detach(), labels, inputs.weights)
+        self._count(sums)
 
     def _training_logits(self, source: Placed, inputs: Inputs) -> torch.Tensor:
         images = inputs.images if source.images is None else source.images.index_select(0, inputs.samples)
@@ -259,21 +309,36 @@ class TorchEngine:
         transforms = None if source.transforms is None else source.transforms.index_select(0, inputs.samples)
         return self.model(augment.apply(images, transforms, self._scale, self._bias))
 
-    def _count(
-        self,
-        loss_sum: torch.Tensor,
-        weight_sum: torch.Tensor,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        sample_weights: torch.Tensor,
-    ) -> None:
-        totals, real = self._totals, sample_weights > 0
-        totals.sums += torch.stack([loss_sum, weight_sum])
-        right = (loss.predicted(logits) == labels) & real
-        totals.numbers += torch.stack([right.sum(), real.sum()])
-        is_first_bad = ~torch.isfinite(loss_sum) & (totals.first_bad_step < 0)
+    def _count(self, sums: torch.Tensor) -> None:
+        totals = self._totals
+        totals.sums += sums[:2]
+        totals.numbers += sums[2:SUMS].long()
+        is_first_bad = ~torch.isfinite(sums[0]) & (totals.first_bad_step < 0)
         totals.first_bad_step.copy_(torch.where(is_first_bad, totals.step, totals.first_bad_step))
         totals.step += 1
+
+    def _await_answer(self) -> None:
+        """Note what the ranks asked for in this step, or on a GPU when that can be read."""
+        if self._gradients is None:
+            return
+        answer, event = self._agreed.to("cpu", non_blocking=True, copy=True), None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        self._answers.append((answer, event))
+
+    def asked(self) -> Ask:
+        """See `Engine.asked`."""
+        if self._gradients is None:
+            return self._ask
+        found = Ask.NOTHING
+        while len(self._answers) > (ASK_LAG if self.device.type == "cuda" else 0):
+            answer, event = self._answers.popleft()
+            if event:
+                event.synchronize()
+            for one, number in zip(ASKS, answer.tolist(), strict=True):
+                found |= one if number else Ask.NOTHING
+        return found
 
     def _forget_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -287,12 +352,15 @@ class TorchEngine:
                 batch=inputs.batch,
                 samples=inputs.samples.clone(),
                 weights=inputs.weights.clone(),
+                total=inputs.total,
+                total_weight=inputs.total_weight.clone(),
                 images=None if inputs.images is None else inputs.images.clone(),
             )
             return
         assert slots.placed is source
         slots.inputs.samples.copy_(inputs.samples)
         slots.inputs.weights.copy_(inputs.weights)
+        slots.inputs.total_weight.copy_(inputs.total_weight)
         if inputs.images is not None:
             assert slots.inputs.images is not None
             slots.inputs.images.copy_(inputs.images)
@@ -301,6 +369,10 @@ class TorchEngine:
         assert self._slots.placed is not None
         assert self._slots.inputs is not None
         self._step(self._slots.placed, self._slots.inputs)
+
+    def share(self, value: Value) -> Value:
+        """See `Engine.share`."""
+        return self.world.share(value)
 
     def counts(self) -> tuple[Counts, int | None]:
         """See `Engine.counts`."""
@@ -316,30 +388,55 @@ class TorchEngine:
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, placed: Placed) -> Evaluation:
+    def evaluate(self, placed: Placed, *, with_probabilities: bool = False) -> Evaluation:
         """See `Engine.evaluate`. Losses are those of the recipe, without class weights."""
-        source = self._source(placed)
+        self._agree_on_buffers()
+        source, count = self._source(placed), len(placed.samples)
         loss_sum = torch.zeros((), dtype=self._totals.sums.dtype, device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
-        probabilities = []
+        probabilities: list[tuple[Batch, torch.Tensor]] = []
         network = self._cut.eval_suffix if self._cut else self.model.eval()
         for batch, images in self._batches(source):
             with self._setup.autocast():
                 x = images.movedim(-1, 1) if self._cut else augment.apply(images, None, self._scale, self._bias)
                 logits = network(x)[: batch.count]
-            labels = source.labels[torch.from_numpy(batch.samples[: batch.count]).to(self.device)]
+            labels = source.labels[to_device(batch.samples[: batch.count], self.device)]
             loss_sum += loss.per_sample(logits, labels, self.recipe.loss, self.recipe.label_smoothing).sum()
             correct += (loss.predicted(logits) == labels).sum()
-            probabilities.append(loss.probabilities(logits))
+            if with_probabilities:
+                probabilities.append((batch, loss.probabilities(logits)))
         set_train_mode(self.model)
-        count = len(placed.samples)
+        loss_sum, correct = self.world.sum(loss_sum), self.world.sum(correct)
         counts = Counts(loss_sum=float(loss_sum), weight_sum=float(count), correct=int(correct), count=count)
-        return Evaluation(counts=counts, probabilities=torch.cat(probabilities).cpu().numpy())
+        return Evaluation(
+            counts=counts, probabilities=self._collect(probabilities, count) if with_probabilities else None
+        )
+
+    def _collect(self, probabilities: list[tuple[Batch, torch.Tensor]], count: int) -> np.ndarray:
+        """Bring the ranks' probabilities together, [count, K] in the order of the split."""
+        classes = max(self.world.gather(probabilities[0][1].shape[1] if probabilities else 0))
+        table = torch.zeros((count, classes), device=self.device)
+        for batch, rows in probabilities:
+            start = int(batch.samples[0])
+            table[start : start + batch.count] = rows
+        return self.world.sum(table).cpu().numpy()
+
+    @torch.no_grad()
+    def _agree_on_buffers(self) -> None:
+        """Make buffers equal on all ranks: the mean of their own statistics, or what rank 0 has."""
+        if not self.world.is_joined:
+            return
+        buffers = list(self.model.buffers())
+        if self.recipe.norm == "per-device":
+            for buffer in (b for b in buffers if b.is_floating_point()):
+                buffer.copy_(self.world.sum(buffer / self.world.size))
+        self.world.broadcast(buffers)
 
     # --- state ----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
         """See `Engine.state`."""
+        self._agree_on_buffers()
         state = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for name, parameter in self.parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
@@ -378,20 +475,3 @@ class TorchEngine:
     def peak_memory_bytes(self) -> int | None:
         """See `Engine.peak_memory_bytes`."""
         return hardware.peak_memory_bytes(self.device)
-
-
-def _reader(samples: Samples) -> Callable[[np.ndarray], torch.Tensor]:
-    shape, dtype = samples.images.shape[1:], samples.images.dtype
-    return lambda positions: torch.from_numpy(samples.read(positions, np.empty((len(positions), *shape), dtype)))
-
-
-def _pinned_reader(samples: Samples) -> Callable[[np.ndarray], torch.Tensor]:
-    """Read into page-locked memory, from which a copy to the device overlaps with its work."""
-
-    def read(positions: np.ndarray) -> torch.Tensor:
-        dtype = torch.from_numpy(np.empty(0, samples.images.dtype)).dtype
-        batch = torch.empty((len(positions), *samples.images.shape[1:]), dtype=dtype, pin_memory=True)
-        samples.read(positions, batch.numpy())
-        return batch
-
-    return read
