@@ -104,7 +104,7 @@ def scale(
         Stopped: a run was stopped by a signal of its own.
     """
     from flatout.data.prepare import load
-    from flatout.engine.choose import machine, parse_devices
+    from flatout.engine.choose import parse_devices
     from flatout.resolve import resolve
 
     if repeats < 1:
@@ -116,52 +116,60 @@ def scale(
     accelerated = all(choice.kind != "cpu" for choice in chosen.values())
     recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
     choices = [
-        Choice(
-            spec=spec,
-            kind=choice.kind,
-            batch_size=recipe.batch_size * (len(choice.indices) if weak else 1),
-        )
-        for spec, choice in chosen.items()
+        Choice(spec=spec, kind=d.kind, batch_size=recipe.batch_size * (len(d.indices) if weak else 1))
+        for spec, d in chosen.items()
     ]
     # Decoded here, so that the first run's total does not hold what the others find in the cache.
     load(found, recipe, cache=True, report=console)
     console.finish()
     out = out or Path("runs") / f"scale-{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}"
     _write_recipe(out, recipe)
-    head = {
-        "job": recipe.job,
-        "model": recipe.model,
-        "scaling": "weak" if weak else "strong",
-        "batch_size": recipe.batch_size,
-        "epochs": recipe.epochs,
-        "norm": recipe.norm,
-        "repeats": repeats,
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": machine(),
-        "version": __version__,
-    }
-    runs: list[dict[str, Any]] = []
-    try:
-        for repeat in range(1, repeats + 1):
-            for choice in choices:
-                name = f"{choice.spec}, run {repeat} of {repeats}"
-                console.note(f"{name}: {out / choice.folder(repeat)}")
-                _train(choice, name, out / RECIPE, out / choice.folder(repeat))
-                runs.append(_measured(choice, repeat, out / choice.folder(repeat)))
-                console.note(f"{name}: {_in_short(runs[-1])}")
-                # After every run: whatever ends this process, what was measured is there.
-                write_json(out / RESULT, {**head, **compare(choices, runs), "ended": "not finished"})
-    except BaseException as error:
-        ended = str(error) if isinstance(error, InputError | TrainingFailed) else "stopped"
-        write_json(out / RESULT, {**head, **compare(choices, runs), "ended": ended})
-        if runs:
-            console.note(f"what was measured so far is in {out / RESULT}")
-        raise
-    result = {**head, **compare(choices, runs), "ended": None}
+    result = _measure(choices, repeats, out, _head(recipe, repeats, weak), console)
     result["findings"] = findings(result)
     write_json(out / RESULT, result)
     draw_scaling(out / CHART, result)
     return {**result, "out": str(out)}
+
+
+def _head(recipe: Recipe, repeats: int, weak: bool) -> dict[str, Any]:
+    """Return what scaling.json says of the measurement as a whole."""
+    from flatout.engine.choose import machine
+
+    return {
+        "scaling": "weak" if weak else "strong",
+        "repeats": repeats,
+        **{key: getattr(recipe, key) for key in ("job", "model", "batch_size", "epochs", "norm")},
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine(),
+        "version": __version__,
+    }
+
+
+def _measure(
+    choices: Sequence[Choice], repeats: int, out: Path, head: Mapping[str, Any], console: Console
+) -> dict[str, Any]:
+    """Train every choice `repeats` times; scaling.json is whole after every run, whatever ends this process."""
+    runs: list[dict[str, Any]] = []
+
+    def result(ended: str | None) -> dict[str, Any]:
+        return {**head, **compare(choices, runs), "ended": ended}
+
+    try:
+        for repeat in range(1, repeats + 1):
+            for choice in choices:
+                name, folder = f"{choice.spec}, run {repeat} of {repeats}", out / choice.folder(repeat)
+                console.note(f"{name}: {folder}")
+                _train(choice, name, out / RECIPE, folder)
+                runs.append(_measured(choice, repeat, folder))
+                console.note(f"{name}: {_in_short(runs[-1])}")
+                write_json(out / RESULT, result("not finished"))
+    except BaseException as error:
+        known = isinstance(error, InputError | TrainingFailed)
+        write_json(out / RESULT, result(str(error) if known else "stopped"))
+        if runs:
+            console.note(f"what was measured so far is in {out / RESULT}")
+        raise
+    return result(None)
 
 
 def _check_free(out: Path | None) -> None:

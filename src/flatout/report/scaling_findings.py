@@ -148,7 +148,7 @@ def _answers(rows: Sequence[Row], result: Mapping[str, Any]) -> list[str]:
         return [f"{told}: no more than rounding in another order of summation explains."]
     return [
         f"{told}: more than rounding in another order of summation explains."
-        ' Compare the recipes and notes in the run folders; precision = "fp32" makes devices compute alike.'
+        " Compare the notes in the run folders; --set precision=fp32 makes all devices compute alike."
     ]
 
 
