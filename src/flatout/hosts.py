@@ -3,12 +3,16 @@
 import contextlib
 import datetime
 import ipaddress
+import json
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from flatout.errors import InputError
+from flatout.vitals import Phase, Vital
+from flatout.watchdog import SILENT_SECONDS
 
 _LOOPBACK = "127.0.0.1"
 # Seconds between two tries to reach the rendezvous, and that its keeper waits for the others at the end.
@@ -74,6 +78,9 @@ class Meeting:
         self.hosts = hosts
         self.address, self.port = hosts.address
         self._deadline = time.monotonic() + hosts.timeout
+        self._looked = time.monotonic()
+        # What each other node said last, and for how long it has said nothing new.
+        self._heard: dict[int, tuple[str, float]] = {}
         self._store: Any = None
         if hosts.node_rank == 0:
             self._serve()
@@ -84,20 +91,41 @@ class Meeting:
         self.interface = _interface(self.address, self.port)
 
     def tell(self, failure: str) -> None:
-        """Tell the other hosts that this one has failed."""
+        """Tell the other hosts why this one has failed; the first to tell is heard."""
         if self.hosts.nodes > 1:
             with contextlib.suppress(RuntimeError):
                 self._store.compare_set("failed", "", f"node {self.hosts.node_rank}: {failure}")
 
-    def failure(self) -> str:
-        """Return what another host told, or that the rendezvous is gone; empty while all is well."""
+    def exchange(self, here: Sequence[Vital]) -> tuple[list[Vital], str]:
+        """Tell the other hosts how the ranks of this one are.
+
+        Returns:
+            How theirs are, and why one of them has failed: what it told, or that it no longer answers; empty while all
+            is well.
+        """
         if self.hosts.nodes == 1:
-            return ""
+            return [], ""
+        own, looked, self._looked = f"vitals {self.hosts.node_rank}", self._looked, time.monotonic()
+        passed = min(self._looked - looked, 1.0)
+        nodes = [node for node in range(self.hosts.nodes) if node != self.hosts.node_rank]
+        others: list[Vital] = []
         try:
+            self._store.set(own, json.dumps([self._looked, *map(asdict, here)]))
             told = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+            for node in nodes:
+                key = f"vitals {node}"
+                text = self._store.get(key).decode() if self._store.check([key]) else ""
+                before, silent = self._heard.get(node, ("", 0.0))
+                silent = 0.0 if text != before else silent + passed
+                self._heard[node] = (text, silent)
+                if silent > SILENT_SECONDS and not told and not self._store.check([f"left {node}"]):
+                    told = f"node {node}: its launcher does not answer"
+                others += [
+                    Vital(**fields | {"phase": Phase(fields["phase"])}) for fields in json.loads(text or "[0]")[1:]
+                ]
         except RuntimeError:
-            return f"the host with node rank 0 no longer answers at {self.hosts.rendezvous}"
-        return "" if told.startswith(f"node {self.hosts.node_rank}:") else told
+            told = f"node 0: its launcher no longer answers at {self.hosts.rendezvous}"
+        return others, "" if told.startswith(f"node {self.hosts.node_rank}:") else told
 
     def close(self) -> None:
         """Leave; the host that keeps the store waits a little until the others have left."""
@@ -113,7 +141,7 @@ class Meeting:
 
     def _serve(self) -> None:
         """Keep the store, and listen on the one address that is needed: torch by itself listens on all."""
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         where = f"--rendezvous {self.hosts.rendezvous}"
         try:
@@ -128,8 +156,8 @@ class Meeting:
         except OSError as error:
             listener.close()
             raise InputError(
-                f"{where}: this host cannot listen there: {error.strerror}; it must be a free port on an address of the "
-                "host with --node-rank 0, which one host alone may have"
+                f"{where}: this host cannot listen there: {error.strerror}; it must be a free port on an address "
+                "of the host with --node-rank 0, which one host alone may have"
             ) from None
         self.address, self.port = listener.getsockname()[:2]
         timeout = datetime.timedelta(seconds=max(self.hosts.timeout, 1))
@@ -144,7 +172,7 @@ class Meeting:
         )
 
     def _connect(self) -> None:
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         while True:
             try:
@@ -154,7 +182,7 @@ class Meeting:
                 if self._left() <= _RETRY_SECONDS:
                     raise InputError(
                         f"--rendezvous {self.hosts.rendezvous}: nobody answered in {self.hosts.timeout:g} s "
-                        f"({error.strerror or error}); start the host with --node-rank 0, and let this one reach that port"
+                        f"({error.strerror or error}); start the host with --node-rank 0, and let this one reach it"
                     ) from None
             time.sleep(_RETRY_SECONDS)
         timeout = datetime.timedelta(seconds=max(self._left(), 1))
@@ -209,7 +237,7 @@ def _interface(address: str, port: int) -> str:
         own = ipaddress.ip_address(probe.getsockname()[0])
     for name, addresses in psutil.net_if_addrs().items():
         for each in addresses:
-            if each.family in (socket.AF_INET, socket.AF_INET6):
-                if ipaddress.ip_address(each.address.partition("%")[0]) == own:
-                    return name
+            is_internet = each.family in (socket.AF_INET, socket.AF_INET6)
+            if is_internet and ipaddress.ip_address(each.address.partition("%")[0]) == own:
+                return name
     return ""

@@ -2,7 +2,7 @@
 
 The folder is the launcher's, private and temporary. It has the payload, and gets what the process says (`said-RANK`,
 until it opens its log), where its log is (`log-RANK`), rank 0's display (`display`) and how the process ended
-(`outcome-RANK`).
+(`outcome-RANK`). What is pickled there comes from this run's own processes.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from flatout.files import write_atomically
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED, SIGNALLED = 0, 1, 2, 130, 128
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
@@ -56,9 +57,10 @@ class Outcome:
     """How a rank ended.
 
     Attributes:
-        value: the result or the exception, from cloudpickle; empty where it cannot be pickled.
+        value: the result, or an expected exception, from cloudpickle.
         error: the exception in one line; empty for a result.
         is_expected: whether it is one of those in `errors.py` or an interrupt, whose message is for the user.
+        is_stop: whether somebody asked for the end.
         is_secondary: whether another rank is the cause.
         is_memory: whether memory did not suffice.
     """
@@ -66,6 +68,7 @@ class Outcome:
     value: bytes
     error: str = ""
     is_expected: bool = False
+    is_stop: bool = False
     is_secondary: bool = False
     is_memory: bool = False
 
@@ -83,15 +86,15 @@ class _RankConsole(Console):
         self._folder = folder
 
     def open_log(self, path: Path) -> None:
+        before = path.stat().st_size if path.exists() else 0
         super().open_log(path)
-        said = said_file(self._folder, self.rank)
         sys.stdout.flush()
         with path.open("ab") as log:
-            log.write(said.read_bytes())
+            log.write(said_file(self._folder, self.rank).read_bytes())
             log.flush()
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        log_file(self._folder, self.rank).write_text(str(path.absolute()), encoding="utf-8")
+        _log_name(self._folder, self.rank).write_text(f"{before} {path.absolute()}", encoding="utf-8")
 
 
 def said_file(folder: Path, rank: int) -> Path:
@@ -99,8 +102,23 @@ def said_file(folder: Path, rank: int) -> Path:
     return folder / f"said-{rank}"
 
 
-def log_file(folder: Path, rank: int) -> Path:
-    """Return the file that names a rank's log."""
+def log_of(folder: Path, rank: int) -> tuple[Path | None, str]:
+    """Return where a rank's log is and what it has written there; without a path, what it said before it had one."""
+    named = _log_name(folder, rank)
+    if not named.exists():
+        said = said_file(folder, rank)
+        return None, said.read_text(encoding="utf-8", errors="replace") if said.exists() else ""
+    start, _, name = named.read_text(encoding="utf-8").partition(" ")
+    try:
+        with Path(name).open("rb") as log:
+            log.seek(int(start))
+            return Path(name), log.read().decode(errors="replace")
+    except OSError as error:
+        return Path(name), f"(cannot be read: {error.strerror})"
+
+
+def _log_name(folder: Path, rank: int) -> Path:
+    """Return the file that says where a rank's log is, and at which byte of it this run begins."""
     return folder / f"log-{rank}"
 
 
@@ -113,65 +131,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the function of the payload as one rank; return the exit code as `flatout.cli.main` does."""
     (name,) = arguments or sys.argv[1:]
     folder, rank = Path(name), int(os.environ["RANK"])
+    # Signals wait until they unwind what runs: the launcher sends them once the vitals are there.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     # One file for both, as two that write to the same file would overwrite each other.
     os.dup2(2, 1)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     faulthandler.enable()
-    # A shell's background jobs ignore it, and their children inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    device = os.environ["FLATOUT_DEVICE"]
     payload: Payload = pickle.loads((folder / "payload").read_bytes())
-    life = vitals.attach(os.environ["FLATOUT_VITALS"], int(os.environ["LOCAL_RANK"]), device, rank=rank)
-    life.watch(payload.launcher, lambda _: _remove_orphaned(folder, payload.launcher))
     sys.path[:] = payload.path
     os.environ.pop("PYTHONPATH")
     if payload.python_path is not None:
         os.environ["PYTHONPATH"] = payload.python_path
+    device = os.environ["FLATOUT_DEVICE"]
+    life = vitals.attach(os.environ["FLATOUT_VITALS"], int(os.environ["LOCAL_RANK"]), device, rank=rank)
+    life.watch(payload.launcher, lambda reason: _lost(reason, folder, rank, payload.launcher))
     console = _RankConsole(folder, payload, rank, device)
-    code = _run(payload, console, outcome_file(folder, rank), life)
+    outcome, code = _run(payload.call, console)
     console.close()
-    return code
-
-
-def _run(payload: Payload, console: Console, path: Path, life: vitals.Vitals) -> int:
-    import cloudpickle
-
-    try:
-        with _termination_unwinds():
-            function, arguments = pickle.loads(payload.call)
-            result = function(console, *arguments)
-            outcome, code = Outcome(value=cloudpickle.dumps(result)), DONE
-    except BaseException as error:
-        outcome, code = _outcome_of(error), _exit_code(error)
-        if not outcome.is_expected:
-            traceback.print_exc()
-    write_atomically(path, pickle.dumps(outcome))
+    write_atomically(outcome_file(folder, rank), pickle.dumps(outcome))
     if outcome.is_expected or not outcome.error:
         life.end()
     return code
+
+
+def _run(call: bytes, console: Console) -> tuple[Outcome, int]:
+    """Call the function; return its outcome and the exit code."""
+    import cloudpickle
+
+    try:
+        with _signals_unwind():
+            function, arguments = pickle.loads(call)
+            result = function(console, *arguments)
+            return Outcome(value=cloudpickle.dumps(result)), DONE
+    except BaseException as error:
+        outcome = _outcome_of(error)
+        if not outcome.is_expected:
+            traceback.print_exc()
+        return outcome, _exit_code(error)
 
 
 def _outcome_of(error: BaseException) -> Outcome:
     import cloudpickle
 
     said = "".join(traceback.format_exception_only(error)).strip()
-    try:
-        value = cloudpickle.dumps(error)
-    except Exception:
-        # An exception may hold anything, a lock or a socket; what it says is kept.
-        value = b""
-    expected = isinstance(error, (InputError, TrainingFailed, Stopped, KeyboardInterrupt))
-    memory = isinstance(error, MemoryError) or (
+    if isinstance(error, RankLost):
+        return Outcome(value=b"", error=str(error), is_secondary=True)
+    if isinstance(error, (InputError, TrainingFailed, Stopped, KeyboardInterrupt)):
+        is_stop = isinstance(error, (Stopped, KeyboardInterrupt))
+        return Outcome(value=cloudpickle.dumps(error), error=str(error) or said, is_expected=True, is_stop=is_stop)
+    is_memory = isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(words in said.lower() for words in _OUT_OF_MEMORY)
     )
-    return Outcome(
-        value=value,
-        error=said,
-        is_expected=expected and not isinstance(error, RankLost),
-        is_secondary=isinstance(error, RankLost),
-        is_memory=memory and not expected,
-    )
+    return Outcome(value=b"", error=said, is_memory=is_memory)
 
 
 def _exit_code(error: BaseException) -> int:
@@ -183,25 +195,31 @@ def _exit_code(error: BaseException) -> int:
 
 
 @contextlib.contextmanager
-def _termination_unwinds():
-    """Let SIGTERM end the rank as an exception does, until training takes the signal over."""
+def _signals_unwind() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the rank as exceptions do, until training takes them over."""
 
     def stop(number: int, frame: Any) -> None:
         raise Stopped(number)
 
+    # A shell's background jobs ignore SIGINT, and their children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     try:
         yield
     finally:
         # From here on the outcome is written, which takes no time.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
-def _remove_orphaned(folder: Path, launcher: int) -> None:
-    """Remove the launcher's folder, if the launcher is gone and cannot do it."""
+def _lost(reason: str, folder: Path, rank: int, launcher: int) -> None:
+    """Leave word why the watchdog ends this rank; where the launcher is gone, clean up in its place."""
     if os.getppid() != launcher:
         shutil.rmtree(folder, ignore_errors=True)
+        return
+    # Not over an outcome that the main thread has reached.
+    with contextlib.suppress(FileExistsError), outcome_file(folder, rank).open("xb") as file:
+        file.write(pickle.dumps(Outcome(value=b"", error=reason, is_secondary=True)))
 
 
 if __name__ == "__main__":
