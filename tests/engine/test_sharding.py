@@ -227,7 +227,7 @@ def units(model: nn.Module) -> list[str]:
 
 @pytest.mark.usefixtures("group_of_one")
 def test_blocks_are_units() -> None:
-    """Sequences are taken apart; what is too small alone goes with what is around it; the model comes last."""
+    """Sequences and what is too large are taken apart; what is too small goes with what is around it."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -237,9 +237,11 @@ def test_blocks_are_units() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.layers(x)
 
-    deep = nn.Sequential(nn.LayerNorm(40), nn.Sequential(*(Block() for _ in range(20))), nn.Linear(40, 40))
-    assert units(deep) == ["", *(f"1.{i}" for i in range(20)), "2"]
+    blocks = nn.Sequential(*(Block() for _ in range(20)))
+    deep = nn.Sequential(nn.LayerNorm(40), blocks, nn.Sequential(nn.Linear(40, 40), nn.ReLU()))
+    assert units(deep) == ["", *(f"1.{i}" for i in range(20)), "2.0"]
     assert deep(torch.ones(2, 40)).shape == (2, 40)
+    assert units(nn.Sequential(Block())) == ["", "0.layers.0", "0.layers.2"]
 
 
 @pytest.mark.usefixtures("group_of_one")
