@@ -18,13 +18,12 @@ from typing import Any
 
 from flatout import __version__
 from flatout.console import Console, duration
-from flatout.errors import InputError, TrainingFailed
+from flatout.errors import InputError, Stopped, TrainingFailed
 from flatout.files import write_atomically
 from flatout.recipe import Recipe
 from flatout.report.scaling_chart import draw_scaling
 from flatout.report.scaling_findings import findings
 from flatout.run import RECIPE, Run, write_json
-from flatout.train import Stopped
 
 RESULT, CHART = "scaling.json", "scaling.png"
 LAST_LINES = 10  # of a run that failed without a message

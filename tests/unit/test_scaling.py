@@ -119,6 +119,11 @@ def test_repeats_that_overlap_are_noise() -> None:
     assert "noise" not in said(*first, *(run("2xcpu", 2, rate) for rate in (1900, 2000)))
 
 
+def test_repeats_far_apart_show_a_busy_machine() -> None:
+    assert "a factor of up to 1.4" in said(*(run("cpu", 1, rate) for rate in (1000, 1400)))
+    assert "factor" not in said(*(run("cpu", 1, rate) for rate in (1000, 1050)))
+
+
 def test_one_repeat_is_said_to_show_no_noise() -> None:
     assert "--repeats 3" in said(run("cpu", 1, 1000), run("2xcpu", 2, 1900))
 

@@ -70,7 +70,7 @@ def _throughput_lines(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
         )  # fmt: skip
         for row, rate in zip(rows, rates, strict=True):
             gain = f" (x {row['speed_up']:.2f})" if row["speed_up"] and row["devices"] != row["base"] else ""
-            _number(axes, row["world_size"], rate, f"{rate:,.0f}{gain}", above=False)
+            _number(axes, row["world_size"], row["images_per_second"]["min"], f"{rate:,.0f}{gain}", above=False)
     _counts_axis(axes, counts)
 
 

@@ -18,6 +18,8 @@ NOTABLE_SHARE = 0.05
 FEW_IMAGES = 16
 # Warm-up that takes a tenth of the training time hides what a longer run would reach.
 NOTABLE_WARMUP = 0.1
+# Repeats on an idle machine differ by a few per cent; from a quarter on, something else was at work on it.
+DISTURBED = 1.25
 
 
 def findings(result: Mapping[str, Any]) -> list[str]:
@@ -164,7 +166,13 @@ def explained_by_rounding(least: int, most: int, count: int) -> float:
 
 
 def _repeats(result: Mapping[str, Any]) -> list[str]:
-    if result["repeats"] > 1 or len(result["specs"]) < 2:
+    if result["repeats"] > 1:
+        rates = [row["images_per_second"] for row in result["specs"] if row["images_per_second"]]
+        worst = max((rate["max"] / rate["min"] for rate in rates), default=1.0)
+        if worst < DISTURBED:
+            return []
+        return [f"Repeats differ by a factor of up to {worst:.1f}: the machine was busy with other work as well."]
+    if len(result["specs"]) < 2:
         return []
     return ["Each was run once, so that nothing says how much of a difference is noise: --repeats 3 would."]
 
