@@ -1,0 +1,222 @@
+"""One run on two hosts: network namespaces joined by a cable, each with packs and a working folder of its own."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from flatout.cli import main
+from flatout.models.weights import read_weights
+
+PORT = 29500
+LISTENING = "0A"  # the state of a socket in /proc/net/tcp
+# Batch normalisation, and 50 images a step: 13, 13, 12 and 12 on four ranks. A small learning rate, since rounding
+# that decides a near tie of a ReLU or a pool is a step of its own.
+NET = ("--model", "fashion-cnn", "--set", "image_size=16", "--batch-size", "50", "--epochs", "1", "--set", "keep=last")
+CONSTANT = ("--set", "schedule.name=constant", "--set", "optimizer.name=sgd", "--lr", "0.01")
+TRAIN = ("train", "digits", "--data", "digits.npz", *NET, *CONSTANT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A network namespace with one address, and the folder that a person on that host would work in."""
+
+    namespace: str
+    address: str
+    folder: Path
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Run flatout on this host; `ip netns exec` becomes the command, so the process is flatout's own."""
+        environment = {**os.environ, "FLATOUT_CACHE": str(self.folder / "cache")}
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, sys.executable, "-m", "flatout", *arguments],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def processes(self) -> list[int]:
+        found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
+        return [int(pid) for pid in found.stdout.split()]
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> Iterator[tuple[str, str]]:
+    """Two network namespaces joined by a veth pair, which can reach nothing else."""
+    if not sys.platform.startswith("linux") or shutil.which("ip") is None:
+        pytest.skip("needs Linux and the ip command")
+    first, second = (f"flatout-{os.getpid()}-{name}" for name in "ab")
+    try:
+        try:
+            ip("netns", "add", first)
+            ip("netns", "add", second)
+            ip("link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"may not make network namespaces: {error.stderr.strip()}")
+        for namespace, address in ((first, "198.18.0.1/30"), (second, "198.18.0.2/30")):
+            ip("-n", namespace, "addr", "add", address, "dev", "eth0")
+            ip("-n", namespace, "link", "set", "lo", "up")
+            ip("-n", namespace, "link", "set", "eth0", "up")
+        yield first, second
+    finally:
+        for namespace in (first, second):
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+
+
+@pytest.fixture
+def hosts(namespaces: tuple[str, str], tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+    """The two hosts; whatever a test leaves running on them is ended, and the test has failed."""
+    images, labels = digits()
+    both = []
+    for namespace, address in zip(namespaces, ("198.18.0.1", "198.18.0.2"), strict=True):
+        folder = tmp_path / address
+        folder.mkdir()
+        np.savez(folder / "digits.npz", images=images, labels=labels)
+        both.append(Host(namespace=namespace, address=address, folder=folder))
+    yield both[0], both[1]
+    left = [pid for host in both for pid in host.processes()]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    return (pixels.reshape(-1, 8, 8) * 15).astype(np.uint8), labels
+
+
+def on_both(hosts: tuple[Host, Host], *arguments: str, second: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
+    """Start the same command on both hosts, but for the rank of the host and what `second` adds on the second."""
+    return [start(hosts, rank, *arguments, *(second if rank else ())) for rank in (0, 1)]
+
+
+def start(hosts: tuple[Host, Host], rank: int, *arguments: str) -> subprocess.Popen[str]:
+    meeting = ("--nodes", "2", "--node-rank", str(rank), "--rendezvous", f"{hosts[0].address}:{PORT}")
+    return hosts[rank].start(*arguments, "--out", "run", *meeting)
+
+
+def outputs(processes: list[subprocess.Popen[str]], timeout: float = 120) -> list[str]:
+    deadline = time.monotonic() + timeout
+    return [process.communicate(timeout=deadline - time.monotonic())[0] for process in processes]
+
+
+def summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["train_loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def listening_on(process: subprocess.Popen[str]) -> set[str]:
+    """Return the addresses, hexadecimal as the kernel writes them, that listen in a process's network namespace."""
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process.pid}/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == LISTENING:
+                found.add(local.partition(":")[0])
+    return found
+
+
+def as_the_kernel_writes(address: str) -> str:
+    return bytes(reversed([int(part) for part in address.split(".")])).hex().upper()
+
+
+def test_two_hosts_give_the_answer_of_one_process(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    processes = on_both(hosts, *TRAIN, "--devices", "2xcpu")
+    said = outputs(processes)
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    alone, together = tmp_path / "alone", hosts[0].folder / "run"
+    data = ["--data", str(hosts[0].folder / "digits.npz")]
+    assert main([*TRAIN, *data, "--devices", "cpu", "--out", str(alone)]) == 0
+
+    expected, figures = summary(alone), summary(together)
+    assert figures["world_size"] == 4
+    for key in ("images_trained", "test_count", "test_correct", "batch_size"):
+        assert figures[key] == expected[key], key
+    assert losses(together) == pytest.approx(losses(alone), rel=1e-4)
+    weights, theirs = (read_weights(run / "weights.safetensors")[0] for run in (alone, together))
+    for name, tensor in weights.items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+    # Packs and logs are local to each host; the run itself is written once, by rank 0.
+    assert all(list((host.folder / "cache" / "packs").glob("*/images.npy")) for host in hosts)
+    assert {log.name for log in (together / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
+    assert {str(p.relative_to(hosts[1].folder)) for p in (hosts[1].folder / "run").rglob("*") if p.is_file()} == {
+        "run/logs/rank-2.log",
+        "run/logs/rank-3.log",
+    }
+
+
+def test_losing_a_host_ends_the_other_one(hosts: tuple[Host, Host]) -> None:
+    processes = on_both(hosts, *TRAIN, "--devices", "2xcpu", "--epochs", "10000")
+    wait_for_an_epoch(hosts[0].folder / "run", processes)
+    # While it runs, only the address that the hosts meet on can be reached from outside.
+    for host, process in zip(hosts, processes, strict=True):
+        assert listening_on(process) == {as_the_kernel_writes(host.address)}
+
+    for rank in psutil.Process(processes[1].pid).children(recursive=True):
+        rank.kill()
+    said = outputs(processes, timeout=15)
+    assert [process.returncode for process in processes] == [1, 1], "\n".join(said)
+    assert "node 1" in said[0]
+    assert all("SIGKILL" in text for text in said)
+
+
+def wait_for_an_epoch(run: Path, processes: list[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").is_file():
+        for process in processes:
+            assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_hosts_with_different_recipes_are_told_apart(hosts: tuple[Host, Host]) -> None:
+    processes = on_both(hosts, *TRAIN, "--devices", "cpu", second=("--lr", "0.1"))
+    said = outputs(processes)
+    assert [process.returncode for process in processes] == [2, 2], "\n".join(said)
+    assert "optimizer.lr" in said[0]
+    assert "0.01" in said[0]
+    assert "0.1" in said[0]
+    assert not (hosts[0].folder / "run").exists()
+
+
+def test_hosts_with_different_data_are_told_apart(hosts: tuple[Host, Host]) -> None:
+    images, labels = digits()
+    images[:, 0, 0] += 1
+    np.savez(hosts[1].folder / "digits.npz", images=images, labels=labels)
+    processes = on_both(hosts, *TRAIN, "--devices", "cpu")
+    said = outputs(processes)
+    assert [process.returncode for process in processes] == [2, 2], "\n".join(said)
+    assert "data" in said[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_host_that_nobody_joins_says_whom_it_awaited(rank: int, hosts: tuple[Host, Host]) -> None:
+    process = start(hosts, rank, *TRAIN, "--devices", "cpu", "--rendezvous-timeout", "2")
+    said = outputs([process])[0]
+    assert process.returncode == 2, said
+    assert f"{hosts[0].address}:{PORT}" in said
+    assert "2 s" in said
+    assert ("node 1" if rank == 0 else "--node-rank 0") in said
