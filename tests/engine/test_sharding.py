@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from flatout import optim
-from flatout.engine.sharding import build_optimizer, full_state, load_full_state, shard
+from flatout.engine.sharding import build_optimizer, shard
+from flatout.engine.state import full_state, load_full_state
 from flatout.errors import InputError
 from flatout.models.freeze import set_train_mode
 from flatout.recipe import Optimizer

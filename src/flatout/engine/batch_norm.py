@@ -33,12 +33,14 @@ class BatchStatistics(TorchFunctionMode):
         batch_size: samples in this rank's batch, padding included.
         count: those of them that are not padding; they come first.
         total: samples on all ranks that are not padding.
+        was_used: whether a model has asked for batch statistics.
     """
 
     def __init__(self, world: World = ALONE) -> None:
         super().__init__()
         self.world = world
         self.batch_size = self.count = self.total = 0
+        self.was_used = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -60,6 +62,7 @@ class BatchStatistics(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> torch.Tensor:
+        self.was_used |= training
         world, is_batch = self.world, x.shape[0] == self.batch_size
         padded = is_batch and self.count < self.batch_size
         if not training or (x.device.type != "cpu" and not padded and not world.is_joined):

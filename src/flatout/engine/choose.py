@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.engine.base import Engine
 from flatout.errors import InputError
-from flatout.recipe import Recipe, nearest
+from flatout.recipe import Recipe
+from flatout.settings import nearest
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,14 +7,55 @@ on one device.
 """
 
 import time
-
 import torch
+from torch import nn
 
 from flatout.engine.world import Bucket, World
 
 # The last parameters' gradients come first. A bucket is sent when the last of its gradients is there.
 BUCKET_BYTES = 16 << 20
 ALIGNMENT = 16
+
+
+class OwnGradients:
+    """The gradients of a rank that is alone.
+
+    Attributes:
+        is_last_pass: whether the next backward pass is the last of its step; gradients of all passes are summed first.
+    """
+
+    is_last_pass = True
+
+    def begin(self) -> None:
+        """Prepare for the backward passes of a step."""
+
+    def finish(self, extra: torch.Tensor) -> torch.Tensor:
+        """Replace every gradient by its sum over the ranks; return the sums of `extra`, [extras]."""
+        return extra
+
+
+class SlicedGradients:
+    """The gradients of a model that `sharding.shard` has cut into slices, and that torch's FSDP2 adds up."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._model, self._world = model, world
+
+    @property
+    def is_last_pass(self) -> bool:
+        """See `OwnGradients`."""
+        return self._is_last_pass
+
+    @is_last_pass.setter
+    def is_last_pass(self, is_last: bool) -> None:
+        self._is_last_pass = is_last
+        self._model.set_requires_gradient_sync(is_last)  # pyright: ignore[reportCallIssue]
+
+    def begin(self) -> None:
+        """See `OwnGradients`."""
+
+    def finish(self, extra: torch.Tensor) -> torch.Tensor:
+        """See `OwnGradients`."""
+        return self._world.sum(extra)
 
 
 class _Part:
@@ -40,8 +81,8 @@ class _Part:
         return flat[self.end : self.end + len(self.parameters)]
 
 
-class Gradients:
-    """The gradients of one model on all ranks.
+class SharedGradients:
+    """The gradients of a model of which every rank has a whole copy.
 
     Args:
         parameters: those that are trained, in the model's order, on one device.
@@ -60,7 +101,7 @@ class Gradients:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def begin(self) -> None:
-        """Prepare for the backward passes of a step; gradients leave in the one for which `is_last_pass` is true."""
+        """See `OwnGradients`. Gradients leave in the pass for which `is_last_pass` is true."""
         self._started = 0
         for part in self._parts:
             part.awaited = set(range(len(part.parameters)))
@@ -93,7 +134,7 @@ class Gradients:
         self._started += 1
 
     def finish(self, extra: torch.Tensor) -> torch.Tensor:
-        """Replace every gradient by its sum over the ranks; return the sums of `extra`, [extras]."""
+        """See `OwnGradients`."""
         while self._started < len(self._parts) - 1:
             self._send()
         self._buckets[-1].input[-self._extras :] = extra
@@ -115,6 +156,9 @@ class Gradients:
         present = part.marks(total).tolist() if on_host else [p.grad is not None for p in part.parameters]
         for parameter, view, has_gradient in zip(part.parameters, part.views(total), present, strict=True):
             parameter.grad = view if has_gradient else None
+
+
+GradientSum = OwnGradients | SharedGradients | SlicedGradients
 
 
 def _partition(parameters: list[torch.nn.Parameter]) -> list[_Part]:

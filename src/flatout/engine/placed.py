@@ -1,13 +1,13 @@
 """Where the images of a split live, and how batches of them reach a device."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from flatout.data.feed import Samples, prefetch
-from flatout.data.order import Batch
+from flatout.data.order import Batch, part
 from flatout.engine import hardware
 
 
@@ -46,6 +46,19 @@ class Inputs:
     total: int
     total_weight: torch.Tensor
     images: torch.Tensor | None
+
+    def part(self, number: int, parts: int) -> "Inputs":
+        """Return some of the share's samples, for one of several passes."""
+        if parts == 1:
+            return self
+        chosen = part(len(self.batch.samples), number, parts)
+        return replace(
+            self,
+            batch=self.batch.part(number, parts),
+            samples=self.samples[chosen],
+            weights=self.weights[chosen],
+            images=None if self.images is None else self.images[chosen],
+        )
 
 
 def place(samples: Samples, device: torch.device, wanted: str, *, ranks_here: int) -> Placed:

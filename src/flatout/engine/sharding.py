@@ -11,14 +11,14 @@ left calls it with whatever there is, even with an empty batch, and the others n
 Sources: Rajbhandari et al., ZeRO, arXiv 1910.02054 (stage 3); Zhao et al., PyTorch FSDP, arXiv 2304.11277.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from flatout import optim, recipe
 from flatout.errors import InputError
@@ -113,85 +113,3 @@ def build_optimizer(section: recipe.Optimizer, parameters: Iterable[torch.Tensor
         for group in optimizer.param_groups:
             group["fused"], group["foreach"] = False, True
     return optimizer
-
-
-def full_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, torch.Tensor]:
-    """Return a whole copy of everything that training changes, on the CPU of every rank; all ranks must call it.
-
-    Args:
-        model: as `shard` left it.
-        optimizer: of `parameters`.
-        parameters: the trained parameters of the model by name.
-
-    Returns:
-        What `Engine.state` describes: `model.NAME` and `optimizer.NAME.KEY`. It tells nothing of the ranks.
-    """
-    return {name: _whole(value) for name, value in _named(model, optimizer, parameters)}
-
-
-def _named(
-    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in model.state_dict().items():
-        yield f"model.{name}", value
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if value is not None:
-                yield f"optimizer.{name}.{key}", torch.as_tensor(value)
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole.detach().to("cpu", copy=True).contiguous()
-
-
-def load_full_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    state: Mapping[str, torch.Tensor],
-) -> None:
-    """Continue from a state that `full_state`, on any number of ranks, or any other engine returned.
-
-    Every rank takes its slices of the state that it is given, without asking the others.
-
-    Raises:
-        InputError: the state is of another model.
-    """
-    targets = model.state_dict()
-    weights = {}
-    for name, value in state.items():
-        if name.startswith("model."):
-            name = name.removeprefix("model.")
-            weights[name] = _as(value, targets[name]) if name in targets else value
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise InputError(f"the checkpoint does not fit the model: {error}") from None
-    for name, parameter in parameters.items():
-        prefix = f"optimizer.{name}."
-        for key, value in state.items():
-            if key.startswith(prefix):
-                key = key.removeprefix(prefix)
-                # What is kept for each weight is cut as the weights are. The only other thing is the count of steps.
-                optimizer.state[parameter][key] = (
-                    _as(value, parameter)
-                    if value.shape == parameter.shape
-                    else value.to(_step_device(optimizer, parameter), copy=True)
-                )
-
-
-def _as(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a whole tensor, where and as another one lies that has its shape: cut into slices or not."""
-    if isinstance(like, DTensor) and value.shape == like.shape:
-        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
-    # In the memory order of the weights: fused optimizers go through both as they lie.
-    return torch.empty_like(like, dtype=value.dtype).copy_(value) if value.shape == like.shape else value
-
-
-def _step_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.device:
-    # Torch keeps step counts on the CPU unless the step is fused.
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    return parameter.device if fused else torch.device("cpu")

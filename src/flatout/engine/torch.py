@@ -7,6 +7,7 @@ waits for the device.
 Shape letters: N samples, B batch, H height, W width, C channels, K outputs.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,13 +19,15 @@ from torch import nn
 from flatout import augment, loss, optim
 from flatout.data.feed import Samples
 from flatout.data.order import Batch, evaluation_batches
-from flatout.engine import hardware
+from flatout.engine import hardware, memory
+from flatout.engine.asks import Asks
 from flatout.engine.base import Ask, Evaluation, Value
 from flatout.engine.batch_norm import BatchStatistics
 from flatout.engine.capture import CapturedStep
-from flatout.engine.gradients import Gradients
+from flatout.engine.gradients import GradientSum, OwnGradients, SharedGradients, SlicedGradients
 from flatout.engine.placed import Inputs, Placed, place, stream, to_device
 from flatout.engine.prefix import Cut, cut_frozen_prefix
+from flatout.engine.state import full_state, load_full_state
 from flatout.engine.world import ALONE, World
 from flatout.errors import InputError
 from flatout.metrics import Counts
@@ -35,10 +38,6 @@ from flatout.recipe import Recipe
 EVALUATION_BATCH = 256
 # What every step adds up over its samples: loss times weight, weight, right predictions, samples.
 SUMS = 4
-# What the ranks ask of each other is added up with the gradients: how many ask for each thing.
-ASKS = tuple(Ask)
-# GPU ranks read that so many steps later, so as not to wait for the device.
-ASK_LAG = 8
 
 
 @dataclass(kw_only=True, eq=False)
@@ -97,16 +96,28 @@ class TorchEngine:
         world = world or World()
         self.recipe, self.device, self.world = recipe, world.device, world
         self._setup = hardware.prepare(self.device, recipe.precision, ranks_here=world.local_size)
-        self.model = model.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        set_train_mode(self.model)
-        world.broadcast([*self.model.parameters(), *self.model.buffers()])
+        self._is_sliced = recipe.shard == "full" and world.is_joined
         capturable = capture and self.device.type == "cuda" and optim.can_capture(recipe.optimizer)
-        if capturable and world.backend == "gloo":
+        if capturable and (world.backend == "gloo" or self._is_sliced):
             capturable = False
-            report("the step runs without a CUDA graph: gloo adds gradients on the host")
-        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+            reason = "a sharded model cannot be recorded" if self._is_sliced else "gloo adds gradients on the host"
+            report(f"the step runs without a CUDA graph: {reason}")
         self._let_compiler_in = optim.keep_compiler_out()
-        self._optimizer = optim.build(recipe.optimizer, self.parameters.values(), capturable=capturable)
+        self.model = self._spread(model)
+        set_train_mode(self.model)
+        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._asks = Asks(world)
+        self._gradients: GradientSum
+        if self._is_sliced:
+            from flatout.engine.sharding import build_optimizer
+
+            self._optimizer = build_optimizer(recipe.optimizer, self.parameters.values())
+            self._gradients = SlicedGradients(self.model, world)
+        else:
+            self._optimizer = optim.build(recipe.optimizer, self.parameters.values(), capturable=capturable)
+            extras = SUMS + len(self._asks.own)
+            own, trained = OwnGradients(), list(self.parameters.values())
+            self._gradients = SharedGradients(trained, world, extras) if world.is_joined else own
         self._update = optim.plain_step(self._optimizer)
         mean, std = (torch.tensor(v, device=self.device) for v in (recipe.data.mean, recipe.data.std))
         # One multiplication and one addition take a pixel 0..255 to its normalised value.
@@ -114,21 +125,30 @@ class TorchEngine:
         self._class_weights = class_weights
         self._class_weights_here = None if class_weights is None else torch.from_numpy(class_weights).to(self.device)
         self._totals = Totals.zeros(self.device)
-        self._gradients: Gradients | None = None
-        if world.is_joined:
-            self._gradients = Gradients(list(self.parameters.values()), world, extras=SUMS + len(ASKS))
         self._communication_seconds = 0.0
-        self._ask = Ask.NOTHING
-        self._asks = torch.zeros(len(ASKS), device=self.device)
-        self._agreed = torch.zeros_like(self._asks)
-        self._answers: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._passes = 0
+        self._keeps_on_host = False
+        self._report = report
         self._statistics = BatchStatistics(world if recipe.norm == "global" else ALONE)
         self._slots = _Slots()
         self._captured = CapturedStep(self._slot_step, self._forget_gradients, report) if capturable else None
         fixed_input = not recipe.augment.is_random
-        self._cut: Cut | None = cut_frozen_prefix(self.model) if cache_prefix and fixed_input else None
+        may_cut = cache_prefix and fixed_input and not self._is_sliced
+        self._cut: Cut | None = cut_frozen_prefix(self.model) if may_cut else None
         if self._cut:
             report(f"the first {self._cut.layers} layers are frozen: their output is computed once and cached")
+
+    def _spread(self, model: nn.Module) -> nn.Module:
+        """Bring the same model to the devices of all ranks, whole or each its slices."""
+        if self._is_sliced:
+            from flatout.engine.sharding import shard
+
+            self.world.broadcast([*model.parameters(), *model.buffers()])
+            shard(model, self.device)
+            return model
+        model = model.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        self.world.broadcast([*model.parameters(), *model.buffers()])
+        return model
 
     @property
     def threads(self) -> int:
@@ -140,7 +160,8 @@ class TorchEngine:
         sentences = self._setup.describe()
         if self.world.is_joined:
             how = {"memory": "shared memory", "gloo": "gloo", "nccl": "NCCL"}[self.world.backend]
-            sentences[0] = f"{self.world.size} ranks, each {sentences[0]}; gradients are added up through {how}"
+            kept = "each with a slice of the model" if self._is_sliced else "each"
+            sentences[0] = f"{self.world.size} ranks, {kept} {sentences[0]}; gradients are added up through {how}"
         return sentences
 
     def communication_seconds(self) -> float:
@@ -262,44 +283,119 @@ class TorchEngine:
     ) -> None:
         """See `Engine.train_step`."""
         began = self.world.seconds
+        source = self._source(placed)
+        if self._passes == 0:
+            self._passes = self._count_passes(source, inputs)
         # Ranks drop different things: each has other samples.
         torch.manual_seed((seed + self.world.rank) % 2**63)
         optim.set_learning_rate(self._optimizer, learning_rate)
-        source, statistics = self._source(placed), self._statistics
-        statistics.batch_size, statistics.count = len(inputs.batch.samples), inputs.batch.count
-        statistics.total = inputs.total
-        if self._gradients and ask != self._ask:
-            self._asks.copy_(torch.tensor([float(bool(ask & one)) for one in ASKS]))
-        self._ask = ask
+        self._asks.put(ask)
         if self._captured is None or inputs.batch.count < len(inputs.batch.samples):
             self._forget_gradients()
             self._step(source, inputs)
         else:
             self._fill_slots(source, inputs)
             self._captured()
-        self._await_answer()
+        self._asks.take_answer()
         self._communication_seconds += self.world.seconds - began
 
+    def asked(self) -> Ask:
+        """See `Engine.asked`."""
+        return self._asks.asked()
+
     def _step(self, source: Placed, inputs: Inputs) -> None:
+        self._gradients.begin()
+        sums = torch.zeros(SUMS, device=self.device)
+        for number in range(self._passes):
+            self._gradients.is_last_pass = number == self._passes - 1
+            sums += self._pass(source, inputs.part(number, self._passes))
+        sums = self._gradients.finish(torch.cat([sums, self._asks.own]))
+        self._asks.total.copy_(sums[SUMS:])
+        self._update()
+        self._count(sums)
+
+    def _pass(self, source: Placed, inputs: Inputs) -> torch.Tensor:
+        """Compute the gradients of some of the step's samples; return their sums, float32 [SUMS]."""
+        statistics = self._statistics
+        statistics.batch_size, statistics.count = len(inputs.batch.samples), inputs.batch.count
+        statistics.total = inputs.total
         labels = source.labels.index_select(0, inputs.samples)
         weights = inputs.weights
         if self._class_weights_here is not None:
             weights = weights * self._class_weights_here.index_select(0, labels)
-        with self._setup.autocast(), self._statistics:
+        with self._setup.autocast(), self._statistics, self._saved():
             logits = self._training_logits(source, inputs)
-        losses = loss.per_sample(logits, labels, self.recipe.loss, self.recipe.label_smoothing)
-        loss_sum = (losses * weights).sum()
-        if self._gradients:
-            self._gradients.begin()
+            losses = loss.per_sample(logits, labels, self.recipe.loss, self.recipe.label_smoothing)
+            loss_sum = (losses * weights).sum()
         (loss_sum / inputs.total_weight).backward()
         real = inputs.weights > 0
         right = (loss.predicted(logits.detach()) == labels) & real
-        sums = torch.stack([loss_sum.detach(), weights.sum(), right.sum().float(), real.sum().float()])
-        if self._gradients:
-            sums = self._gradients.finish(torch.cat([sums, self._asks]))
-            self._agreed.copy_(sums[SUMS:])
-        self._update()
-        self._count(sums)
+        return torch.stack([loss_sum.detach(), weights.sum(), right.sum().float(), real.sum().float()])
+
+    def _saved(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context that decides where activations wait for the backward pass."""
+        if self._keeps_on_host:
+            return torch.autograd.graph.save_on_cpu(pin_memory=True)
+        return contextlib.nullcontext()
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def _count_passes(self, source: Placed, inputs: Inputs) -> int:
+        """Return in how many passes all ranks compute their shares: as few as fit into the memory of each.
+
+        Raises:
+            InputError: `micro_batch` would change what batch normalisation sees.
+            TrainingFailed: not even the smallest pass fits.
+        """
+        share, wanted = len(inputs.batch.samples), self.recipe.micro_batch
+        if not wanted and (self._is_sliced or not memory.is_limited(self.device)):
+            return 1
+        passes = self._fitting_passes(source, inputs)
+        if self._statistics.was_used and passes != 1 and not wanted and self.device.type == "cuda":
+            self._keeps_on_host = True
+            passes = self._fitting_passes(source, inputs)
+        if self._statistics.was_used and passes > 1 and wanted:
+            raise InputError(
+                f"micro_batch = {wanted}: the model uses batch normalisation, which needs all {share} samples of a "
+                "device together; leave micro_batch out"
+            )
+        if passes == 0 or (self._statistics.was_used and passes > 1):
+            raise memory.no_room(share, whole=self._statistics.was_used)
+        if self._keeps_on_host:
+            self._report("what the backward pass needs waits in the host's memory: the device's does not suffice")
+        if passes > 1:
+            self._report(f"each step takes {passes} passes of up to {-(-share // passes)} samples on each device")
+        return passes
+
+    def _fitting_passes(self, source: Placed, inputs: Inputs) -> int:
+        """Return the passes that the rank with least room needs; 0 if one of them cannot do it at all."""
+        share = len(inputs.batch.samples)
+        if self._is_sliced:
+            # An attempt on one rank alone would wait for the others' slices.
+            samples = min(self.recipe.micro_batch, share)
+        else:
+            most = min(self.recipe.micro_batch or share, share)
+            samples = memory.largest_pass(lambda n: self._try_pass(source, inputs, n), most)
+        needs = self.world.gather(-(-share // samples) if samples else 0)
+        return max(needs) if min(needs) else 0
+
+    def _try_pass(self, source: Placed, inputs: Inputs, samples: int) -> None:
+        """Compute one pass without telling the other ranks, and leave no trace of it."""
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        statistics, self._statistics = self._statistics, BatchStatistics()
+        self._gradients.is_last_pass = False
+        # Room for what the optimizer will keep for each weight, and for the gradients on their way.
+        ballast = [torch.empty_like(p) for p in self.parameters.values() for _ in range(memory.COPIES_OF_WEIGHTS)]
+        try:
+            self._pass(source, inputs.part(0, -(-len(inputs.batch.samples) // samples)))
+        finally:
+            statistics.was_used |= self._statistics.was_used
+            self._statistics = statistics
+            self._forget_gradients()
+            ballast.clear()
+            with torch.no_grad():
+                for buffer, value in zip(self.model.buffers(), buffers, strict=True):
+                    buffer.copy_(value)
 
     def _training_logits(self, source: Placed, inputs: Inputs) -> torch.Tensor:
         images = inputs.images if source.images is None else source.images.index_select(0, inputs.samples)
@@ -316,29 +412,6 @@ class TorchEngine:
         is_first_bad = ~torch.isfinite(sums[0]) & (totals.first_bad_step < 0)
         totals.first_bad_step.copy_(torch.where(is_first_bad, totals.step, totals.first_bad_step))
         totals.step += 1
-
-    def _await_answer(self) -> None:
-        """Note what the ranks asked for in this step, or on a GPU when that can be read."""
-        if self._gradients is None:
-            return
-        answer, event = self._agreed.to("cpu", non_blocking=True, copy=True), None
-        if self.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-        self._answers.append((answer, event))
-
-    def asked(self) -> Ask:
-        """See `Engine.asked`."""
-        if self._gradients is None:
-            return self._ask
-        found = Ask.NOTHING
-        while len(self._answers) > (ASK_LAG if self.device.type == "cuda" else 0):
-            answer, event = self._answers.popleft()
-            if event:
-                event.synchronize()
-            for one, number in zip(ASKS, answer.tolist(), strict=True):
-                found |= one if number else Ask.NOTHING
-        return found
 
     def _forget_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -396,7 +469,7 @@ class TorchEngine:
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         probabilities: list[tuple[Batch, torch.Tensor]] = []
         network = self._cut.eval_suffix if self._cut else self.model.eval()
-        for batch, images in self._batches(source):
+        for batch, images in self._batches(source, in_step=self._is_sliced):
             with self._setup.autocast():
                 x = images.movedim(-1, 1) if self._cut else augment.apply(images, None, self._scale, self._bias)
                 logits = network(x)[: batch.count]
@@ -437,35 +510,11 @@ class TorchEngine:
     def state(self) -> dict[str, torch.Tensor]:
         """See `Engine.state`."""
         self._agree_on_buffers()
-        state = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        for name, parameter in self.parameters.items():
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                if value is not None:
-                    state[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
-        return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in state.items()}
+        return full_state(self.model, self._optimizer, self.parameters)
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """See `Engine.load_state`."""
-        weights = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
-        try:
-            self.model.load_state_dict(weights)
-        except RuntimeError as error:
-            raise InputError(f"the checkpoint does not fit the model: {error}") from None
-        for name, parameter in self.parameters.items():
-            prefix = f"optimizer.{name}."
-            kept = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-            for key, value in kept.items():
-                current = self._optimizer.state[parameter].get(key)
-                device = current.device if isinstance(current, torch.Tensor) else self._state_device(key)
-                copied = value.to(device, copy=True)
-                if value.ndim == 4:
-                    copied = copied.contiguous(memory_format=torch.channels_last)
-                self._optimizer.state[parameter][key] = copied
-
-    def _state_device(self, key: str) -> torch.device:
-        # Torch keeps step counts on the CPU unless the step is fused or captured on the device.
-        fused = any(group.get("fused") or group.get("capturable") for group in self._optimizer.param_groups)
-        return self.device if key != "step" or fused else torch.device("cpu")
+        load_full_state(self.model, self._optimizer, self.parameters, state)
 
     def close(self) -> None:
         """See `Engine.close`."""
