@@ -12,7 +12,7 @@ from flatout.recipe import Recipe, from_dict
 
 KEPT = 2
 # What may differ when a run goes on: how long it lasts, and what changes no result.
-FREE_KEYS = ("epochs", "early_stopping", "log_every", "data.path", "data.placement")
+FREE_KEYS = ("epochs", "early_stopping", "log_every", "micro_batch", "shard", "data.path", "data.placement")
 _BEST = "best."
 
 

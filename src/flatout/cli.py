@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from flatout import __version__
 from flatout.errors import InputError, Stopped, TrainingFailed
 from flatout.jobs import builtin_jobs
-from flatout.recipe import MAX_IMAGE_SIZE, parse_setting
+from flatout.recipe import MAX_IMAGE_SIZE
+from flatout.settings import parse_setting
 
 if TYPE_CHECKING:
     from flatout.hosts import Hosts

@@ -5,11 +5,8 @@ into the run folder complete, so that the file alone repeats the run.
 """
 
 import dataclasses
-import difflib
 import functools
-import math
 import tomllib
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flatout.errors import InputError
+from flatout.settings import nearest, typed
 
 MOMENTUM_DEFAULT = 0.9
 MAX_IMAGE_SIZE = 8192
@@ -29,14 +27,18 @@ def _require(condition: bool, key: str, value: object, need: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """An optimizer with its hyper-parameters, as torch defines them.
+    """An optimizer with its hyper-parameters, as torch defines them, and how its learning rate follows the batch.
 
     `momentum` is SGD with a momentum that defaults to 0.9; `sgd` takes any momentum, 0 by default.
     `eps` defaults to torch's value for the optimizer.
+    lr_base_batch: the batch size that `lr` was chosen for; training then uses a rate scaled to its own. 0 for never.
+    lr_scaling: with the batch size or with its square root; by default linear, sqrt for Adam and AdamW.
     """
 
     name: Literal["sgd", "momentum", "adagrad", "adam", "adamw"] = "sgd"
     lr: float = 0.01
+    lr_base_batch: int = 0
+    lr_scaling: Literal["linear", "sqrt"] | None = None
     momentum: float | None = None
     dampening: float = 0.0
     nesterov: bool = False
@@ -50,10 +52,13 @@ class Optimizer:
             object.__setattr__(self, "momentum", MOMENTUM_DEFAULT if self.name == "momentum" else 0.0)
         if self.eps is None:
             object.__setattr__(self, "eps", 1e-10 if self.name == "adagrad" else 1e-8)
+        if self.lr_scaling is None:
+            object.__setattr__(self, "lr_scaling", "sqrt" if self.name in ("adam", "adamw") else "linear")
         momentum, eps = self.momentum, self.eps
         assert momentum is not None
         assert eps is not None
         _require(self.lr > 0, "optimizer.lr", self.lr, "must be greater than 0")
+        _require(self.lr_base_batch >= 0, "optimizer.lr_base_batch", self.lr_base_batch, "must not be negative")
         _require(0 <= momentum < 1, "optimizer.momentum", momentum, "must be at least 0 and less than 1")
         _require(is_sgd or momentum == 0, "optimizer.momentum", momentum, f"{self.name} has none; set it to 0")
         _require(
@@ -197,7 +202,10 @@ class Recipe:
     """Everything that decides a training run.
 
     batch_size: the global batch, on however many devices.
+    micro_batch: the most samples that a device computes at once, the batch staying what it is; 0 is automatic.
+    shard: whether each device keeps everything that training changes, or a slice of it.
     norm: whether batch normalisation sees the global batch.
+    dropout: the share that every dropout layer drops; -1 leaves each as the model has it.
     drop_last: leave out a short last batch instead of padding it.
     pretrained: start from published weights; weights: from this file or folder instead.
     freeze: `all-but-last-N` layers, or comma-separated patterns of parameter names.
@@ -212,10 +220,13 @@ class Recipe:
     channels: Literal[1, 3] = 3
     epochs: int
     batch_size: int
+    micro_batch: int = 0
+    shard: Literal["none", "full"] = "none"
     seed: int = 1
     norm: Literal["global", "per-device"] = "global"
     loss: Literal["cross-entropy", "binary-cross-entropy"] = "cross-entropy"
     label_smoothing: float = 0.0
+    dropout: float = -1.0
     class_weights: Literal["none", "balanced"] = "none"
     drop_last: bool = False
     pretrained: bool = False
@@ -236,8 +247,12 @@ class Recipe:
         _require(1 <= size <= MAX_IMAGE_SIZE, "image_size", size, f"must be from 1 to {MAX_IMAGE_SIZE} pixels")
         _require(self.epochs >= 1, "epochs", self.epochs, "must be at least 1")
         _require(self.batch_size >= 1, "batch_size", self.batch_size, "must be at least 1")
+        _require(self.micro_batch >= 0, "micro_batch", self.micro_batch, "must not be negative")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "must be from 0 to 2^63 - 1")
         _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "must be from 0 to 1, not 1")
+        _require(
+            self.dropout == -1 or 0 <= self.dropout < 1, "dropout", self.dropout, "must be from 0 to 1, not 1; or -1"
+        )
         _require(self.early_stopping >= 0, "early_stopping", self.early_stopping, "must not be negative")
         _require(self.log_every >= 0, "log_every", self.log_every, "must not be negative")
         _require(
@@ -251,7 +266,7 @@ class Recipe:
         """Return a recipe with dotted keys changed, such as `{"epochs": 3, "optimizer.lr": 0.1}`.
 
         Choosing another `optimizer.name` or `schedule.name` also puts that section's other values back to their
-        defaults (the learning rate and weight decay stay), since they were chosen for the old one.
+        defaults, since they were chosen for the old one; the learning rate, its base batch and weight decay stay.
 
         Raises:
             InputError: a key is unknown, or a value has the wrong type or is impossible.
@@ -260,7 +275,7 @@ class Recipe:
         for key in ("optimizer", "schedule"):
             name = changes.get(f"{key}.name", table[key]["name"])
             if name != table[key]["name"]:
-                kept = {k: v for k, v in table[key].items() if k in ("lr", "weight_decay")}
+                kept = {k: v for k, v in table[key].items() if k in ("lr", "lr_base_batch", "weight_decay")}
                 table[key] = {"name": name, **kept}
         for key, value in changes.items():
             section = table
@@ -312,13 +327,6 @@ def known_keys() -> list[str]:
 _SECTIONS: dict[str, type] = {"optimizer": Optimizer, "schedule": Schedule, "augment": Augment, "data": Data}
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a hint that names the known word closest to `word`, or the known words."""
-    known = list(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else "known: " + ", ".join(known)
-
-
 def _unknown_key(key: str, known: Iterable[str]) -> InputError:
     known = list(known)
     by_last_part = [k for k in known if k.rpartition(".")[2] == key]
@@ -355,42 +363,8 @@ def _checked(cls: type, table: Mapping[str, Any], prefix: str) -> dict[str, Any]
     for key, value in table.items():
         if key not in hints or key in _SECTIONS:
             raise _unknown_key(prefix + key, known_keys())
-        checked[key] = _typed(value, hints[key], prefix + key)
+        checked[key] = typed(value, hints[key], prefix + key)
     return checked
-
-
-def _typed(value: Any, hint: Any, key: str) -> Any:
-    """Return `value` as the annotated type, or raise an InputError that names the key."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        if value in args and not isinstance(value, bool):
-            return value
-        raise InputError(f"{key} = {value!r}: {nearest(str(value), map(str, args))}")
-    if origin is types.UnionType:
-        return None if value is None else _typed(value, args[0], key)
-    if origin is tuple:
-        values = value if isinstance(value, list | tuple) else [value]
-        return tuple(_typed(v, args[0], key) for v in values)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) is not hint or (hint is float and not math.isfinite(value)):
-        names = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text in quotes"}
-        raise InputError(f"{key} = {value!r}: must be {names[hint]}")
-    return value
-
-
-def parse_setting(text: str) -> tuple[str, Any]:
-    """Split one `--set KEY=VALUE`; the value is read as TOML, as a comma-separated list, or else as plain text."""
-    key, equals, raw = text.partition("=")
-    if not equals or not key.strip():
-        raise InputError(f"--set {text}: must be KEY=VALUE, such as --set optimizer.lr=0.1")
-    raw = raw.strip()
-    for candidate in (raw, f"[{raw}]" if "," in raw else raw):
-        try:
-            return key.strip(), tomllib.loads(f"value = {candidate}")["value"]
-        except tomllib.TOMLDecodeError:
-            continue
-    return key.strip(), raw
 
 
 def load_recipe(path: Path) -> Recipe:

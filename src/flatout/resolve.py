@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from flatout.console import Console
 from flatout.errors import InputError
 from flatout.jobs import builtin_jobs, load_job
-from flatout.recipe import Recipe, load_recipe, nearest
+from flatout.recipe import Recipe, load_recipe
+from flatout.settings import nearest
 
 if TYPE_CHECKING:
     from flatout.data.source import Found, Source

@@ -30,7 +30,7 @@ def agree(world: "World", recipe: Recipe, pack: "Pack") -> None:
     mend = {"version": "install the same version on all hosts", "data": "give all hosts the same data"}
     facts: dict[tuple[str, str], Any] = {("version", name): version(name) for name in ("torch", "numpy", "safetensors")}
     facts |= {("version", "flatout"): __version__, ("version", "Python"): platform.python_version()}
-    free = {*FREE_KEYS, "data.path"} - {"epochs", "early_stopping"}
+    free = {*FREE_KEYS, "data.path"} - {"epochs", "early_stopping", "micro_batch", "shard"}
     facts |= {("recipe", key): value for key, value in recipe.flat().items() if key not in free}
     facts |= {("data", name): value for name, value in _data(pack).items()}
     everyone = world.gather((socket.gethostname(), facts))

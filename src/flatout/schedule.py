@@ -5,20 +5,25 @@ from collections.abc import Sequence
 
 from flatout.recipe import Recipe
 
+# Epochs over which a large batch's rate rises (Goyal et al., section 5.1: 5 of 90), and their largest share of a run.
+LARGE_BATCH_WARMUP_EPOCHS = 5
+LARGE_BATCH_WARMUP_SHARE = 0.1
+
 
 def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int, valid_losses: Sequence[float] = ()) -> float:
     """Return the learning rate of a step, counted from 0 over the whole run.
 
-    Every schedule but one-cycle, which rises by itself, starts with a linear warm-up over `warmup_epochs`.
+    Every schedule but one-cycle, which rises by itself, starts with a linear `warm_up`, and all reach `scaled_rate`.
     `valid_losses` holds the watched loss of every finished epoch; only the plateau schedule reads it.
     """
-    schedule, lr = recipe.schedule, recipe.optimizer.lr
+    schedule, lr = recipe.schedule, scaled_rate(recipe)
     total = recipe.epochs * steps_per_epoch
     if schedule.name == "one-cycle":
         return lr * _one_cycle(step / max(1, total - 1), schedule.rise, schedule.start_factor)
-    warmup = schedule.warmup_epochs * steps_per_epoch
+    warmup_epochs, start = warm_up(recipe)
+    warmup = warmup_epochs * steps_per_epoch
     if step < warmup:
-        return lr * (step + 1) / (warmup + 1)
+        return start + (lr - start) * (step + 1) / (warmup + 1)
     if schedule.name == "cosine":
         progress = (step - warmup) / max(1, total - warmup)
         return lr * _cosine(1.0, schedule.final_factor, progress)
@@ -27,6 +32,44 @@ def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int, valid_losses:
     if schedule.name == "plateau":
         return lr * schedule.factor ** plateau_reductions(valid_losses, schedule.patience, schedule.threshold)
     return lr
+
+
+def scaled_rate(recipe: Recipe) -> float:
+    """Return the learning rate for the recipe's batch size: `lr` itself, unless it was chosen for another batch.
+
+    Linear scaling keeps the sum of k small steps of SGD (Goyal et al., arXiv 1706.02677); the square root keeps the
+    variance of a step (Krizhevsky, arXiv 1404.5997), and suits Adam (Malladi et al., arXiv 2205.10287).
+    """
+    optimizer = recipe.optimizer
+    if optimizer.lr_base_batch == 0:
+        return optimizer.lr
+    ratio = recipe.batch_size / optimizer.lr_base_batch
+    return optimizer.lr * (ratio if optimizer.lr_scaling == "linear" else math.sqrt(ratio))
+
+
+def warm_up(recipe: Recipe) -> tuple[float, float]:
+    """Return for how many epochs the learning rate rises to `scaled_rate`, and from where.
+
+    It rises from 0 over `warmup_epochs`; where the batch is larger than the one that `lr` was chosen for, from `lr`,
+    and over epochs of its own where `warmup_epochs` is 0.
+    """
+    epochs, lr = recipe.schedule.warmup_epochs, recipe.optimizer.lr
+    if scaled_rate(recipe) <= lr:
+        return epochs, 0.0
+    return epochs or min(LARGE_BATCH_WARMUP_EPOCHS, recipe.epochs * LARGE_BATCH_WARMUP_SHARE), lr
+
+
+def describe_scaling(recipe: Recipe) -> str:
+    """Return a sentence that says what `lr`, chosen for `lr_base_batch`, comes to for the recipe's batch size."""
+    optimizer, rate = recipe.optimizer, scaled_rate(recipe)
+    sentence = (
+        f"learning rate {rate:.4g} for batches of {recipe.batch_size}: {optimizer.lr:g} for batches of "
+        f"{optimizer.lr_base_batch}, scaled ({optimizer.lr_scaling})"
+    )
+    epochs, start = warm_up(recipe)
+    if start and recipe.schedule.name != "one-cycle":
+        sentence += f"; it rises from {start:g} over {epochs:g} {'epoch' if epochs == 1 else 'epochs'}"
+    return sentence
 
 
 def plateau_reductions(losses: Sequence[float], patience: int, threshold: float) -> int:

@@ -16,6 +16,7 @@ from flatout.hosts import Hosts
 from flatout.progress import Progress
 from flatout.recipe import Recipe
 from flatout.sameness import agree
+from flatout.schedule import describe_scaling
 from flatout.train import train
 from flatout.watch import Watch
 
@@ -176,6 +177,8 @@ class Session:
                     f"batch_size = {batch} is less than one sample for each of the {ranks} ranks: "
                     "use a larger batch or fewer devices"
                 )
+        if self.recipe.optimizer.lr_base_batch:
+            self.note(describe_scaling(self.recipe))
         self._time("read")
         return splits
 
@@ -185,6 +188,7 @@ class Session:
 
         from flatout.data.prepare import class_weights
         from flatout.engine.choose import make_engine, spec_of
+        from flatout.models.dropout import set_dropout
         from flatout.models.freeze import freeze
         from flatout.models.load import build, check_outputs
         from flatout.models.pretrained import load_pretrained
@@ -209,6 +213,7 @@ class Session:
         elif recipe.freeze:
             self.note("frozen layers keep their random weights: no pre-trained weights were asked for")
         freeze(model, recipe.freeze)
+        set_dropout(model, recipe.dropout)
         weights = None
         if recipe.class_weights == "balanced":
             weights = class_weights(splits["train"].labels, len(pack.classes))

@@ -7,9 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flatout
+from flatout.checkpoint import check_resumable
 from flatout.errors import InputError
 from flatout.jobs import builtin_jobs, load_job
-from flatout.recipe import Recipe, from_dict, known_keys, load_recipe, parse_setting
+from flatout.progress import Progress
+from flatout.recipe import Recipe, from_dict, known_keys, load_recipe
+from flatout.settings import parse_setting
 
 BASE = Recipe(model="fashion-cnn", image_size=28, epochs=2, batch_size=16)
 
@@ -106,6 +109,13 @@ WRONG = [
     ({"optimizer.lr": 0}, "optimizer.lr = 0.0: must be greater than 0"),
     ({"optimizer.lr": float("nan")}, "optimizer.lr"),
     ({"optimizer.name": "adm"}, "optimizer.name = 'adm': did you mean 'adam'?"),
+    ({"optimizer.lr_scaling": "square"}, "optimizer.lr_scaling = 'square': did you mean 'sqrt'?"),
+    ({"optimizer.lr_base_batch": -256}, "optimizer.lr_base_batch = -256: must not be negative"),
+    ({"optimizer.lr_base_batch": 256.0}, "optimizer.lr_base_batch = 256.0: must be a whole number"),
+    ({"dropout": 1}, "dropout = 1.0: must be from 0 to 1, not 1; or -1"),
+    ({"dropout": -0.5}, "dropout = -0.5"),
+    ({"micro_batch": -1}, "micro_batch = -1: must not be negative"),
+    ({"shard": "half"}, "shard = 'half': known: none, full"),
     ({"schedule.name": "cosin"}, "did you mean 'cosine'?"),
     ({"optimizer.nesterov": True}, "optimizer.nesterov = True: needs a momentum"),
     ({"data.on_bad_image": "ignore"}, "known: stop, skip"),
@@ -145,6 +155,26 @@ def test_another_optimizer_puts_its_section_back() -> None:
     assert recipe.optimizer == flatout.Adam(lr=0.001)
     assert load_job("mnist-parallel").override({"optimizer.name": "momentum"}).optimizer.momentum == 0.9
     assert load_job("caltech101").override({"optimizer.lr": 0.01}).optimizer.dampening == 0.1
+
+
+def test_the_base_batch_belongs_to_the_rate_and_the_scaling_to_the_optimizer() -> None:
+    recipe = BASE.override({"optimizer.lr_base_batch": 256, "optimizer.lr_scaling": "sqrt"})
+    assert recipe.override({"optimizer.lr": 0.1}).optimizer.lr_scaling == "sqrt"
+    other = recipe.override({"optimizer.name": "momentum"}).optimizer
+    assert (other.lr_base_batch, other.lr_scaling) == (256, "linear")
+    assert recipe.override({"optimizer.name": "adamw"}).optimizer.lr_scaling == "sqrt"
+    assert flatout.Adam(lr_scaling="linear").lr_scaling == "linear"
+
+
+@pytest.mark.parametrize("changes", [{"shard": "full"}, {"micro_batch": 8}])
+def test_a_run_may_go_on_with_other_memory_settings(changes: dict[str, object]) -> None:
+    check_resumable(BASE, BASE.override(changes), Progress())
+
+
+@pytest.mark.parametrize("changes", [{"dropout": 0.0}, {"optimizer.lr_base_batch": 16}])
+def test_a_run_may_not_go_on_with_other_dropout_or_another_rate(changes: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=next(iter(changes))):
+        check_resumable(BASE, BASE.override(changes), Progress())
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """Learning rates against torch's own schedulers, and against their definitions."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
 from flatout.recipe import Recipe
-from flatout.schedule import learning_rate, plateau_reductions
+from flatout.schedule import describe_scaling, learning_rate, plateau_reductions
 
 BASE = Recipe(model="m", image_size=8, epochs=10, batch_size=4).override({"optimizer.lr": 0.5})
 STEPS = 7
@@ -70,3 +71,70 @@ def test_plateau_equals_torchs(patience: int) -> None:
         expected = round(-math.log10(optimizer.param_groups[0]["lr"]))
         if expected < 8:  # torch stops at differences of 1e-8
             assert plateau_reductions(losses[: epoch + 1], patience, 1e-4) == expected
+
+
+LARGE = {"batch_size": 32, "optimizer.lr_base_batch": 8}
+
+
+@pytest.mark.parametrize(("optimizer", "scale"), [("sgd", 4.0), ("adagrad", 4.0), ("adam", 2.0), ("adamw", 2.0)])
+def test_a_larger_batch_scales_the_rate_as_suits_the_optimizer(optimizer: str, scale: float) -> None:
+    assert rates({**LARGE, "optimizer.name": optimizer, "optimizer.lr": 0.5})[-1] == 0.5 * scale
+
+
+def test_a_larger_batch_warms_up_from_the_unscaled_rate() -> None:
+    found = rates({**LARGE, "schedule.warmup_epochs": 3.0})
+    rise = [after - before for before, after in itertools.pairwise([0.5, *found[:22]])]
+    assert all(math.isclose(step, 1.5 / 22) for step in rise)
+    assert found[21:] == [2.0] * 49
+
+
+@pytest.mark.parametrize(("epochs", "warmup_steps"), [(5, 4), (10, 7), (50, 35), (90, 35)])
+def test_without_a_warm_up_a_larger_batch_gets_five_epochs_or_a_tenth_of_the_run(
+    epochs: int, warmup_steps: int
+) -> None:
+    found = rates({**LARGE, "epochs": epochs})
+    assert 0.5 < found[0] < found[warmup_steps - 1] < 2.0
+    assert set(found[warmup_steps:]) == {2.0}
+
+
+@pytest.mark.parametrize("warmup", [0.0, 2.0])
+def test_a_smaller_batch_scales_down_and_warms_up_as_ever(warmup: float) -> None:
+    small = rates({"batch_size": 4, "optimizer.lr_base_batch": 16, "schedule.warmup_epochs": warmup})
+    assert small == [rate / 4 for rate in rates({"schedule.warmup_epochs": warmup})]
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "step", "one-cycle"])
+def test_the_batch_that_the_rate_was_chosen_for_changes_nothing(name: str) -> None:
+    assert rates({"optimizer.lr_base_batch": 4, "schedule.name": name}) == rates({"schedule.name": name})
+
+
+@pytest.mark.parametrize("name", ["cosine", "step"])
+def test_schedules_start_from_the_scaled_rate_after_the_warm_up(name: str) -> None:
+    changes = {"schedule.name": name, "schedule.warmup_epochs": 1.0}
+    found, unscaled = rates({**LARGE, **changes}), rates(changes)
+    assert found[STEPS:] == [4 * rate for rate in unscaled[STEPS:]]
+
+
+def test_one_cycle_rises_by_itself() -> None:
+    assert rates({**LARGE, "schedule.name": "one-cycle"}) == [4 * r for r in rates({"schedule.name": "one-cycle"})]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            LARGE,
+            "learning rate 2 for batches of 32: 0.5 for batches of 8, scaled (linear); it rises from 0.5 over 1 epoch",
+        ),
+        (
+            {**LARGE, "schedule.name": "one-cycle", "optimizer.lr_scaling": "sqrt"},
+            "learning rate 1 for batches of 32: 0.5 for batches of 8, scaled (sqrt)",
+        ),
+        (
+            {"optimizer.lr_base_batch": 16},
+            "learning rate 0.125 for batches of 4: 0.5 for batches of 16, scaled (linear)",
+        ),
+    ],
+)
+def test_the_run_can_say_what_the_rate_came_to(changes: dict[str, object], sentence: str) -> None:
+    assert describe_scaling(BASE.override(changes)) == sentence

@@ -4,7 +4,8 @@ import tomllib
 from importlib import resources
 
 from flatout.errors import InputError
-from flatout.recipe import Recipe, from_dict, nearest
+from flatout.recipe import Recipe, from_dict
+from flatout.settings import nearest
 
 
 def builtin_jobs() -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import InputError
-from flatout.recipe import nearest
+from flatout.settings import nearest
 
 if TYPE_CHECKING:
     from torch import nn
