@@ -6,6 +6,7 @@ from torch import nn
 
 from flatout.engine.batch_norm import BatchStatistics
 
+
 def statistics_of(batch_size: int, count: int) -> BatchStatistics:
     statistics = BatchStatistics()
     statistics.batch_size, statistics.count, statistics.total = batch_size, count, count

@@ -7,6 +7,7 @@ on one device.
 """
 
 import time
+
 import torch
 from torch import nn
 
