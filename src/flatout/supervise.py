@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.1
 _LEAVING_SECONDS = 10.0
 # What another host may take to tell why its ranks are gone.
 _TELLING_SECONDS = 5.0
-_TAIL_LINES = 10
+_TAIL_LINES = 20
 
 
 @dataclass(kw_only=True)
@@ -169,10 +169,9 @@ class Supervisor:
         silent, hung = watchdog.find_silent(here), watchdog.find_hung([*here, *others])
         sick = silent or (hung if hung in here else None)
         if sick and not running[sick.pid].killed:
+            what = "did not answer" if silent else "kept all others waiting"
             seconds = sick.silent_seconds if silent else sick.stalled_seconds
-            running[
-                sick.pid
-            ].killed = f"{'did not answer' if silent else 'kept all others waiting'} for {seconds:.0f} s"
+            running[sick.pid].killed = f"{what} for {seconds:.0f} s"
             watchdog.end_process(sick.pid)
         for rank in running.values():
             # An interpreter may hang when it ends, in a library's threads; the outcome is what counts.

@@ -64,12 +64,21 @@ def _is_silent(vital: Vital) -> bool:
 
 
 def _is_stopped(pid: int) -> bool:
+    return _status(pid) in ("stopped", "tracing-stop")
+
+
+def _is_running(pid: int) -> bool:
+    return _status(pid) not in ("", "zombie", "dead")
+
+
+def _status(pid: int) -> str:
+    """Return what the system says of a process, in psutil's words; empty if there is none."""
     import psutil
 
     try:
-        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        return psutil.Process(pid).status()
     except psutil.NoSuchProcess:
-        return False
+        return ""
 
 
 def find_hung(vitals: Sequence[Vital]) -> Vital | None:
@@ -164,14 +173,6 @@ class Watchdog:
             if vital.pid not in (0, os.getpid()) and vital.phase != Phase.ENDED:
                 end_process(vital.pid)
         end_process(os.getpid())
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _say(text: str) -> None:
