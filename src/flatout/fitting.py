@@ -1,5 +1,6 @@
 """The public call `fit`: from data, a model and a recipe to a run folder."""
 
+import copy
 import dataclasses
 import tempfile
 from pathlib import Path
@@ -61,14 +62,10 @@ def fit(
     from flatout.resolve import resolve
 
     console = Console(None if quiet else sys.stdout)
-    module = None if model is None or isinstance(model, str) else model
+    module = None if model is None or isinstance(model, str) else _copy(model)
     if isinstance(model, str):
         changes["model"] = model
     elif module is not None:
-        from torch import nn
-
-        if not isinstance(module, nn.Module):
-            raise InputError(f"model: must be a torch module or a name, not {module!r}")
         changes["model"] = f"python:{type(module).__qualname__}"
     flat = {}
     for key, value in changes.items():
@@ -88,11 +85,26 @@ def fit(
     try:
         recipe, found = resolve(job, data, flat, accelerated=is_accelerated(devices), console=console)
         folder = train_recipe(recipe, found, options, console, module=module)
-    except Stopped as stopped:
-        raise KeyboardInterrupt from stopped
+    except Stopped:
+        raise KeyboardInterrupt from None
     finally:
         console.close()
     return Run(folder, model=module, allow_code=options.allow_code)
+
+
+def _copy(model: "nn.Module") -> "nn.Module":
+    """Return a copy on the CPU, which training and the finished run may change."""
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: must be a torch module or a name, not {model!r}")
+    try:
+        return copy.deepcopy(model).to("cpu")
+    except Exception as error:  # what a user's module holds may raise anything
+        raise InputError(
+            f"model: {type(model).__qualname__} cannot be copied ({type(error).__name__}: {error}); "
+            "keep locks, open files, generators and results of earlier computations out of it"
+        ) from error
 
 
 def train_recipe(
@@ -134,7 +146,7 @@ def train_recipe(
 
 def _train_from_here(
     recipe: Recipe, data: "Found | Source", options: Options, console: Console, module: "nn.Module | None"
-) -> Run:
+) -> Path:
     """Make the pack, then train in this process, or in one for each device."""
     from flatout.data.handover import hand_over
     from flatout.engine.choose import join, parse_devices, plan
@@ -145,7 +157,7 @@ def _train_from_here(
     session.claim_folder()
     pack = session.load_pack(data)
     start, stop = pack.splits["train"]
-    chosen = plan(options.devices, recipe, stop - start)
+    chosen = plan(options.devices, recipe, stop - start, lambda: session.build_model(pack))
     if chosen.reason:
         session.note(chosen.reason)
     options = dataclasses.replace(options, devices=str(chosen.devices))

@@ -182,16 +182,13 @@ class Session:
         self._time("read")
         return splits
 
-    def make_engine(self, pack: "Pack", splits: "dict[str, Samples]") -> "Engine":
-        """Build the model and the engine."""
+    def build_model(self, pack: "Pack") -> "nn.Module":
+        """Return the model with fresh weights; the user's own as a copy."""
         import copy
 
-        from flatout.data.prepare import class_weights
-        from flatout.engine.choose import make_engine, spec_of
         from flatout.models.dropout import set_dropout
         from flatout.models.freeze import freeze
         from flatout.models.load import build, check_outputs
-        from flatout.models.pretrained import load_pretrained
 
         recipe, module = self.recipe, self.module
         shape = {"image_size": recipe.image_size, "channels": recipe.channels}
@@ -208,12 +205,22 @@ class Session:
                 allow_code=self.options.allow_code,
                 **shape,
             )
+        freeze(model, recipe.freeze)
+        set_dropout(model, recipe.dropout)
+        return model
+
+    def make_engine(self, pack: "Pack", splits: "dict[str, Samples]") -> "Engine":
+        """Build the model with the weights to start from, and the engine."""
+        from flatout.data.prepare import class_weights
+        from flatout.engine.choose import make_engine, spec_of
+        from flatout.models.pretrained import load_pretrained
+
+        recipe, model = self.recipe, self.build_model(pack)
+        shape = {"image_size": recipe.image_size, "channels": recipe.channels}
         if recipe.pretrained or recipe.weights:
             load_pretrained(model, recipe.model, weights=recipe.weights, report=self.note, **shape)
         elif recipe.freeze:
             self.note("frozen layers keep their random weights: no pre-trained weights were asked for")
-        freeze(model, recipe.freeze)
-        set_dropout(model, recipe.dropout)
         weights = None
         if recipe.class_weights == "balanced":
             weights = class_weights(splits["train"].labels, len(pack.classes))

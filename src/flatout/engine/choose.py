@@ -127,20 +127,62 @@ class Plan:
     reason: str = ""
 
 
-def plan(spec: str, recipe: Recipe, images: int) -> Plan:
+# Seconds that starting ranks takes, and of one sum over the ranks of a host: for each, and for each byte of gradients.
+LAUNCH_SECONDS = 4.0
+SUM_SECONDS, SUM_SECONDS_PER_BYTE = 5e-4, 2.5e-10
+# How much of a core one more thread of a process is worth, where one more process is worth a whole one.
+THREAD_WORTH = 0.6
+LEAST_SHARE = 8
+
+
+def plan(spec: str, recipe: Recipe, images: int, build: "Callable[[], nn.Module]") -> Plan:
     """Decide which devices a SPEC means for a job; only `auto` leaves a choice.
+
+    On CPUs that is between one process with a thread for each core, and a rank for each core. Two ranks are faster than
+    two threads, since threads meet after every operation and ranks once or a few times in a step; but ranks must be
+    started, must add up their gradients, and must have something to compute.
 
     Args:
         spec: the SPEC.
         recipe: the job.
         images: the number of training images.
+        build: makes the model, for a look at how long it takes.
+
+    Raises:
+        InputError: as `parse_devices`.
     """
-    from flatout.engine.hardware import cpu_threads
+    from flatout.engine.hardware import cores, cpu_threads
 
     devices = parse_devices(spec)
-    if spec != "auto":
-        return Plan(devices=devices, threads=cpu_threads(len(devices.names)))
-    return Plan(devices=devices, threads=cpu_threads(len(devices.names)))
+    names, threads = devices.names, cpu_threads(len(devices.names))
+    if spec != "auto" or devices.kind == "mps" or (devices.kind == "cuda" and len(names) == 1):
+        return Plan(devices=devices, threads=threads)
+    batch = min(recipe.batch_size, images)
+    if devices.kind == "cuda":
+        count = max(1, min(len(names), batch // LEAST_SHARE))
+        chosen = Devices(kind="cuda", indices=devices.indices[:count])
+        return Plan(
+            devices=chosen, threads=cpu_threads(count), reason=f"--devices auto: {chosen}, all that the batch fills"
+        )
+    count = cores()
+    if count == 1 or "OMP_NUM_THREADS" in os.environ or batch < LEAST_SHARE * count:
+        return Plan(devices=devices, threads=threads)
+    from flatout.engine.probe import seconds_per_image
+
+    model = build()
+    seconds = seconds_per_image(model, recipe) * images * recipe.epochs
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    sums = recipe.epochs * -(-images // batch) * (SUM_SECONDS + SUM_SECONDS_PER_BYTE * gradients)
+    by_threads = seconds / (1 + THREAD_WORTH * (count - 1))
+    by_ranks = seconds / count + sums + LAUNCH_SECONDS
+    if by_ranks < by_threads:
+        ranks = Devices(kind="cpu", indices=tuple(range(count)))
+        reason = (
+            f"--devices auto: {ranks}, a rank of one thread for each core, which suits about {by_ranks:.0f} s of work"
+        )
+        return Plan(devices=ranks, threads=1, reason=reason)
+    reason = f"--devices auto: cpu, one process with {threads} threads, for about {by_threads:.0f} s of work"
+    return Plan(devices=devices, threads=threads, reason=reason)
 
 
 def join(spec: str) -> "World":

@@ -62,8 +62,8 @@ class SlicedGradients:
 class _Part:
     """Some parameters whose gradients travel together, then a mark for each that has one, then the extra numbers."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter], offsets: list[int], end: int) -> None:
-        self.parameters, self.offsets, self.end = parameters, offsets, end
+    def __init__(self, parameters: list[torch.nn.Parameter], offsets: list[int], end: int, dtype: torch.dtype) -> None:
+        self.parameters, self.offsets, self.end, self.dtype = parameters, offsets, end, dtype
         self.awaited: set[int] = set()
         self._views: dict[int, list[torch.Tensor]] = {}
 
@@ -177,14 +177,17 @@ def _partition(parameters: list[torch.nn.Parameter]) -> list[_Part]:
         for parameter in group:
             offsets.append(end)
             end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-        parts.append(_Part(group, offsets, end))
+        parts.append(_Part(group, offsets, end, group[0].dtype))
+    if parts[-1].dtype.itemsize < torch.float32.itemsize:
+        # The extra numbers are sums and counts: a narrow float would round them.
+        parts.append(_Part([], [], 0, torch.float32))
     return parts
 
 
 def _make_buckets(parts: list[_Part], world: World, extras: int) -> list[Bucket]:
     """Return a bucket for each part; those of one dtype share one piece of memory."""
     buckets: dict[int, Bucket] = {}
-    dtypes = [part.parameters[0].dtype for part in parts]
+    dtypes = [part.dtype for part in parts]
     sizes = [part.end + len(part.parameters) for part in parts]
     sizes[-1] += extras
     for dtype in dict.fromkeys(dtypes):
