@@ -3,7 +3,6 @@
 Every line goes to the log of its rank as well.
 """
 
-import contextlib
 import json
 import math
 import sys
@@ -163,6 +162,12 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook; having imported one is not enough."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
 class Relay:
     """The display of a console in a process that has none: a file of events, which the launcher's console replays.
 
@@ -195,7 +200,7 @@ class Relay:
 def _make_display(stream: TextIO | None) -> Display | None:
     if stream is None:
         return None
-    if "ipykernel" in sys.modules:
+    if in_notebook():
         return _NotebookBar(stream)
     return _TerminalBar(stream) if stream.isatty() else _Lines(stream)
 
@@ -258,21 +263,22 @@ class _NotebookBar:
     def show(self, text: str, done: int, total: int) -> None:
         from html import escape
 
-        from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
-
-        html = HTML(f'<progress value="{done}" max="{total}" style="width:16em"></progress> {escape(text)}')
-        if self._handle is None:
-            self._handle = display(html, display_id=True)
-        else:
-            self._handle.update(html)
+        bar = f'<progress value="{done}" max="{total}" style="width:16em"></progress> {escape(text)}'
+        self._draw({"text/html": bar, "text/plain": text})
 
     def line(self, text: str) -> None:
         print(text, file=self._stream)
 
     def close(self) -> None:
-        from IPython.display import HTML  # pyright: ignore[reportMissingImports]
-
         if self._handle is not None:
-            with contextlib.suppress(AttributeError):
-                self._handle.update(HTML(""))
+            # An output that is shown cannot be taken back, only emptied.
+            self._draw({"text/html": "", "text/plain": ""})
             self._handle = None
+
+    def _draw(self, forms: dict[str, str]) -> None:
+        from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+        if self._handle is None:
+            self._handle = display(forms, raw=True, display_id=True)
+        else:
+            self._handle.update(forms, raw=True)

@@ -156,17 +156,19 @@ class Run:
 
     def show(self) -> Any:
         """Show the report: in a notebook in the cell, else its path is printed."""
-        import sys
+        from flatout.console import in_notebook
 
         report = self.path / REPORT
-        if "ipykernel" in sys.modules:
+        if in_notebook():
             from html import escape
 
             from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
 
             # A frame of its own keeps the page's style out of the notebook's.
             page = escape(report.read_text(encoding="utf-8"))
-            return display(HTML(f'<iframe srcdoc="{page}" style="width:100%;height:50em;border:0"></iframe>'))
+            frame = f'<iframe srcdoc="{page}" style="width:100%;height:50em;border:0"></iframe>'
+            # IPython warns of what begins with a frame; its own, though, only shows addresses.
+            return display(HTML(f"<div>{frame}</div>"))
         print(report)
         return None
 
