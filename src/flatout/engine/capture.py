@@ -4,8 +4,38 @@ from collections.abc import Callable
 
 import torch
 
+from flatout.engine.placed import Inputs, Placed
+
 # Lazy initialisation (cuBLAS handles, cuDNN's choice of algorithm, optimizer state) must be over before recording.
 EAGER_STEPS = 3
+
+
+class Slots:
+    """The tensors that a recorded step reads: the same ones for every batch."""
+
+    def __init__(self) -> None:
+        self._inputs: Inputs | None = None
+        self._placed: Placed | None = None
+
+    def fill(self, placed: Placed, inputs: Inputs) -> None:
+        """Copy a batch into them."""
+        held = self._inputs
+        if held is None:
+            self._placed, self._inputs = placed, inputs.clone()
+            return
+        assert self._placed is placed
+        held.samples.copy_(inputs.samples)
+        held.weights.copy_(inputs.weights)
+        held.total_weight.copy_(inputs.total_weight)
+        if inputs.images is not None:
+            assert held.images is not None
+            held.images.copy_(inputs.images)
+
+    def contents(self) -> tuple[Placed, Inputs]:
+        """Return the split and the batch."""
+        assert self._placed is not None
+        assert self._inputs is not None
+        return self._placed, self._inputs
 
 
 class CapturedStep:

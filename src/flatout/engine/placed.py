@@ -47,6 +47,16 @@ class Inputs:
     total_weight: torch.Tensor
     images: torch.Tensor | None
 
+    def clone(self) -> "Inputs":
+        """Return a copy that stays as it is when the original is used again."""
+        return replace(
+            self,
+            samples=self.samples.clone(),
+            weights=self.weights.clone(),
+            total_weight=self.total_weight.clone(),
+            images=None if self.images is None else self.images.clone(),
+        )
+
     def part(self, number: int, parts: int) -> "Inputs":
         """Return some of the share's samples, for one of several passes."""
         if parts == 1:

@@ -10,7 +10,6 @@ Shape letters: N samples, B batch, H height, W width, C channels, K outputs.
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,11 +22,13 @@ from flatout.engine import hardware, memory
 from flatout.engine.asks import Asks
 from flatout.engine.base import Ask, Evaluation, Value
 from flatout.engine.batch_norm import BatchStatistics
-from flatout.engine.capture import CapturedStep
+from flatout.engine.capture import CapturedStep, Slots
+from flatout.engine.features import collect_features
 from flatout.engine.gradients import GradientSum, OwnGradients, SharedGradients, SlicedGradients
 from flatout.engine.placed import Inputs, Placed, place, stream, to_device
 from flatout.engine.prefix import Cut, cut_frozen_prefix
 from flatout.engine.state import full_state, load_full_state
+from flatout.engine.totals import SUMS, Totals, wide_float
 from flatout.engine.world import ALONE, World
 from flatout.errors import InputError
 from flatout.metrics import Counts
@@ -36,37 +37,6 @@ from flatout.recipe import Recipe
 
 # Images in one evaluation batch at most. It does not depend on the ranks, so neither do the bits of a prediction.
 EVALUATION_BATCH = 256
-# What every step adds up over its samples: loss times weight, weight, right predictions, samples.
-SUMS = 4
-
-
-@dataclass(kw_only=True, eq=False)
-class Totals:
-    """Sums on the device since they were last fetched."""
-
-    sums: torch.Tensor
-    numbers: torch.Tensor
-    step: torch.Tensor
-    first_bad_step: torch.Tensor
-
-    @classmethod
-    def zeros(cls, device: torch.device) -> "Totals":
-        """Return empty totals; MPS has no float64."""
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        return cls(
-            sums=torch.zeros(2, dtype=wide, device=device),
-            numbers=torch.zeros(2, dtype=torch.int64, device=device),
-            step=torch.zeros((), dtype=torch.int64, device=device),
-            first_bad_step=torch.full((), -1, dtype=torch.int64, device=device),
-        )
-
-
-@dataclass(kw_only=True, eq=False)
-class _Slots:
-    """The tensors a recorded step reads: the same ones for every batch."""
-
-    inputs: Inputs | None = None
-    placed: Placed | None = None
 
 
 class TorchEngine:
@@ -124,14 +94,14 @@ class TorchEngine:
         self._scale, self._bias = 1 / (255 * std), -mean / std
         self._class_weights = class_weights
         self._class_weights_here = None if class_weights is None else torch.from_numpy(class_weights).to(self.device)
-        self._totals = Totals.zeros(self.device)
+        self._totals = Totals(self.device)
         self._communication_seconds = 0.0
         self._passes = 0
         self._keeps_on_host = False
         self._report = report
         self._statistics = BatchStatistics(world if recipe.norm == "global" else ALONE)
-        self._slots = _Slots()
-        self._captured = CapturedStep(self._slot_step, self._forget_gradients, report) if capturable else None
+        self._slots = Slots()
+        self._captured = CapturedStep(self._recorded_step, self._forget_gradients, report) if capturable else None
         fixed_input = not recipe.augment.is_random
         may_cut = cache_prefix and fixed_input and not self._is_sliced
         self._cut: Cut | None = cut_frozen_prefix(self.model) if may_cut else None
@@ -177,8 +147,7 @@ class TorchEngine:
 
     def begin_epoch(self, placed: Placed, transforms: np.ndarray | None) -> None:
         """See `Engine.begin_epoch`. The first time, the frozen prefix is computed."""
-        self._totals.step.zero_()
-        self._totals.first_bad_step.fill_(-1)
+        self._totals.begin_epoch()
         if transforms is not None:
             table = torch.from_numpy(transforms)
             if placed.transforms is None:
@@ -221,36 +190,19 @@ class TorchEngine:
         if self._cut is None:
             return placed
         if placed.features is None:
-            placed.features = self._compute_features(placed, self._cut)
+            placed.features = self._compute_features(placed, self._cut.prefix)
         return placed.features
 
     @torch.no_grad()
-    def _compute_features(self, placed: Placed, cut: Cut) -> Placed:
-        """Run the frozen prefix over a split, each rank over its part, and place the result by its size."""
-        features: np.ndarray | torch.Tensor | None = None
-        ranks_here = self.world.local_size
-        count, size = len(placed.samples), self._evaluation_batch(placed)
-        for first, (_, images) in zip(
-            range(0, count, size * self.world.size), self._batches(placed, in_step=True), strict=True
-        ):
-            with self._setup.autocast():
-                output = cut.prefix(augment.apply(images, None, self._scale, self._bias))
-            # Rows are kept in the order in which the convolutions read them.
-            for rank, rows in enumerate(self.world.gather_rows(output.movedim(1, -1))):
-                if features is None:
-                    wanted = self.recipe.data.placement
-                    features = hardware.allocate(count, rows, self.device, wanted, ranks_here=ranks_here)
-                start = first + rank * size
-                here = rows[: max(0, count - start)]
-                if isinstance(features, torch.Tensor):
-                    features[start : start + len(here)] = here
-                elif len(here):
-                    features[start : start + len(here)] = here.float().cpu().numpy()
-        assert features is not None
-        if isinstance(features, torch.Tensor):
-            return Placed(samples=placed.samples, images=features, labels=placed.labels)
-        samples = Samples(images=features, rows=np.arange(len(features)), labels=placed.samples.labels)
-        return Placed(samples=samples, images=None, labels=placed.labels)
+    def _compute_features(self, placed: Placed, prefix: nn.Module) -> Placed:
+        """Run the frozen prefix over a split, each rank over its part."""
+
+        def outputs() -> Iterator[torch.Tensor]:
+            for _, images in self._batches(placed, in_step=True):
+                with self._setup.autocast():
+                    yield prefix(augment.apply(images, None, self._scale, self._bias))
+
+        return collect_features(outputs(), placed, self.recipe.data.placement, self.world)
 
     def _evaluation_batch(self, placed: Placed) -> int:
         return min(EVALUATION_BATCH, self.recipe.batch_size, len(placed.samples))
@@ -294,7 +246,7 @@ class TorchEngine:
             self._forget_gradients()
             self._step(source, inputs)
         else:
-            self._fill_slots(source, inputs)
+            self._slots.fill(source, inputs)
             self._captured()
         self._asks.take_answer()
         self._communication_seconds += self.world.seconds - began
@@ -312,7 +264,7 @@ class TorchEngine:
         sums = self._gradients.finish(torch.cat([sums, self._asks.own]))
         self._asks.total.copy_(sums[SUMS:])
         self._update()
-        self._count(sums)
+        self._totals.add(sums)
 
     def _pass(self, source: Placed, inputs: Inputs) -> torch.Tensor:
         """Compute the gradients of some of the step's samples; return their sums, float32 [SUMS]."""
@@ -405,43 +357,12 @@ class TorchEngine:
         transforms = None if source.transforms is None else source.transforms.index_select(0, inputs.samples)
         return self.model(augment.apply(images, transforms, self._scale, self._bias))
 
-    def _count(self, sums: torch.Tensor) -> None:
-        totals = self._totals
-        totals.sums += sums[:2]
-        totals.numbers += sums[2:SUMS].long()
-        is_first_bad = ~torch.isfinite(sums[0]) & (totals.first_bad_step < 0)
-        totals.first_bad_step.copy_(torch.where(is_first_bad, totals.step, totals.first_bad_step))
-        totals.step += 1
-
     def _forget_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _fill_slots(self, source: Placed, inputs: Inputs) -> None:
-        """Copy a batch into the tensors that the recorded step reads."""
-        slots = self._slots
-        if slots.inputs is None:
-            slots.placed = source
-            slots.inputs = Inputs(
-                batch=inputs.batch,
-                samples=inputs.samples.clone(),
-                weights=inputs.weights.clone(),
-                total=inputs.total,
-                total_weight=inputs.total_weight.clone(),
-                images=None if inputs.images is None else inputs.images.clone(),
-            )
-            return
-        assert slots.placed is source
-        slots.inputs.samples.copy_(inputs.samples)
-        slots.inputs.weights.copy_(inputs.weights)
-        slots.inputs.total_weight.copy_(inputs.total_weight)
-        if inputs.images is not None:
-            assert slots.inputs.images is not None
-            slots.inputs.images.copy_(inputs.images)
-
-    def _slot_step(self) -> None:
-        assert self._slots.placed is not None
-        assert self._slots.inputs is not None
-        self._step(self._slots.placed, self._slots.inputs)
+    def _recorded_step(self) -> None:
+        source, inputs = self._slots.contents()
+        self._step(source, inputs)
 
     def share(self, value: Value) -> Value:
         """See `Engine.share`."""
@@ -449,14 +370,8 @@ class TorchEngine:
 
     def counts(self) -> tuple[Counts, int | None]:
         """See `Engine.counts`."""
-        totals = self._totals
-        loss_sum, weight_sum = totals.sums.tolist()
-        correct, count = totals.numbers.tolist()
-        bad = int(totals.first_bad_step)
-        totals.sums.zero_()
-        totals.numbers.zero_()
-        result = Counts(loss_sum=loss_sum, weight_sum=weight_sum, correct=correct, count=count)
-        return result, bad if bad >= 0 else None
+        with self.world.vitals.waiting():
+            return self._totals.fetch()
 
     # --- evaluation -----------------------------------------------------------------------------------------------
 
@@ -465,7 +380,9 @@ class TorchEngine:
         """See `Engine.evaluate`. Losses are those of the recipe, without class weights."""
         self._agree_on_buffers()
         source, count = self._source(placed), len(placed.samples)
-        loss_sum = torch.zeros((), dtype=self._totals.sums.dtype, device=self.device)
+        loss_sum = torch.zeros(
+            (), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device
+        )
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         probabilities: list[tuple[Batch, torch.Tensor]] = []
         network = self._cut.eval_suffix if self._cut else self.model.eval()
