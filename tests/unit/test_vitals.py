@@ -1,0 +1,144 @@
+"""Signs of life: what a rank writes, another reads; and the judgement of who is stopped or hangs."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from flatout import vitals
+from flatout.vitals import Phase, Vital
+from flatout.watchdog import SILENT_SECONDS, STALLED_SECONDS, STARTING_SECONDS, Observer, find_hung, find_silent
+
+LONG = STALLED_SECONDS + 1
+
+
+def vital(rank: int, phase: Phase = Phase.WORKING, step: int = 1, **changes: float) -> Vital:
+    state = Vital(
+        pid=os.getpid(),
+        rank=rank,
+        device="cpu",
+        beat=0.0,
+        epoch=0,
+        step=step,
+        phase=phase,
+        since=0.0,
+        longest=0.0,
+        task="",
+    )
+    return replace(state, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def stalled(rank: int, phase: Phase = Phase.WORKING, step: int = 1, seconds: float = LONG, **changes: float) -> Vital:
+    return vital(rank, phase, step, stalled_seconds=seconds, **changes)
+
+
+def test_another_process_reads_what_a_rank_says() -> None:
+    with contextlib.closing(vitals.create(2)) as board:
+        code = (
+            "import sys; from flatout import vitals\n"
+            "life = vitals.attach(sys.argv[1], 1, 'cuda:1', rank=5)\n"
+            "life.at(2, 17)\n"
+            "life._push(vitals.Phase.WAITING)\n"
+        )
+        subprocess.run([sys.executable, "-c", code, board.path], check=True, timeout=60)
+        state = board.read(1)
+        assert (state.rank, state.device, state.epoch, state.step, state.phase) == (5, "cuda:1", 2, 17, Phase.WAITING)
+        assert state.name == f"rank 5 (cuda:1, process {state.pid})"
+        assert state.place == "in epoch 3, step 17"
+        assert board.read(0).pid == 0
+
+
+def test_phases_nest_and_are_told_in_words() -> None:
+    with contextlib.closing(vitals.create(1)) as board:
+        life = vitals.Vitals(board, 0, "cpu", 0)
+        assert (board.read(0).phase, board.read(0).place) == (Phase.STARTING, "while starting")
+        with life.waiting():
+            assert board.read(0).phase == Phase.WAITING
+        assert board.read(0).phase == Phase.STARTING
+        life.at(0, 1)
+        with life.alone("writing the report"):
+            assert board.read(0).place == "while writing the report"
+            with life.waiting():
+                assert board.read(0).phase == Phase.WAITING
+            assert board.read(0).phase == Phase.ALONE
+        assert (board.read(0).phase, board.read(0).place) == (Phase.WORKING, "in epoch 1, step 1")
+        life.end()
+        assert board.read(0).phase == Phase.ENDED
+
+
+def test_the_longest_piece_of_work_does_not_count_waiting() -> None:
+    with contextlib.closing(vitals.create(1)) as board:
+        life = vitals.Vitals(board, 0, "cpu", 0)
+        life.at(0, 1)
+        time.sleep(0.02)
+        life.at(0, 2)
+        worked = board.read(0).longest
+        assert worked >= 0.02
+        with life.waiting():
+            time.sleep(2 * worked)
+        life.at(0, 3)
+        assert board.read(0).longest < 2 * worked
+
+
+def test_one_process_alone_may_say_the_same() -> None:
+    vitals.NONE.at(0, 1)
+    with vitals.NONE.alone("packing"), vitals.NONE.waiting():
+        assert vitals.NONE.read(0).phase == Phase.WAITING
+
+
+def test_an_observer_sees_silence_and_standstill() -> None:
+    with contextlib.closing(vitals.create(2)) as board:
+        life = vitals.Vitals(board, 0, "cpu", 0)
+        observer = Observer(board)
+        assert [v.rank for v in observer.look()] == [0]
+        time.sleep(0.02)
+        life.beat()
+        (state,) = observer.look()
+        assert state.silent_seconds == 0
+        assert state.stalled_seconds >= 0.02
+        life.at(0, 1)
+        (state,) = observer.look()
+        assert state.stalled_seconds == 0
+        assert state.silent_seconds > 0
+
+
+def test_a_silent_heart_is_found_unless_its_rank_has_ended_or_loads_libraries() -> None:
+    silent = {"silent_seconds": SILENT_SECONDS + 1}
+    assert find_silent([vital(0), vital(1)]) is None
+    assert find_silent([vital(0), vital(1, **silent)]) == vital(1, **silent)
+    assert find_silent([vital(0), vital(1, Phase.ENDED, **silent)]) is None
+    assert find_silent([vital(0), vital(1, Phase.STARTING, **silent)]) is None
+    assert find_silent([vital(0), vital(1, Phase.STARTING, silent_seconds=STARTING_SECONDS + 1)])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hung"),
+    [
+        # One works, the others wait for it.
+        ([stalled(0, Phase.WAITING), stalled(1)], 1),
+        ([stalled(0), stalled(1, Phase.WAITING), stalled(2, Phase.WAITING)], 0),
+        # The host of an accelerator runs ahead of it, until its queue is full.
+        ([stalled(0, step=9), stalled(1, step=4)], 1),
+        # Not for long enough, or all have had as long a piece of work before.
+        ([stalled(0, Phase.WAITING), vital(1, stalled_seconds=STALLED_SECONDS - 1)], None),
+        ([stalled(0, Phase.WAITING, longest=60), stalled(1)], None),
+        # One of the others still comes on.
+        ([stalled(0, Phase.WAITING), stalled(1), vital(2)], None),
+        # All do long work at once, or all wait: nobody here holds up anybody.
+        ([stalled(0), stalled(1)], None),
+        ([stalled(0, Phase.WAITING), stalled(1, Phase.WAITING)], None),
+        # They wait for it with good reason.
+        ([stalled(0, Phase.ALONE), stalled(1, Phase.WAITING)], None),
+        ([stalled(0, Phase.STARTING, epoch=-1), stalled(1, Phase.WAITING)], None),
+        ([stalled(0, Phase.STARTING, epoch=-1, seconds=301), stalled(1, Phase.WAITING, seconds=301)], 0),
+        ([stalled(0, Phase.ENDED), stalled(1)], None),
+        ([], None),
+    ],
+)
+def test_a_rank_that_holds_up_all_others_is_found(ranks: list[Vital], hung: int | None) -> None:
+    found = find_hung(ranks)
+    assert (found.rank if found else None) == hung
