@@ -164,6 +164,8 @@ def _evaluate(args: argparse.Namespace) -> None:
 
     run = Run(args.run, allow_code=args.allow_code)
     result = evaluate(run, args.data, devices=args.devices, engine=args.engine, console=_side_console(args))
+    if _rank() > 0:
+        return
     name = "valid" if result["split"] == "valid" else "test"
     accuracy, correct, count, loss = (result[f"{name}_{k}"] for k in ("accuracy", "correct", "count", "loss"))
     _print(args, result, [f"{name} accuracy {accuracy:.4f} ({correct:,} of {count:,} right), loss {loss:.4f}"])
@@ -272,7 +274,8 @@ def _side_console(args: argparse.Namespace) -> Any:
     """Return a console beside the result: on stdout, or on stderr where stdout is JSON."""
     from flatout.console import Console
 
-    return Console(sys.stderr if args.json else sys.stdout)
+    rank = _rank()
+    return Console(None if rank else sys.stderr if args.json else sys.stdout, rank=rank)
 
 
 # --- words ------------------------------------------------------------------------------------------------------------

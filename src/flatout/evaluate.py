@@ -22,8 +22,11 @@ def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Conso
     from flatout.hosts import Hosts
     from flatout.launch import run_on_ranks
 
+    if devices == "auto" and launched() is None:
+        # One device does: starting a process for each would take longer than they would save.
+        devices = str(parse_devices("auto").first)
     chosen = parse_devices(devices)
-    if launched() is None and devices != "auto" and len(chosen.names) > 1:
+    if launched() is None and len(chosen.names) > 1:
         return run_on_ranks(
             _evaluate_on_rank,
             (run, data, devices, engine),
@@ -32,7 +35,7 @@ def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Conso
             threads=cpu_threads(len(chosen.names)),
             console=console,
         )
-    world = join(chosen.names[0] if devices == "auto" else devices)
+    world = join(devices)
     try:
         return _evaluate(run, data, world, engine=engine, console=console)
     finally:
@@ -53,7 +56,8 @@ def _evaluate(run: "Run", data: Any, world: "World", *, engine: str, console: Co
         raise InputError(f"{run.path}: its data was given in Python; say what to evaluate on")
     found = find(data if other else recipe.data.path, recipe.data.classes)
     # The cache lets one process of each host make the pack, and the others find it.
-    pack = world.in_turn(lambda: load(found, recipe, cache=True, report=console), first=world.local_rank == 0)
+    with world.vitals.alone("making the pack"):
+        pack = world.in_turn(lambda: load(found, recipe, cache=True, report=console), first=world.local_rank == 0)
     console.finish()
     console.note(pack.describe())
     labels = match_classes(pack, run.classes, where=data if other else recipe.data.path)

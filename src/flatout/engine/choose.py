@@ -35,6 +35,11 @@ class Devices:
         """Device names as torch writes them."""
         return tuple(self.kind if self.kind in ("cpu", "mps") else f"{self.kind}:{i}" for i in self.indices)
 
+    @property
+    def first(self) -> "Devices":
+        """The first of them alone."""
+        return Devices(kind=self.kind, indices=self.indices[:1])
+
     def __str__(self) -> str:
         is_choice = len(set(self.names)) < len(self.names) and self.kind == "cuda"
         return f"cuda:{','.join(map(str, self.indices))}" if is_choice else spec_of(self.names)
