@@ -15,22 +15,16 @@ import ray
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+import flatout
+
 
 def train_on_worker(arguments: dict[str, Any]) -> None:
     """Run in every worker, which Ray has given its rank."""
-    from ray import train
-
-    import flatout
-
-    run = flatout.fit(**arguments)
-    is_main = train.get_context().get_world_rank() == 0
-    # Every worker reports, as Ray waits for all of them; the figures are in the run folder, which rank 0 writes.
-    figures = ("test_accuracy", "test_correct", "test_count", "images_per_second")
-    train.report({key: run.summary[key] for key in figures} if is_main else {})
+    flatout.fit(**arguments)
 
 
 def main() -> None:
-    """Read the command line, and have Ray run the workers."""
+    """Read the command line, have Ray run the workers, and say what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job")
     parser.add_argument("--data", type=Path)
@@ -41,9 +35,10 @@ def main() -> None:
     args = parser.parse_args()
 
     # Workers run in folders of Ray's own, so paths must be absolute.
-    arguments = {"job": args.job, "out": str(args.out.absolute()), "devices": "cuda" if args.gpu else "cpu"}
+    out = args.out.absolute()
+    arguments: dict[str, Any] = {"job": args.job, "out": out, "devices": "cuda" if args.gpu else "cpu"}
     if args.data is not None:
-        arguments["data"] = str(args.data.absolute())
+        arguments["data"] = args.data.absolute()
     if args.epochs is not None:
         arguments["epochs"] = args.epochs
     ray.init(include_dashboard=False)
@@ -54,9 +49,11 @@ def main() -> None:
         # half an hour by default, which the first decoding of much data may exceed.
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if args.gpu else "gloo", timeout_s=12 * 3600),
         scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpu),
-        run_config=RunConfig(storage_path=str(args.out.absolute().parent / "ray")),
+        run_config=RunConfig(storage_path=str(out.parent / "ray")),
     )
-    print(trainer.fit().metrics)
+    trainer.fit()
+    summary = flatout.load(out).summary
+    print(f"{out}: {summary['test_correct']} of {summary['test_count']} right on {summary['world_size']} ranks")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout import vitals
 from flatout.console import Console
+from flatout.errors import InputError
 from flatout.hosts import Hosts, Meeting
 from flatout.rank import Payload, said_file
 from flatout.supervise import Asked, Rank, Supervisor, end_all
@@ -51,14 +52,21 @@ def run_on_ranks(
 
     Raises:
         InputError, TrainingFailed, Stopped, KeyboardInterrupt: as the function raised them.
-        InputError: the hosts did not meet.
+        InputError: an argument cannot be pickled; the hosts did not meet.
         TrainingFailed: a rank died, hung, or raised something else, and all others were ended. The message names it,
             and has the last lines of its log.
     """
     import cloudpickle
 
     names = devices.names
-    call = cloudpickle.dumps((function, tuple(args)))
+    try:
+        call = cloudpickle.dumps((function, tuple(args)))
+    except Exception as error:  # what users' objects hold may raise anything
+        raise InputError(
+            "the model or the data cannot be given to other processes, of which each device needs one "
+            f"({type(error).__name__}: {error}); keep locks, open files and the like out of them, and out of the global "
+            "variables that they use"
+        ) from error
     with contextlib.ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="flatout-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -44,6 +44,27 @@ def test_evaluation_is_in_order() -> None:
     assert [b.samples[: b.count].tolist() for b in batches] == [[0, 1], [2, 3], [4]]
 
 
+@given(st.integers(1, 200), st.integers(1, 64), st.integers(1, 9))
+def test_the_ranks_shares_are_the_batch(count: int, batch_size: int, ranks: int) -> None:
+    """Also those of a short last batch, of which some ranks have nothing, and of a batch smaller than the ranks."""
+    for batch in training_batches(1, 0, count, batch_size):
+        shares = [batch.part(rank, ranks) for rank in range(ranks)]
+        assert np.concatenate([share.samples for share in shares]).tolist() == batch.samples.tolist()
+        assert np.concatenate([share.weights for share in shares]).tolist() == batch.weights.tolist()
+        sizes = [len(share.samples) for share in shares]
+        assert sizes == sorted(sizes, reverse=True)
+        assert sizes[0] - sizes[-1] <= 1
+        assert sum(share.count for share in shares) == batch.count
+        assert all(share.weights[: share.count].all() for share in shares)
+        assert not any(share.weights[share.count :].any() for share in shares)
+
+
+def test_a_share_is_the_same_whatever_was_asked_for_before() -> None:
+    (batch,) = training_batches(1, 0, 100, 100)
+    assert [len(batch.part(rank, 3).samples) for rank in (2, 0, 1)] == [33, 34, 33]
+    assert batch.part(0, 1).samples.tolist() == batch.samples.tolist()
+
+
 def test_random_numbers_never_change() -> None:
     """Values of Philox4x64-10 with this key, as written down once: a change would break every resumed run."""
     assert raw(1, Stream.ORDER, 0, 2).tolist() == raw(1, Stream.ORDER, 0, 5)[:2].tolist()

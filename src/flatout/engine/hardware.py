@@ -50,7 +50,7 @@ class Setup:
             "tf32": "32-bit floats, matrix products and convolutions in TF32",
             "bf16": "bfloat16 with 32-bit weights",
         }
-        where = f"{self.threads} threads" if self.device.type == "cpu" else self._name()
+        where = f"{self.threads} thread{'s' * (self.threads > 1)}" if self.device.type == "cpu" else self._name()
         return [f"{self.device.type}: {where}, {words[self.precision]}"]
 
     def _name(self) -> str:

@@ -39,7 +39,7 @@ class SharedMemory:
 
     def __init__(self, world: "World") -> None:
         self.rank, self.size = world.rank, world.size
-        self._vitals = world.vitals
+        self._vitals, self._barrier = world.vitals, world.barrier
         self._peers = _connect(world)
         self._heard = {peer: [0, 0, 0] for peer in self._peers}
         self._said = [0, 0, 0]
@@ -108,6 +108,8 @@ class SharedMemory:
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """Return uint8 zeros [nbytes] that all ranks see."""
+        # The file comes by the same way as the others' bytes: nobody may still wait for one of those.
+        self._barrier()
         if self.rank == 0:
             file = _anonymous_file(nbytes)
             for connection in self._peers.values():

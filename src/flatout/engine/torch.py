@@ -130,8 +130,8 @@ class TorchEngine:
         sentences = self._setup.describe()
         if self.world.is_joined:
             how = {"memory": "shared memory", "gloo": "gloo", "nccl": "NCCL"}[self.world.backend]
-            kept = "each with a slice of the model" if self._is_sliced else "each"
-            sentences[0] = f"{self.world.size} ranks, {kept} {sentences[0]}; gradients are added up through {how}"
+            kept = "FSDP2, each with a slice of the model" if self._is_sliced else how
+            sentences.append(f"{self.world.size} ranks; gradients are added up through {kept}")
         return sentences
 
     def communication_seconds(self) -> float:
