@@ -1,0 +1,439 @@
+"""The engine on several ranks against a plain torch loop in one process, which is the oracle.
+
+Shape letters: N samples, B batch, C channels, K outputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from flatout.data.order import training_batches
+from flatout.engine.torch import TorchEngine
+from flatout.engine.world import World
+from flatout.progress import Progress
+from flatout.recipe import Recipe
+from flatout.train import train
+from tests.engine.ranks import Backend, on_ranks
+from tests.engine.test_against_plain_loop import OPTIMIZERS, SILENT, make_net, make_recipe, make_samples
+
+# Summation order is all that may differ; five steps are too few for a rounding error to flip a ReLU.
+RTOL, ATOL = 1e-4, 2e-6
+SIZES: dict[str, tuple[int, Backend]] = {"1": (1, "memory"), "2 by gloo": (2, "gloo"), "3": (3, "memory")}
+
+
+# --- the oracle: nothing of flatout ----------------------------------------------------------------------------------
+
+
+def plain_loop(
+    net: nn.Module,
+    x_NCHW: torch.Tensor,
+    y_N: torch.Tensor,
+    batches: list[np.ndarray],
+    optimizer: torch.optim.Optimizer,
+    *,
+    batch_size: int,
+    shares: int = 1,
+    class_weights: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> tuple[dict[str, torch.Tensor], float]:
+    """Train on batches of samples, each in shares that go through the net one after the other; sum their gradients.
+
+    Every share has buffers of its own. With one share, this is what anybody would write for one device.
+
+    Returns:
+        The state, with the mean of the shares' buffers, and the mean training loss.
+    """
+    buffers = [{name: b.clone() for name, b in net.named_buffers()} for _ in range(shares)]
+    borders = np.cumsum([0, *(batch_size // shares + (r < batch_size % shares) for r in range(shares))])
+    loss_sum = weight_sum = 0.0
+    for batch in batches:
+        optimizer.zero_grad()
+        sample_weights = torch.ones(len(y_N)) if class_weights is None else class_weights[y_N]
+        total = sample_weights[batch].sum()
+        for own, start, stop in zip(buffers, borders[:-1], borders[1:], strict=True):
+            chosen = torch.from_numpy(batch[start:stop])
+            if len(chosen):
+                logits = torch.func.functional_call(net, own, (x_NCHW[chosen],)).float()
+                losses = functional.cross_entropy(
+                    logits, y_N[chosen], reduction="none", label_smoothing=label_smoothing
+                )
+                share = (losses * sample_weights[chosen]).sum()
+                (share / total).backward()
+                loss_sum += float(share.detach())
+        weight_sum += float(total)
+        optimizer.step()
+    parameters = {name: p.detach() for name, p in net.named_parameters(remove_duplicate=False)}
+    means = {
+        name: sum(own[name] for own in buffers) / shares if b.is_floating_point() else buffers[0][name]
+        for name, b in net.named_buffers()
+    }
+    return {**parameters, **means}, loss_sum / weight_sum
+
+
+# --- nets ------------------------------------------------------------------------------------------------------------
+
+
+class FrozenStem(nn.Module):
+    """Its first layers are frozen, so that the engine computes their output once and caches it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.stem = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.MaxPool2d(2)).requires_grad_(False)
+        self.head = nn.Sequential(nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(72, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.stem(x))
+
+
+class FlatFrozenStem(FrozenStem):
+    """What is cached is no image: its rows have no channels to be moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Flatten(), nn.Linear(144, 20), nn.ReLU()).requires_grad_(False)
+        self.head = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5))
+
+
+class SpareParts(nn.Module):
+    """Has parameters that no step uses; weight decay must not move them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first_spare = nn.Linear(7, 7)
+        self.used = nn.Linear(144, 5)
+        self.last_spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x.flatten(1))
+
+
+class Chooses(nn.Module):
+    """Uses some parameters only for batches with a certain bright pixel: on some ranks, on all or on none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.always = nn.Linear(144, 5)
+        self.sometimes = nn.Linear(144, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        y = self.always(x)
+        return y + self.sometimes(x) if bool((x[:, 0] > 1.7).any()) else y
+
+
+class Shared(nn.Module):
+    """Uses one layer three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.into, self.again, self.out = nn.Linear(144, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.out.weight = self.again.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.into(x.flatten(1)))
+        return self.out(torch.tanh(self.again(torch.tanh(self.again(x)))))[:, :5]
+
+
+class MixedTypes(nn.Module):
+    """Single, double, single."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second, self.third = nn.Linear(144, 16), nn.Linear(16, 16).double(), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1))).double())).float())
+
+
+class HalfFirst(nn.Module):
+    """Its first parameters are too narrow for a sample count or a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.gain = nn.Parameter(torch.ones(5, dtype=torch.bfloat16), requires_grad=True)
+        self.rest = nn.Linear(144, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rest(x.flatten(1)) + 0 * self.gain.float()
+
+
+class OwnBuffers(nn.Module):
+    """Counts its calls, and has constants of many types."""
+
+    calls: torch.Tensor
+    mask: torch.Tensor
+    scale: torch.Tensor
+    wide: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(144, 5)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.rand(144) < 0.5)
+        self.register_buffer("scale", torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last))
+        self.register_buffer("wide", torch.rand(144, dtype=torch.float64))
+        self.register_buffer("passing", torch.zeros(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        return self.layer(torch.where(self.mask, x.flatten(1), x.flatten(1) * self.wide.float()) * self.scale.mean())
+
+
+def large_net() -> nn.Module:
+    """More than one bucket of gradients."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Flatten(), nn.Linear(144, 3000), nn.Tanh(), nn.Linear(3000, 1600), nn.Linear(1600, 5))
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+
+usual_sgd = partial(torch.optim.SGD, lr=0.05)
+sgd_with_decay = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)
+DECAY: dict[str, Any] = {"optimizer.momentum": 0.9, "optimizer.weight_decay": 0.1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A net and a recipe to train it by for one epoch of 70 samples: 4 batches of 16, and one of 6.
+
+    Attributes:
+        net: makes it, always the same.
+        recipe: what differs from the usual recipe.
+        optimizer: torch's own; by default SGD, as in the recipe.
+        class_weights: of the loss.
+        in_shares: whether the oracle must compute rank by rank, as the net is not the same function of any part of a
+            batch.
+        count: samples.
+    """
+
+    net: Callable[[], nn.Module] = make_net
+    recipe: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[..., torch.optim.Optimizer] = usual_sgd
+    class_weights: tuple[float, ...] | None = None
+    in_shares: bool = False
+    count: int = 70
+
+    def full_recipe(self) -> Recipe:
+        return make_recipe(**{"epochs": 1, "optimizer.lr": 0.05, **self.recipe})
+
+
+CASES = {
+    name: Case(recipe={f"optimizer.{k}": v for k, v in vars(section).items()}, optimizer=make)
+    for name, (section, make) in OPTIMIZERS.items()
+} | {
+    "label smoothing": Case(recipe={"label_smoothing": 0.1}),
+    "class weights": Case(class_weights=(0.5, 1, 2, 1, 3)),
+    "drop last": Case(recipe={"drop_last": True}),
+    "streamed": Case(recipe={"data.placement": "memory"}),
+    "norm per device": Case(recipe={"norm": "per-device"}, in_shares=True),
+    "frozen stem": Case(net=FrozenStem),
+    "flat frozen stem": Case(net=FlatFrozenStem),
+    "frozen stem from the disk": Case(net=FrozenStem, recipe={"data.placement": "disk"}),
+    "spare parts": Case(net=SpareParts, recipe=DECAY, optimizer=sgd_with_decay),
+    "parts used by some ranks": Case(net=Chooses, recipe=DECAY, optimizer=sgd_with_decay, in_shares=True),
+    "shared layers": Case(net=Shared),
+    "mixed types": Case(net=MixedTypes),
+    "half first": Case(net=HalfFirst, recipe={"batch_size": 331}, count=700),
+    "own buffers": Case(net=OwnBuffers),
+    "several buckets": Case(
+        net=large_net, recipe={"optimizer.lr": 0.001}, optimizer=partial(torch.optim.SGD, lr=0.001)
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a rank has after training: the state, the parameters' own bits, and the epoch's figures."""
+
+    state: dict[str, torch.Tensor]
+    parameters: list[torch.Tensor]
+    loss: float
+    images: int
+
+
+def train_case(world: World, case: Case) -> Trained:
+    recipe, weights = case.full_recipe(), case.class_weights
+    net = case.net()
+    if world.rank:
+        # What counts is what rank 0 begins with.
+        with torch.no_grad():
+            for tensor in (*net.parameters(), *net.buffers()):
+                tensor.zero_()
+    samples = make_samples(case.count)
+    engine = TorchEngine(
+        net, recipe, world=world, class_weights=None if weights is None else np.array(weights, np.float32)
+    )
+    progress = Progress()
+    train(engine, recipe, {"train": engine.place(samples)}, len(samples), progress, SILENT)
+    state = {k.removeprefix("model."): v for k, v in engine.state().items() if k.startswith("model.")}
+    engine.close()
+    record = progress.history[0]
+    parameters = [p.detach().clone() for p in net.parameters()]
+    return Trained(state=state, parameters=parameters, loss=record.train_loss, images=record.images)
+
+
+# --- beside the weights -----------------------------------------------------------------------------------------------
+
+EVALUATED = {"batch 16": (101, 16), "batch 101": (101, 101), "three": (3, 16), "one": (1, 16)}
+
+
+def evaluate_all(world: World) -> dict[str, tuple[int, int, float, np.ndarray]]:
+    """Evaluate a net that is the same everywhere on so many samples; return right ones, all, the loss, the table."""
+    results = {}
+    for name, (count, batch_size) in EVALUATED.items():
+        engine = TorchEngine(make_net(), make_recipe(batch_size=batch_size), world=world)
+        found = engine.evaluate(engine.place(make_samples(count)), with_probabilities=True)
+        engine.close()
+        assert found.probabilities is not None
+        results[name] = (found.counts.correct, found.counts.count, found.counts.loss, found.probabilities)
+    return results
+
+
+class ShowsDropout(nn.Module):
+    """Keeps what its dropout dropped in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout, self.dropped = nn.Linear(144, 5), nn.Dropout(0.5), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = self.dropout(torch.ones(4, 144))
+        self.dropped.append(mask == 0)
+        return self.layer(x.flatten(1) * mask[0])
+
+
+def drop(world: World) -> list[torch.Tensor]:
+    """Return what was dropped in three steps."""
+    net = ShowsDropout()
+    engine, samples = TorchEngine(net, make_recipe(epochs=1, batch_size=24), world=world), make_samples()
+    train(engine, engine.recipe, {"train": engine.place(samples)}, len(samples), Progress(), SILENT)
+    engine.close()
+    return net.dropped
+
+
+def decide(world: World) -> tuple[str, int, list[float]]:
+    """Train until no epoch is better; return why training ended, the best epoch and the learning rates."""
+    recipe = make_recipe(
+        epochs=40,
+        early_stopping=4,
+        keep="best",
+        **{"optimizer.lr": 0.1, "schedule.name": "plateau", "schedule.patience": 1, "schedule.factor": 0.5},
+    )
+    engine, progress, samples = TorchEngine(make_net(), recipe, world=world), Progress(), make_samples()
+    placed = {"train": engine.place(samples), "valid": engine.place(make_samples(31))}
+    ended = train(engine, recipe, placed, len(samples), progress, SILENT)
+    engine.close()
+    return ended, progress.best_epoch, [record.learning_rate for record in progress.history]
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """All that a rank has to say, so that ranks need to be started but once."""
+
+    trained: dict[str, Trained]
+    evaluated: dict[str, tuple[int, int, float, np.ndarray]]
+    dropped: list[list[torch.Tensor]]
+    decided: tuple[str, int, list[float]]
+
+
+def answer(world: World) -> Answers:
+    return Answers(
+        trained={name: train_case(world, case) for name, case in CASES.items()},
+        evaluated=evaluate_all(world),
+        dropped=[drop(world), drop(world)],
+        decided=decide(world),
+    )
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def ranks(request: pytest.FixtureRequest) -> list[Answers]:
+    size, backend = SIZES[request.param]
+    return on_ranks(size, answer, backend=backend)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_a_plain_loop(name: str, ranks: list[Answers]) -> None:
+    case, trained = CASES[name], [answers.trained[name] for answers in ranks]
+    recipe, samples, net = case.full_recipe(), make_samples(case.count), case.net()
+    net.train()
+    steps = training_batches(recipe.seed, 0, len(samples), recipe.batch_size, recipe.drop_last)
+    expected, loss = plain_loop(
+        net,
+        (torch.from_numpy(samples.images).permute(0, 3, 1, 2) / 255 - 0.4) / 0.3,
+        torch.from_numpy(samples.labels),
+        [batch.samples[: batch.count] for batch in steps],
+        case.optimizer([p for p in net.parameters() if p.requires_grad]),
+        batch_size=recipe.batch_size,
+        shares=len(ranks) if case.in_shares else 1,
+        class_weights=None if case.class_weights is None else torch.tensor(case.class_weights),
+        label_smoothing=recipe.label_smoothing,
+    )
+    found = trained[0]
+    assert found.state.keys() == net.state_dict().keys()
+    for key, value in found.state.items():
+        torch.testing.assert_close(value, expected[key], rtol=RTOL, atol=ATOL, msg=lambda m, key=key: f"{key}: {m}")
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+    assert found.images == (case.count // 16 * 16 if recipe.drop_last else case.count)
+    for other in trained[1:]:
+        assert (other.loss, other.images) == (found.loss, found.images)
+        assert all(torch.equal(a, b) for a, b in zip(other.parameters, found.parameters, strict=True))
+        assert all(torch.equal(other.state[key], value) for key, value in found.state.items())
+
+
+def test_the_comparison_can_fail(ranks: list[Answers]) -> None:
+    """Statistics of each rank's own give other weights, by more than the comparison forgives."""
+    own, together = (ranks[0].trained[name].state["0.weight"] for name in ("norm per device", "sgd"))
+    if len(ranks) == 1:
+        assert torch.equal(own, together)
+    else:
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(own, together, rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_evaluation_gives_the_same_bits_on_any_number_of_ranks(name: str, ranks: list[Answers]) -> None:
+    correct, count, loss, table = evaluate_all(World())[name]
+    assert count == EVALUATED[name][0]
+    for answers in ranks:
+        found = answers.evaluated[name]
+        assert found[:2] == (correct, count)
+        assert found[2] == pytest.approx(loss, rel=1e-6)
+        assert np.array_equal(found[3], table)
+
+
+def test_ranks_drop_different_things_and_the_same_ones_again(ranks: list[Answers]) -> None:
+    masks = [torch.stack(answers.dropped[0]) for answers in ranks]
+    for mask, answers in zip(masks, ranks, strict=True):
+        assert torch.equal(mask, torch.stack(answers.dropped[1]))
+        assert 0.4 < mask.float().mean() < 0.6
+    steps = torch.cat(masks)
+    agreement = (steps[:, None] == steps[None]).float().mean((2, 3))
+    assert torch.equal(agreement == 1, torch.eye(len(steps), dtype=torch.bool))
+
+
+def test_all_ranks_decide_the_same(ranks: list[Answers]) -> None:
+    """The learning rate at a plateau, the best epoch and the last one are taken from figures that all share."""
+    ended, best, rates = ranks[0].decided
+    assert "early stopping" in ended
+    assert best == len(rates) - 4
+    assert len(set(rates)) > 1
+    assert all(answers.decided == ranks[0].decided for answers in ranks)

@@ -1,0 +1,174 @@
+"""Numbers of several ranks become one: the same bits on each, through shared memory and through gloo."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flatout.engine.gradients import ALIGNMENT
+from flatout.engine.world import World
+from flatout.errors import RankLost
+from tests.engine.ranks import Backend, on_ranks, on_ranks_that_part
+
+RANKS: dict[str, tuple[int, Backend]] = {"memory": (3, "memory"), "gloo": (2, "gloo")}
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
+# One row of shared memory holds 16,384 floats of 32 bits.
+SUMS = ((), (0,), (1,), (7, 3), (16_384,), (16_385,), (200_000,))
+BUCKETS = (5, 1, 3 * ALIGNMENT, 20_001)
+ROUNDS = 7
+
+
+def numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Return what a rank adds: every rank can tell what the others have."""
+    rng = np.random.default_rng([rank, seed, len(shape)])
+    values = torch.from_numpy(np.asarray(rng.standard_normal(shape) * 1000))
+    return values.to(dtype)
+
+
+def exercise(world: World) -> dict[str, Any]:
+    """Do everything that ranks do together; return what this one got."""
+    got: dict[str, Any] = {}
+    for dtype, shape in itertools.product(DTYPES, SUMS):
+        mine = numbers(world.rank, shape, dtype)
+        before = mine.clone()
+        got[f"sum {dtype} {shape}"] = world.sum(mine)
+        assert torch.equal(mine, before)
+    got["large"] = float(world.sum(torch.full((1_000_000,), world.rank + 1.0)).mean())
+    image = numbers(world.rank, (2, 3, 4, 5), torch.float32).to(memory_format=torch.channels_last)
+    got["sum channels_last"] = world.sum(image)
+    for dtype in DTYPES:
+        got[f"buckets {dtype}"] = use_buckets(world, dtype)
+    turned = numbers(world.rank, (4, 3, 2), torch.float32).movedim(1, -1)
+    got["rows"] = [rows.clone() for rows in world.gather_rows(turned)]
+    got["broadcast"] = various(world.rank)
+    world.broadcast(got["broadcast"])
+    got["share"] = world.share({"rank": world.rank})
+    got["gather"] = world.gather(f"rank {world.rank}")
+    done: list[int] = []
+    got["in_turn"] = world.in_turn(lambda: done.append(world.rank) or world.rank, first=world.rank == 1)
+    return got
+
+
+def use_buckets(world: World, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """Fill the buckets several times, so that each half of their memory is used again."""
+    buckets, rounds = world.buckets(BUCKETS, dtype), []
+    for turn in range(ROUNDS):
+        for size, bucket in zip(BUCKETS, buckets, strict=True):
+            bucket.input.copy_(numbers(world.rank, (size,), dtype, turn))
+            bucket.start()
+        for bucket in buckets:
+            bucket.add()
+        totals = [bucket.finish() for bucket in buckets]
+        rounds.append([total.clone() for total in totals])
+        if world.rank == turn % 2:
+            # Others may be a step ahead by now; what this rank got must not change under it.
+            world.sum(torch.zeros(1))
+            assert all(torch.equal(a, b) for a, b in zip(totals, rounds[-1], strict=True))
+        else:
+            world.sum(torch.zeros(1))
+    return rounds
+
+
+def various(rank: int) -> list[torch.Tensor]:
+    """Return tensors such as a model holds."""
+    return [
+        numbers(rank, (6, 3, 4, 4), torch.float32).to(memory_format=torch.channels_last),
+        numbers(rank, (3, 4), torch.float64).T,
+        numbers(rank, (), torch.int64),
+        numbers(rank, (5,), torch.float32) > 0,
+        numbers(rank, (5,), torch.float16),
+        numbers(rank, (5,), torch.bfloat16),
+        numbers(rank, (5,), torch.uint8),
+        torch.nn.Parameter(numbers(rank, (2, 2), torch.float32)),
+    ]
+
+
+@pytest.fixture(scope="module", params=RANKS)
+def got(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    size, backend = RANKS[request.param]
+    return on_ranks(size, exercise, backend=backend)
+
+
+def assert_is_sum(found: list[torch.Tensor], rows: list[torch.Tensor]) -> None:
+    """Check that all ranks have the same bits, and that these are the rows' sum."""
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert (found[0].shape, found[0].dtype) == (rows[0].shape, rows[0].dtype)
+    exact = torch.stack([row.double() for row in rows]).sum(0)
+    rtol, atol = (2e-2, 20.0) if rows[0].dtype == torch.bfloat16 else (1e-5, 1e-3)
+    torch.testing.assert_close(found[0].double(), exact, rtol=rtol, atol=atol)
+    if rows[0].dtype == torch.int64:
+        assert torch.equal(found[0], torch.stack(rows).sum(0))
+
+
+@pytest.mark.parametrize(("dtype", "shape"), list(itertools.product(DTYPES, SUMS)))
+def test_sums(dtype: torch.dtype, shape: tuple[int, ...], got: list[dict[str, Any]]) -> None:
+    rows = [numbers(rank, shape, dtype) for rank in range(len(got))]
+    assert_is_sum([one[f"sum {dtype} {shape}"] for one in got], rows)
+
+
+def test_a_large_sum(got: list[dict[str, Any]]) -> None:
+    assert {one["large"] for one in got} == {sum(range(1, len(got) + 1))}
+
+
+def test_a_sum_keeps_its_shape_in_any_memory_order(got: list[dict[str, Any]]) -> None:
+    rows = [numbers(rank, (2, 3, 4, 5), torch.float32) for rank in range(len(got))]
+    assert_is_sum([one["sum channels_last"] for one in got], rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_buckets_take_turns(dtype: torch.dtype, got: list[dict[str, Any]]) -> None:
+    for turn, (place, size) in itertools.product(range(ROUNDS), enumerate(BUCKETS)):
+        rows = [numbers(rank, (size,), dtype, turn) for rank in range(len(got))]
+        assert_is_sum([one[f"buckets {dtype}"][turn][place] for one in got], rows)
+
+
+def test_rows_of_all_ranks_in_any_memory_order(got: list[dict[str, Any]]) -> None:
+    expected = [numbers(rank, (4, 3, 2), torch.float32).movedim(1, -1) for rank in range(len(got))]
+    for one in got:
+        assert all(torch.equal(a, b) for a, b in zip(one["rows"], expected, strict=True))
+
+
+def test_the_first_rank_is_everybodys_example(got: list[dict[str, Any]]) -> None:
+    for one in got:
+        assert all(torch.equal(a, b) for a, b in zip(one["broadcast"], various(0), strict=True))
+        assert one["share"] == {"rank": 0}
+        assert one["gather"] == [f"rank {rank}" for rank in range(len(got))]
+    assert [one["in_turn"] for one in got] == list(range(len(got)))
+
+
+def test_one_rank_alone_keeps_what_it_has() -> None:
+    world, tensor = World(), torch.ones(3)
+    assert world.sum(tensor) is tensor
+    assert world.gather(1) == [1]
+    assert world.share(2) == 2
+    assert world.gather_rows(tensor) == [tensor]
+    assert world.in_turn(lambda: 3, first=False) == 3
+    assert world.is_main
+
+
+def part(world: World, how: str) -> str:
+    """Rank 1 leaves while the others wait for it; return what they are told."""
+    bucket = world.buckets([10], torch.float32)[0]
+    if world.rank == 1:
+        return ""
+    try:
+        if how == "sum":
+            for _ in range(3):
+                world.sum(torch.ones(3))
+        else:
+            with world.explained():
+                for _ in range(3):
+                    bucket.start()
+                    bucket.add()
+                    bucket.finish()
+    except RankLost as lost:
+        return str(lost)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("backend", "how"), [("memory", "sum"), ("memory", "bucket"), ("gloo", "bucket")])
+def test_who_waits_for_a_rank_that_left_is_told(backend: Backend, how: str) -> None:
+    told = on_ranks_that_part(2, part, how, backend=backend)
+    assert "rank 1 is gone" in told or "rank 0 lost touch with the others" in told
