@@ -34,6 +34,7 @@ _OWN_FILES = (
     "checkpoints/epoch-*.safetensors",
     "checkpoints",
     "logs/rank-*.log",
+    "logs/rank-*.samples.jsonl",
     "logs",
     "predictions.png",
     "curves.png",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from flatout import checkpoint
+from flatout import checkpoint, record
 from flatout import run as run_folder
 from flatout.engine.base import Ask
 from flatout.errors import TrainingFailed
@@ -34,6 +34,7 @@ class Watch:
         self._save_seconds = 0.0
         self._is_saved = False
         self._is_main = session.world.is_main
+        engine.recorder = record.asked_for(session.out / "logs", session.world.rank, progress)
         self.last_good = engine.state()
 
     def callbacks(self) -> Callbacks:

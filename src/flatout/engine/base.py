@@ -10,6 +10,7 @@ import numpy as np
 from flatout.data.feed import Samples
 from flatout.data.order import Batch
 from flatout.metrics import Counts
+from flatout.record import Recorder
 
 Value = TypeVar("Value")
 
@@ -40,7 +41,12 @@ class Engine(Protocol):
     """Trains one model on all devices it was made for, in one process or with others.
 
     Steps only enqueue work; `counts` waits for it.
+
+    Attributes:
+        recorder: is told which samples this process takes in each step; None for nobody.
     """
+
+    recorder: Recorder | None
 
     @property
     def threads(self) -> int:

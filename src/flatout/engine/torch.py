@@ -34,6 +34,7 @@ from flatout.errors import InputError
 from flatout.metrics import Counts
 from flatout.models.freeze import set_train_mode
 from flatout.recipe import Recipe
+from flatout.record import Recorder
 
 # Images in one evaluation batch at most. It does not depend on the ranks, so neither do the bits of a prediction.
 EVALUATION_BATCH = 256
@@ -96,6 +97,7 @@ class TorchEngine:
         self._class_weights_here = None if class_weights is None else torch.from_numpy(class_weights).to(self.device)
         self._totals = Totals(self.device)
         self._communication_seconds = 0.0
+        self.recorder: Recorder | None = None
         self._passes = 0
         self._keeps_on_host = False
         self._report = report
@@ -238,6 +240,8 @@ class TorchEngine:
         source = self._source(placed)
         if self._passes == 0:
             self._passes = self._count_passes(source, inputs)
+        if self.recorder:
+            self._record(source, inputs.batch, self.recorder)
         # Ranks drop different things: each has other samples.
         torch.manual_seed((seed + self.world.rank) % 2**63)
         optim.set_learning_rate(self._optimizer, learning_rate)
@@ -250,6 +254,11 @@ class TorchEngine:
             self._captured()
         self._asks.take_answer()
         self._communication_seconds += self.world.seconds - began
+
+    def _record(self, source: Placed, batch: Batch, recorder: Recorder) -> None:
+        samples = batch.samples[: batch.count]
+        table = source.transforms
+        recorder.step(samples, None if table is None else table[to_device(samples, self.device)].cpu().numpy())
 
     def asked(self) -> Ask:
         """See `Engine.asked`."""
