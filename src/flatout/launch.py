@@ -64,8 +64,8 @@ def run_on_ranks(
     except Exception as error:  # what users' objects hold may raise anything
         raise InputError(
             "the model or the data cannot be given to other processes, of which each device needs one "
-            f"({type(error).__name__}: {error}); keep locks, open files and the like out of them, and out of the global "
-            "variables that they use"
+            f"({type(error).__name__}: {error}); keep locks, open files and the like out of them, "
+            "and out of the global variables that they use"
         ) from error
     with contextlib.ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="flatout-"))
