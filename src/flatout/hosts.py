@@ -82,11 +82,15 @@ class Meeting:
         # What each other node said last, and for how long it has said nothing new.
         self._heard: dict[int, tuple[str, float]] = {}
         self._store: Any = None
-        if hosts.node_rank == 0:
-            self._serve()
-        else:
-            self._connect()
-        sizes = self._exchange(local_size)
+        try:
+            if hosts.node_rank == 0:
+                self._serve()
+            else:
+                self._connect()
+            sizes = self._exchange(local_size)
+        except BaseException:
+            self.close()
+            raise
         self.first_rank, self.world_size = sum(sizes[: hosts.node_rank]), sum(sizes)
         self.interface = _interface(self.address, self.port)
 
@@ -128,16 +132,20 @@ class Meeting:
         return others, "" if told.startswith(f"node {self.hosts.node_rank}:") else told
 
     def close(self) -> None:
-        """Leave; the host that keeps the store waits a little until the others have left."""
-        store, hosts = self._store, self.hosts
-        if hosts.nodes > 1:
+        """Leave; the host that keeps the store waits a little for those that have come to it and still answer."""
+        if self.hosts.nodes > 1 and self._store is not None:
             with contextlib.suppress(RuntimeError):
-                store.set(f"left {hosts.node_rank}", "")
-                others = [f"left {node}" for node in range(1, hosts.nodes)] if hosts.node_rank == 0 else []
+                self._store.set(f"left {self.hosts.node_rank}", "")
+                self._store.add("left", 1)
                 until = time.monotonic() + _FAREWELL_SECONDS
-                while others and time.monotonic() < until and not store.check(others):
+                while self.hosts.node_rank == 0 and time.monotonic() < until and self._is_awaited():
                     time.sleep(_RETRY_SECONDS / 5)
         self._store = None
+
+    def _is_awaited(self) -> bool:
+        """Return whether a host has come, has not left, and is not known to be silent."""
+        silent = sum(seconds > SILENT_SECONDS for _, seconds in self._heard.values())
+        return self._store.add("left", 0) < self._store.add("came", 0) - silent
 
     def _serve(self) -> None:
         """Keep the store, and listen on the one address that is needed: torch by itself listens on all."""
@@ -195,32 +203,39 @@ class Meeting:
 
     def _exchange(self, local_size: int) -> list[int]:
         """Tell the other hosts how many processes there are here; return the numbers of all hosts."""
-        hosts, store = self.hosts, self._store
+        hosts = self.hosts
         if hosts.nodes == 1:
             return [local_size]
-        if store.add(f"taken {hosts.node_rank}", 1) > 1:
-            problem = f"--node-rank {hosts.node_rank}: two hosts have this node rank; each needs its own"
-            store.set("problem", problem)
-            raise InputError(problem)
-        if int(store.compare_set("nodes", "", str(hosts.nodes))) != hosts.nodes:
-            problem = (
-                f"--nodes: {hosts.nodes} on the host with node rank {hosts.node_rank}, but not on all; say the same"
-            )
-            store.set("problem", problem)
-            raise InputError(problem)
-        store.set(f"size {hosts.node_rank}", str(local_size))
-        keys = [f"size {node}" for node in range(hosts.nodes)]
-        while not store.check(keys):
-            if store.check(["problem"]):
-                raise InputError(store.get("problem").decode())
-            if self._left() <= 0:
-                missing = ", ".join(str(node) for node, key in enumerate(keys) if not store.check([key]))
-                raise InputError(
-                    f"--rendezvous {hosts.rendezvous}: node {missing} did not come in {hosts.timeout:g} s; start the "
-                    "same command there, with its --node-rank, or wait longer with --rendezvous-timeout"
+        try:
+            self._store.add("came", 1)
+            if self._store.add(f"taken {hosts.node_rank}", 1) > 1:
+                self._refuse(f"--node-rank {hosts.node_rank}: two hosts have this node rank; each needs its own")
+            if int(self._store.compare_set("nodes", "", str(hosts.nodes))) != hosts.nodes:
+                self._refuse(
+                    f"--nodes {hosts.nodes}: the host with --node-rank {hosts.node_rank} says so, but not all do"
                 )
-            time.sleep(_RETRY_SECONDS / 5)
-        return [int(store.get(key)) for key in keys]
+            self._store.set(f"size {hosts.node_rank}", str(local_size))
+            keys = [f"size {node}" for node in range(hosts.nodes)]
+            while not self._store.check(keys):
+                if self._store.check(["problem"]):
+                    raise InputError(self._store.get("problem").decode())
+                if self._left() <= 0:
+                    missing = ", ".join(str(node) for node, key in enumerate(keys) if not self._store.check([key]))
+                    raise InputError(
+                        f"--rendezvous {hosts.rendezvous}: node {missing} did not come in {hosts.timeout:g} s; start "
+                        "the same command there, with its --node-rank, or wait longer with --rendezvous-timeout"
+                    )
+                time.sleep(_RETRY_SECONDS / 5)
+            return [int(self._store.get(key)) for key in keys]
+        except RuntimeError:
+            raise InputError(
+                f"--rendezvous {hosts.rendezvous}: the host with node rank 0 has gone again; it says why"
+            ) from None
+
+    def _refuse(self, problem: str) -> None:
+        """Tell all hosts what is wrong with them."""
+        self._store.set("problem", problem)
+        raise InputError(problem)
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,24 +17,24 @@ from flatout.watchdog import SILENT_SECONDS, STALLED_SECONDS, STARTING_SECONDS, 
 LONG = STALLED_SECONDS + 1
 
 
-def vital(rank: int, phase: Phase = Phase.WORKING, step: int = 1, **changes: float) -> Vital:
+def vital(rank: int, phase: Phase = Phase.WORKING, **changes: Any) -> Vital:
     state = Vital(
         pid=os.getpid(),
         rank=rank,
         device="cpu",
         beat=0.0,
         epoch=0,
-        step=step,
+        step=1,
         phase=phase,
         since=0.0,
         longest=0.0,
         task="",
     )
-    return replace(state, **changes)  # pyright: ignore[reportArgumentType]
+    return replace(state, **changes)
 
 
-def stalled(rank: int, phase: Phase = Phase.WORKING, step: int = 1, seconds: float = LONG, **changes: float) -> Vital:
-    return vital(rank, phase, step, stalled_seconds=seconds, **changes)
+def stalled(rank: int, phase: Phase = Phase.WORKING, *, seconds: float = LONG, **changes: Any) -> Vital:
+    return vital(rank, phase, stalled_seconds=seconds, **changes)
 
 
 def test_another_process_reads_what_a_rank_says() -> None:
@@ -107,7 +108,7 @@ def test_an_observer_sees_silence_and_standstill() -> None:
 
 
 def test_a_silent_heart_is_found_unless_its_rank_has_ended_or_loads_libraries() -> None:
-    silent = {"silent_seconds": SILENT_SECONDS + 1}
+    silent: dict[str, Any] = {"silent_seconds": SILENT_SECONDS + 1}
     assert find_silent([vital(0), vital(1)]) is None
     assert find_silent([vital(0), vital(1, **silent)]) == vital(1, **silent)
     assert find_silent([vital(0), vital(1, Phase.ENDED, **silent)]) is None
