@@ -1,0 +1,272 @@
+"""Several devices from the cells of a notebook, in a real kernel."""
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+import psutil
+import pytest
+from nbclient.exceptions import DeadKernelError
+
+END_SECONDS, CELL_SECONDS = 15, 90
+EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "several_devices.ipynb"
+SETUP = """
+import threading, time
+import numpy as np, torch, flatout
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, pause=0.0):
+        super().__init__()
+        torch.manual_seed(5)
+        self.conv, self.norm, self.head = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 3)
+        self.pause, self.calls = pause, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 3:
+            print("the model speaks")
+        time.sleep(self.pause)
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+labels = np.arange(120) % 3
+images = (np.random.default_rng(0).integers(0, 40, (120, 10, 10)) + 90 * labels[:, None, None]).astype(np.uint8)
+settings = dict(batch_size=16, epochs=6, optimizer=flatout.Adam(lr=0.02), devices="2xcpu")
+"""
+
+
+class Notebook(nbclient.NotebookClient):
+    """A notebook whose cells are given one by one, and watched while they run."""
+
+    def __init__(self, folder: Path) -> None:
+        resources = {"metadata": {"path": str(folder)}}
+        notebook = nbformat.v4.new_notebook()
+        super().__init__(notebook, timeout=CELL_SECONDS, allow_errors=True, resources=resources)
+        self.folder = folder
+        self._shown: list[str] = []
+        self._when: tuple[str, Callable[[], None]] | None = None
+
+    @property
+    def kernel(self) -> psutil.Process:
+        assert self.km
+        return psutil.Process(self.km.provisioner.process.pid)  # pyright: ignore
+
+    def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+        if msg["msg_type"] in ("display_data", "update_display_data"):
+            self._shown.append(msg["content"]["data"].get("text/html", ""))
+            if self._when and self._when[0] in self._shown[-1]:
+                act, self._when = self._when[1], None
+                act()
+        return super().process_message(msg, cell, cell_index)
+
+    def interrupt(self) -> None:
+        assert self.km
+        self._interrupting = asyncio.ensure_future(self.km.interrupt_kernel())  # pyright: ignore
+
+    def cell(self, source: str, when: tuple[str, Callable[[], None]] | None = None) -> "Outputs":
+        """Run a cell, and do something once it displays a text."""
+        self._shown, self._when = [], when
+        cell = nbformat.v4.new_code_cell(source)
+        self.nb.cells.append(cell)
+        self.execute_cell(cell, len(self.nb.cells) - 1)
+        assert self._when is None, f"never displayed: {self._when}"
+        return Outputs(cell.outputs, self._shown)
+
+
+class Outputs:
+    """What a cell gave: printed text, value, error, and all that was displayed, also what was later replaced."""
+
+    def __init__(self, outputs: list[Any], shown: list[str]) -> None:
+        self.shown = shown
+        self.left = [o["data"]["text/html"] for o in outputs if o["output_type"] == "display_data"]
+        self.text = "".join(o["text"] for o in outputs if o["output_type"] == "stream")
+        self.value = next((o["data"]["text/plain"] for o in outputs if o["output_type"] == "execute_result"), "")
+        error = next((o for o in outputs if o["output_type"] == "error"), None)
+        self.error = (error["ename"], error["evalue"]) if error else None
+        self.traceback = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error["traceback"])) if error else ""
+
+
+@contextmanager
+def kernel(folder: Path) -> Iterator[Notebook]:
+    (folder / "tmp").mkdir()
+    own = {"FLATOUT_CACHE": str(folder / "cache"), "IPYTHONDIR": str(folder / "ipython"), "TMPDIR": str(folder / "tmp")}
+    opened = Notebook(folder)
+    with opened.setup_kernel(env=os.environ | own):
+        assert opened.cell(SETUP).error is None
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    folder = tmp_path_factory.mktemp("notebook")
+    with kernel(folder) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def whole(notebook: Notebook) -> Outputs:
+    """Train in a cell, on two devices."""
+    return notebook.cell('run = flatout.fit(Net(), (images, labels), out="whole", **settings)\nrun')
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(notebook: Notebook) -> Iterator[None]:
+    yield
+    assert not notebook.kernel.children(recursive=True)
+    assert not list((notebook.folder / "tmp").glob("flatout*"))
+
+
+def test_progress_and_result_show_in_the_cell(notebook: Notebook, whole: Outputs) -> None:
+    assert whole.error is None, whole.error
+    assert whole.value.startswith("Run('whole', model='python:Net', accuracy=")
+    bars = [shown for shown in whole.shown if shown.startswith('<progress value="')]
+    assert all("images trained" in bar for bar in bars)
+    assert bars
+    assert set(whole.left) == {""}, "the bar goes when it is done"
+    assert re.findall(r"^epoch (\d)/6  loss", whole.text, re.MULTILINE) == list("123456")
+    assert notebook.cell('run.summary["devices"], run.summary["world_size"]').value == "('2xcpu', 2)"
+
+
+def test_what_the_model_prints_is_in_the_logs(notebook: Notebook, whole: Outputs) -> None:
+    assert "the model speaks" not in whole.text
+    for rank in (0, 1):
+        assert "the model speaks\n" in (notebook.folder / "whole" / "logs" / f"rank-{rank}.log").read_text()
+
+
+def test_the_run_is_used_in_later_cells(notebook: Notebook, whole: Outputs) -> None:
+    assert notebook.cell("type(run.model) is Net, run.model.training").value == "(True, False)"
+    evaluated = notebook.cell('result = run.evaluate((images, labels), devices="2xcpu")\nresult["devices"]')
+    assert (evaluated.error, evaluated.value) == (None, "'2xcpu'")
+    predicted = notebook.cell(
+        "ours = [int(p.classes[0]) for p in run.predict(images, top=1)]\n"
+        'sum(a == b for a, b in zip(ours, labels)) == result["test_correct"] > 100'
+    )
+    assert (predicted.error, predicted.value) == (None, "True")
+    report = notebook.cell("run.show()")
+    assert "<iframe srcdoc=" in report.left[0]
+    assert report.text == "", "no warning"
+
+
+def test_data_sets_of_a_class_in_the_cell(notebook: Notebook) -> None:
+    done = notebook.cell("""
+from PIL import Image
+
+class Squares(torch.utils.data.Dataset):
+    classes = ("low", "middle", "high")
+    def __init__(self, rows):
+        self.rows = rows
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, i):
+        return Image.fromarray(images[self.rows[i]]), int(labels[self.rows[i]])
+
+parts = {"train": Squares(range(90)), "test": Squares(range(90, 120))}
+run = flatout.fit(Net(), parts, out="squares", **settings | {"epochs": 1})
+run.classes, run.summary["test_count"]
+""")
+    assert (done.error, done.value) == (None, "(('low', 'middle', 'high'), 30)")
+
+
+def test_an_interrupted_cell_stops_all_ranks_and_can_be_resumed(notebook: Notebook, whole: Outputs) -> None:
+    fit = 'run = flatout.fit(Net({pause}), (images, labels), out="stopped", {more}**settings)\nrun.summary["stopped"]'
+    stopped = notebook.cell(fit.format(pause=0.2, more=""), when=("epoch 2/6", notebook.interrupt))
+    assert stopped.error == ("KeyboardInterrupt", "")
+    assert "direct cause" not in stopped.traceback
+    assert "SIGINT in epoch" in stopped.text
+    assert list((notebook.folder / "stopped" / "checkpoints").iterdir())
+    resumed = notebook.cell(fit.format(pause=0, more="resume=True, "))
+    assert resumed.error is None, resumed.error
+    assert "resumed after epoch" in resumed.text
+    assert resumed.value == ""
+    weights = [f'flatout.load("{name}", model=Net()).model.head.weight' for name in ("whole", "stopped")]
+    assert notebook.cell(f"torch.allclose({', '.join(weights)}, rtol=1e-5)").value == "True"
+
+
+def test_an_interrupt_while_the_ranks_start(notebook: Notebook) -> None:
+    stopped = notebook.cell(
+        "import os, signal\n"
+        "threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+        'flatout.fit(Net(0.1), (images, labels), out="early", **settings | {"epochs": 1000})'
+    )
+    assert stopped.error == ("KeyboardInterrupt", "")
+    assert notebook.cell("1 + 1").value == "2"
+
+
+def test_an_exception_in_the_model_names_its_rank(notebook: Notebook) -> None:
+    failed = notebook.cell("""
+class Failing(Net):
+    def forward(self, x):
+        if self.training and self.calls > 4 and os.environ["RANK"] == "1":
+            raise ValueError("these shapes do not fit")
+        return super().forward(x)
+
+import os
+flatout.fit(Failing(), (images, labels), out="failing", **settings)
+""")
+    assert failed.error is not None
+    name, message = failed.error
+    assert name == "TrainingFailed"
+    first, *log = message.splitlines()
+    assert re.match(r"rank 1 \(cpu, process \d+\) failed in epoch 1, step \d+: ValueError: these shapes", first)
+    assert "failing/logs/rank-1.log" in first
+    assert log[-1].strip() == "ValueError: these shapes do not fit"
+
+
+def test_a_model_that_other_processes_cannot_have(notebook: Notebook) -> None:
+    held = notebook.cell("""
+class Held(Net):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+flatout.fit(Held(), (images, labels), **settings)
+""")
+    assert held.error is not None
+    assert held.error[0] == "InputError"
+    assert "Held cannot be copied" in held.error[1]
+    outside = notebook.cell("""
+lock = threading.Lock()
+class Locking(Net):
+    def forward(self, x):
+        with lock:
+            return super().forward(x)
+
+flatout.fit(Locking(), (images, labels), **settings)
+""")
+    assert outside.error is not None
+    assert outside.error[0] == "InputError"
+    assert "lock" in outside.error[1]
+
+
+def test_a_killed_kernel_leaves_no_rank(tmp_path: Path) -> None:
+    ranks: list[psutil.Process] = []
+    opened = Notebook(tmp_path)
+
+    def kill() -> None:
+        process = opened.kernel
+        ranks.extend(process.children(recursive=True))
+        process.send_signal(signal.SIGKILL)
+
+    with (
+        pytest.raises(DeadKernelError),
+        opened.setup_kernel(env=os.environ | {"IPYTHONDIR": str(tmp_path / "ipython")}),
+    ):
+        opened.cell(SETUP)
+        opened.cell('flatout.fit(Net(0.1), (images, labels), out="run", **settings | {"epochs": 999})', ("epoch", kill))
+    assert len(ranks) == 2
+    assert not psutil.wait_procs(ranks, timeout=END_SECONDS)[1]
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    example = nbformat.read(EXAMPLE, as_version=4)
+    env = os.environ | {"IPYTHONDIR": str(tmp_path / "ipython")}
+    client = nbclient.NotebookClient(example, timeout=CELL_SECONDS, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env=env)
+    assert (tmp_path / "several-devices" / "weights.safetensors").is_file()

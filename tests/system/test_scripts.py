@@ -1,0 +1,170 @@
+"""Several devices from a plain script, from standard input and from the interactive interpreter."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+import flatout
+
+WAIT_SECONDS = 90
+DEFINITIONS = """
+import numpy as np, time, torch, flatout
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, classes=3, pause=0.0):
+        super().__init__()
+        self.conv, self.head, self.pause = nn.Conv2d(1, 8, 3), nn.Linear(8, classes), pause
+    def forward(self, x):
+        time.sleep(self.pause)
+        return self.head(torch.relu(self.conv(x)).mean((2, 3)))
+
+labels = np.arange(120) % 3
+images = (np.random.default_rng(0).integers(0, 40, (120, 10, 10)) + 90 * labels[:, None, None]).astype(np.uint8)
+"""
+SETTINGS = 'batch_size=16, devices="2xcpu", optimizer=flatout.Adam(lr=0.02)'
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+
+@pytest.mark.parametrize("how", ["a file", "standard input"])
+def test_a_script_without_a_main_guard_runs_once(how: str, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("from torch import nn\nclass Head(nn.Linear):\n    pass\n")
+    text = (
+        f"{DEFINITIONS}\nfrom beside import Head\nprint('top level')\n"
+        "net = Net()\nnet.head = Head(8, 3)\n"
+        f"run = flatout.fit(net, (images, labels), epochs=1, out='run', {SETTINGS})\n"
+        "print(type(run.model), type(run.model.head), run.summary['devices'])\n"
+    )
+    (tmp_path / "script.py").write_text(text)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    folder, command, given = (elsewhere, [str(tmp_path / "script.py")], "")
+    if how == "standard input":
+        folder, command, given = tmp_path, ["-"], text
+    done = subprocess.run(
+        [sys.executable, *command],
+        input=given,
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines.count("top level") == 1
+    assert lines[-1] == "<class '__main__.Net'> <class 'beside.Head'> 2xcpu"
+    for rank in (0, 1):
+        assert "top level" not in (folder / "run" / "logs" / f"rank-{rank}.log").read_text()
+
+
+def test_a_script_trains_on_a_path_and_is_interrupted(shared_data: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    settings = f"data={str(shared_data / 'oct')!r}, image_size=32, epochs=999, out='run', {SETTINGS}"
+    script.write_text(f"{DEFINITIONS}\nflatout.fit(Net(2), {settings}, channels=1)\n")
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout
+    shown = ""
+    for line in process.stdout:
+        shown += line
+        if line.startswith("epoch 1/999"):
+            break
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    # As Ctrl-C does: to the terminal's foreground group.
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == -signal.SIGINT, shown + said
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    assert len(ranks) == 2
+    assert not any(rank.is_running() for rank in ranks)
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
+    assert flatout.load(tmp_path / "run").summary["stopped"].startswith("SIGINT")
+
+
+class Interpreter:
+    """`python -i` on a terminal of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        # The plain prompt: newer interpreters have an editor that draws.
+        own = {"TERM": "xterm", "PYTHON_BASIC_REPL": "1", "HOME": str(folder), "INPUTRC": os.devnull}
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-i", "-q"],
+            cwd=folder,
+            env=environment() | own,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
+
+    def until(self, pattern: str) -> str:
+        """Return what is printed up to a pattern."""
+        deadline, text = time.monotonic() + WAIT_SECONDS, ""
+        while not re.search(pattern, text):
+            ready, _, _ = select.select([self._ours], [], [], max(deadline - time.monotonic(), 0))
+            assert ready, f"{pattern!r} never came: {text}"
+            text += os.read(self._ours, 4096).decode(errors="replace")
+        return text
+
+    def type(self, line: str) -> None:
+        os.write(self._ours, f"{line}\n".encode())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+@contextmanager
+def interpreter(folder: Path) -> Iterator[Interpreter]:
+    opened = Interpreter(folder)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def test_the_interactive_interpreter(tmp_path: Path) -> None:
+    fit = f"run = flatout.fit(Net(pause={{pause}}), (images, labels), epochs={{epochs}}, out={{out!r}}, {SETTINGS})"
+    with interpreter(tmp_path) as python:
+        for line in DEFINITIONS.splitlines():
+            python.type(line)
+        python.type("print('re' + 'ady')")
+        python.until("ready")
+        python.type(fit.format(pause=0.1, epochs=999, out="stopped"))
+        python.until("images trained")
+        ranks = psutil.Process(python.process.pid).children(recursive=True)
+        os.killpg(python.process.pid, signal.SIGINT)
+        python.until("KeyboardInterrupt")
+        assert len(ranks) == 2
+        assert not psutil.wait_procs(ranks, timeout=WAIT_SECONDS)[1]
+        assert list((tmp_path / "stopped" / "checkpoints").iterdir())
+        python.type(fit.format(pause=0, epochs=1, out="run"))
+        python.type("print('devices' + ':', run.summary['devices'], type(run.model))")
+        assert "2xcpu <class '__main__.Net'>" in python.until(r"devices: .*\n")
+        python.type("exit()")
+        assert python.process.wait(timeout=WAIT_SECONDS) == 0
