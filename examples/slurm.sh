@@ -14,6 +14,11 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export MASTER_ADDR MASTER_PORT
 
+# The network interface that the hosts share, as `ip route` names it; it is the same on all hosts of most clusters.
+INTERFACE=$(ip route get "$(getent ahostsv4 "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)" |
+    awk 'NR == 1 { print $1 }')" | sed -n 's/.* dev \([^ ]*\).*/\1/p')
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$INTERFACE} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$INTERFACE}
+
 # Decoded images are kept on each host's own disk. The run folder is one for all, on the shared file system.
 export FLATOUT_CACHE=${FLATOUT_CACHE:-${TMPDIR:-/tmp}/flatout-$USER}
 
