@@ -31,7 +31,7 @@ from flatout.data.order import Batch
 from flatout.data.pack import Pack, PackSettings, load_pack
 from flatout.data.prepare import find, splits_of
 from flatout.engine import hardware
-from flatout.engine.base import Engine
+from flatout.engine.base import Ask, Engine
 from flatout.engine.choose import join, machine, make_engine, parse_devices
 from flatout.jobs import load_job
 from flatout.models.load import build
@@ -138,7 +138,7 @@ def fit(
 ) -> Progress:
     """Train and return what the loop measured."""
     tell = Callbacks(
-    ask=lambda: Ask.NOTHING,
+        ask=lambda: Ask.NOTHING,
         step=lambda progress, images: None,
         poll=lambda progress: False,
         loss=lambda progress, loss: None,

@@ -19,13 +19,12 @@ from flatout.console import Console
 from flatout.data.feed import Samples
 from flatout.data.pack import Pack, PackSettings, load_pack
 from flatout.data.prepare import find, splits_of
-from flatout.engine.choose import machine
 from flatout.engine.base import Ask
+from flatout.engine.choose import join, machine
 from flatout.engine.torch import TorchEngine
 from flatout.jobs import load_job
 from flatout.models.freeze import freeze
 from flatout.models.load import build
-from flatout.engine.world import World
 from flatout.progress import EpochRecord, Progress
 from flatout.recipe import Recipe
 from flatout.train import Callbacks, train
@@ -67,7 +66,7 @@ def run(
         seed=recipe.seed,
     )
     freeze(model, recipe.freeze)
-    engine = TorchEngine(model, recipe, world=World(device=torch.device(device)), cache_prefix=cache_prefix)
+    engine = TorchEngine(model, recipe, world=join(device), cache_prefix=cache_prefix)
     placed = {name: engine.place(samples) for name, samples in splits.items()}
     progress = Progress()
     train(engine, recipe, placed, len(splits["train"]), progress, SILENT)

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +147,7 @@ def _train_from_here(
     recipe: Recipe, data: "Found | Source", options: Options, console: Console, module: "nn.Module | None"
 ) -> Path:
     """Make the pack, then train in this process, or in one for each device."""
-    from flatout.data.handover import hand_over
+    from flatout.data.handover import handed_over
     from flatout.engine.choose import join, parse_devices, plan
     from flatout.launch import run_on_ranks
 
@@ -166,12 +165,11 @@ def _train_from_here(
         return _train(session, pack)
     if options.hosts.node_rank == 0:
         options = dataclasses.replace(options, out=session.out)
-    with tempfile.TemporaryDirectory(prefix="flatout-", ignore_cleanup_errors=True) as folder:
-        before = {"notes": session.notes, "seconds": session.seconds}
-        args = (recipe, hand_over(pack, Path(folder)), options, module, before)
+    before = {"notes": session.notes, "seconds": session.seconds}
+    with handed_over(pack) as handover:
         return run_on_ranks(
             _train_on_rank,
-            args,
+            (recipe, handover, options, module, before),
             devices=chosen.devices,
             hosts=options.hosts,
             threads=chosen.threads,

@@ -1,7 +1,7 @@
 """One run from the first check to the last picture."""
 
+import contextlib
 import signal
-import tempfile
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -133,7 +133,7 @@ class Session:
 
     def load_pack(self, data: "Found | Source") -> "Pack":
         """Get the pack: on each host one process builds it, and the others map the same file."""
-        from flatout.data.handover import hand_over
+        from flatout.data.handover import handed_over
         from flatout.data.prepare import load
 
         self._time("start")
@@ -143,11 +143,12 @@ class Session:
                 pack = load(data, self.recipe, cache=self.options.cache, report=self.console)
             self.console.finish()
         if world.is_joined:
-            self._folder = tempfile.TemporaryDirectory(prefix="flatout-", ignore_cleanup_errors=True)
-            handed = world.gather(hand_over(pack, Path(self._folder.name)) if pack else None)
-            first_here = handed[world.rank - world.local_rank]
-            assert first_here is not None
-            pack = pack or first_here.open()
+            with handed_over(pack) if pack else contextlib.nullcontext() as own:
+                handed = world.gather(own)[world.rank - world.local_rank]
+                assert handed is not None
+                pack = pack or handed.open()
+                # Others may still be opening the file.
+                world.barrier()
         assert pack is not None
         self._time("pack")
         return pack

@@ -28,7 +28,7 @@ from flatout.engine.gradients import GradientSum, OwnGradients, SharedGradients,
 from flatout.engine.placed import Inputs, Placed, place, stream, to_device
 from flatout.engine.prefix import Cut, cut_frozen_prefix
 from flatout.engine.state import full_state, load_full_state
-from flatout.engine.totals import SUMS, Totals, wide_float
+from flatout.engine.totals import SUMS, Totals
 from flatout.engine.world import ALONE, World
 from flatout.errors import InputError
 from flatout.metrics import Counts

@@ -1,0 +1,103 @@
+"""Ranks against threads on a CPU: a job on one thread, on all threads of one process, and on a rank for each core.
+
+    python benchmarks/ranks.py --data-root FOLDER [--repeats 3] [--jobs fashion-mnist,caltech101] [--out FILE]
+
+Every run is a fresh `flatout train`; the three take turns, round after round. See README.md beside this file.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from compare import HERE, PACKAGES, run_process
+from flatout.engine.choose import machine
+from flatout.engine.hardware import cores
+
+# Job -> data set in the data root, epochs, further flags: enough for some tens of seconds on one thread.
+JOBS: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "fashion-mnist": ("fashion-mnist", 6, ()),
+    "fashion-mnist-keras": ("fashion-mnist", 2, ()),
+    "mnist-parallel": ("mnist.json.gz", 3, ()),
+    "caltech101": ("caltech101", 10, ()),
+    "cats-dogs": ("cats-dogs", 3, ()),
+    "oct-vgg16": ("oct", 3, ("--no-pretrained", "--set", "image_size=128")),
+}
+
+
+def run(job: str, data: Path, devices: str, threads: int, folder: Path) -> dict[str, float]:
+    """Train once; return the figures of the run."""
+    _, epochs, flags = JOBS[job]
+    command = [sys.executable, "-m", "flatout", "train", job, "--data", str(data), "--epochs", str(epochs), *flags]
+    command += ["--devices", devices, "--out", str(folder), "--overwrite", "--set", "early_stopping=0"]
+    seconds, _ = run_process(command, threads)
+    summary = json.loads((folder / "summary.json").read_text())
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    later = records[1:]
+    return {
+        "images_per_second": sum(r["images"] for r in later) / sum(r["seconds"] for r in later),
+        "communication_fraction": summary["communication_fraction"],
+        "process_seconds": seconds,
+        "overhead_seconds": seconds - summary["train_seconds"] - summary["time_seconds"]["evaluate"],
+        "test_correct": summary["test_correct"],
+    }
+
+
+def measure(job: str, root: Path, repeats: int, folder: Path) -> dict[str, Any]:
+    """Run the three variants in turn; return all figures, their medians and the ratios of each round."""
+    count, data = cores(), root / JOBS[job][0]
+    variants = {
+        "cpu x 1 thread": ("cpu", 1),
+        f"cpu x {count} threads": ("cpu", count),
+        f"{count}xcpu x 1 thread": (f"{count}xcpu", 1),
+    }
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
+    for repeat in range(repeats):
+        for name, (devices, threads) in variants.items():
+            rounds[name].append(run(job, data, devices, threads, folder / f"{job}-{name}".replace(" ", "-")))
+            print(f"{job} {repeat + 1}/{repeats} {name}: {rounds[name][-1]}", file=sys.stderr, flush=True)
+    one, threaded, ranks = rounds.values()
+
+    def ratio(figure: str, against: list[dict[str, float]]) -> float:
+        return statistics.median(a[figure] / b[figure] for a, b in zip(ranks, against, strict=True))
+
+    return {
+        "rounds": rounds,
+        "ranks_over_one_thread": ratio("images_per_second", one),
+        "ranks_over_threads": ratio("images_per_second", threaded),
+        "communication_fraction": statistics.median(r["communication_fraction"] for r in ranks),
+        "launch_seconds": statistics.median(
+            a["overhead_seconds"] - b["overhead_seconds"] for a, b in zip(ranks, one, strict=True)
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-root", type=Path, required=True)
+    parser.add_argument("--jobs", default=",".join(JOBS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "ranks.json")
+    args = parser.parse_args()
+    result: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine()}
+    result["versions"] = {name: version(name) for name in PACKAGES}
+    result["jobs"] = {}
+    with tempfile.TemporaryDirectory(prefix="flatout-ranks-") as folder:
+        for job in args.jobs.split(","):
+            result["jobs"][job] = measured = measure(job, args.data_root, args.repeats, Path(folder))
+            args.out.write_text(json.dumps(result, indent=2) + "\n")
+            print(
+                f"{job:20} ranks over one thread {measured['ranks_over_one_thread']:.2f}, over threads "
+                f"{measured['ranks_over_threads']:.2f}, communication {measured['communication_fraction']:.1%}, "
+                f"launch {measured['launch_seconds']:.1f} s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
