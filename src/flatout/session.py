@@ -303,6 +303,7 @@ class Session:
         self.world.barrier()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
+            self.console.device = self.console.device or str(self.world.device)
             self.console.open_log(self.out / "logs" / f"rank-{self.world.rank}.log")
         except OSError as error:
             raise InputError(f"{self.out}: cannot be written: {error.strerror}") from None
