@@ -1,0 +1,215 @@
+"""The promise: `--devices` changes, the result does not. Whole runs on one to four ranks, by the command line."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flatout.models.weights import read_weights
+
+TIMEOUT = 180
+SPECS = ("cpu", "2xcpu", "3xcpu", "4xcpu")
+# 600 images in batches of 100, which three ranks cannot share evenly; batch normalisation; a plateau that acts at once.
+TRAIN_IMAGES, TEST_IMAGES, EPOCHS = 600, 101, 3
+RECIPE = {
+    "batch_size": 100,
+    "image_size": 16,
+    "optimizer.name": "sgd",
+    "optimizer.lr": 0.05,
+    "schedule.name": "plateau",
+    "schedule.patience": 0,
+    "schedule.factor": 0.5,
+    "schedule.threshold": 0.99,
+    "augment.rotate": 8,
+    "augment.shift": 0.1,
+}
+SAME = ("train_images", "images_trained", "batch_size", "epochs", "seed", "parameters", "test_count", "best_epoch")
+
+
+def flatout(*arguments: object, code: int = 0, **environment: str) -> str:
+    """Run the command; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "flatout", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def sets(recipe: dict[str, Any]) -> list[str]:
+    return [word for key, value in recipe.items() for word in ("--set", f"{key}={value}")]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real handwritten digits in one file; and some of the test images alone, in another."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    images = np.asarray(images * 15.9, np.uint8).reshape(-1, 8, 8)
+    train, test = slice(0, TRAIN_IMAGES), slice(TRAIN_IMAGES, TRAIN_IMAGES + TEST_IMAGES)
+    path = tmp_path_factory.mktemp("data") / "digits.npz"
+    np.savez(path, x_train=images[train], y_train=labels[train], x_test=images[test], y_test=labels[test])
+    np.savez(path.with_name("three.npz"), images=images[:3], labels=labels[:3])
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same run on each SPEC, its samples and draws recorded."""
+    folder = tmp_path_factory.mktemp("runs")
+    for spec in SPECS:
+        command = ("train", digits, "--model", "fashion-cnn", "--epochs", EPOCHS, "--devices", spec, *sets(RECIPE))
+        flatout(*command, "--out", folder / spec, FLATOUT_RECORD="1", FLATOUT_CACHE=str(folder / "cache"))
+    return {spec: folder / spec for spec in SPECS}
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return read_weights(run / "weights.safetensors")[0]
+
+
+def epochs(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def recorded(run: Path) -> list[tuple[int, int, list[int], list[Any]]]:
+    """Return what all ranks together took in each step: epoch, step, samples, transforms."""
+    paths = sorted((run / "logs").glob("rank-*.samples.jsonl"))
+    assert len(paths) == summary(run)["world_size"]
+    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    lines.sort(key=lambda line: (line["epoch"], line["step"]))
+    steps = []
+    for (epoch, step), shares in groupby(lines, key=lambda line: (line["epoch"], line["step"])):
+        parts = list(shares)
+        assert len(parts) == len(paths)
+        samples, transforms = ([one for part in parts for one in part[key]] for key in ("samples", "transforms"))
+        steps.append((epoch, step, samples, transforms))
+    return steps
+
+
+@pytest.mark.slow
+def test_every_step_takes_the_same_samples_and_draws(runs: dict[str, Path]) -> None:
+    expected = recorded(runs["cpu"])
+    per_epoch = len(expected) // EPOCHS
+    for epoch in range(EPOCHS):
+        taken = [sample for _, _, samples, _ in expected[epoch * per_epoch :][:per_epoch] for sample in samples]
+        assert sorted(taken) == list(range(summary(runs["cpu"])["train_images"]))
+    assert len({json.dumps(transforms) for *_, transforms in expected}) == len(expected)
+    for spec in SPECS[1:]:
+        assert recorded(runs[spec]) == expected, spec
+
+
+@pytest.mark.slow
+def test_the_result_is_the_same(runs: dict[str, Path]) -> None:
+    expected, expected_weights = summary(runs["cpu"]), weights(runs["cpu"])
+    assert expected["test_count"] == TEST_IMAGES
+    assert expected["images_trained"] == EPOCHS * expected["train_images"]
+    assert expected["test_correct"] > TEST_IMAGES / 5
+    assert [line["learning_rate"] for line in epochs(runs["cpu"])] == [0.05, 0.05, 0.025]
+    for number, spec in enumerate(SPECS, 1):
+        found = summary(runs[spec])
+        assert {key: found[key] for key in SAME} == {key: expected[key] for key in SAME}
+        assert (found["world_size"], found["devices"]) == (number, spec)
+        assert found["test_correct"] == expected["test_correct"]
+        for line, other in zip(epochs(runs[spec]), epochs(runs["cpu"]), strict=True):
+            assert (line["epoch"], line["learning_rate"]) == (other["epoch"], other["learning_rate"])
+            assert line["train_loss"] == pytest.approx(other["train_loss"], rel=1e-3)
+            assert line["valid_loss"] == pytest.approx(other["valid_loss"], rel=1e-3)
+        for name, value in weights(runs[spec]).items():
+            torch.testing.assert_close(value, expected_weights[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_each_rank_keeps_a_log_that_names_it(runs: dict[str, Path]) -> None:
+    for number, spec in enumerate(SPECS, 1):
+        logs = sorted(path.name for path in (runs[spec] / "logs").glob("rank-?.log"))
+        assert logs == [f"rank-{rank}.log" for rank in range(number)]
+        for rank, name in enumerate(logs):
+            lines = (runs[spec] / "logs" / name).read_text().splitlines()
+            assert [line for line in lines if not re.match(rf"\d{{4}}-\S+ rank {rank} \(cpu\)  \S", line)] == []
+            assert any(f"epoch {EPOCHS}/{EPOCHS}" in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SPECS[1:])
+def test_the_same_weights_get_the_same_count(spec: str, runs: dict[str, Path]) -> None:
+    found = json.loads(flatout("evaluate", runs["cpu"], "--devices", spec, "--json"))
+    assert (found["test_correct"], found["test_count"]) == (summary(runs["cpu"])["test_correct"], TEST_IMAGES)
+    assert found["devices"] == spec
+
+
+@pytest.mark.slow
+def test_a_rank_without_an_image_changes_nothing(runs: dict[str, Path], digits: Path) -> None:
+    alone, four = (
+        json.loads(
+            flatout("evaluate", runs["cpu"], "--data", digits.with_name("three.npz"), "--devices", spec, "--json")
+        )
+        for spec in ("cpu", "4xcpu")
+    )
+    assert (four["test_correct"], four["test_count"]) == (alone["test_correct"], 3)
+    assert four["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_devices(runs: dict[str, Path], tmp_path: Path) -> None:
+    """After the first epoch on two ranks, the others on three: the run that was never stopped, but for rounding."""
+    out = tmp_path / "run"
+    shutil.copytree(runs["2xcpu"], out)
+    (first, *_) = sorted((out / "checkpoints").glob("epoch-*"))
+    for path in (out / "checkpoints").iterdir():
+        if path != first:
+            path.unlink()
+    assert first.name.startswith("epoch-00001-")
+    flatout("train", "--devices", "3xcpu", "--resume", "--out", out)
+    assert summary(out)["images_trained"] == summary(runs["cpu"])["images_trained"]
+    assert summary(out)["devices"] == "3xcpu"
+    for name, value in weights(out).items():
+        torch.testing.assert_close(value, weights(runs["cpu"])[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_batch_smaller_than_the_ranks_is_refused(digits: Path, tmp_path: Path) -> None:
+    said = flatout(
+        "train", digits, "--batch-size", 2, "--epochs", 1, "--devices", "3xcpu", "--out", tmp_path / "run", code=2
+    )
+    assert "batch_size = 2 is less than one sample for each of the 3 ranks" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("1000xcpu", r"--devices 1000xcpu: this machine has not so many; it has: cpu \(\d+\)"),
+        ("2x", r"--devices 2x: must be"),
+        ("0xcpu", r"--devices 0xcpu: must be"),
+        ("2xcpu:1", r"--devices 2xcpu:1: must be"),
+        ("cpu:1", r"--devices cpu:1: processors have no numbers; ask for several ranks as 2xcpu"),
+        ("2xgpu", r"--devices 2xgpu: no kind of device is called 'gpu'"),
+        ("2xauto", r"--devices 2xauto: auto chooses by itself"),
+    ],
+)
+def test_a_wrong_spec_is_refused_before_any_work(
+    spec: str, said: str, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from flatout.cli import main
+
+    assert main(["train", str(digits), "--devices", spec, "--out", str(tmp_path / "run")]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
