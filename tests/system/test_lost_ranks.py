@@ -45,7 +45,7 @@ class Net(torch.nn.Sequential):
 
     def forward(self, x):
         self.steps += self.training
-        if self.steps == 10 and os.environ.get("RANK") == os.environ.get("MISHAP_RANK"):
+        if self.steps == 10 and os.environ.get("RANK", "") == os.environ.get("MISHAP_RANK"):
             pathlib.Path(os.environ["MISHAP_FILE"]).write_text(os.environ["MASTER_PORT"])
             MISHAPS[os.environ["MISHAP"]]()
         return super().forward(x)
