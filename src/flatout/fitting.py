@@ -58,9 +58,12 @@ def fit(
     import sys
 
     from flatout.engine.choose import is_accelerated
+    from flatout.engine.launched import launched
     from flatout.resolve import resolve
 
-    console = Console(None if quiet else sys.stdout)
+    process = launched()
+    rank = process.rank if process else 0
+    console = Console(None if quiet or rank else sys.stdout, rank=rank)
     module = None if model is None or isinstance(model, str) else _copy(model)
     if isinstance(model, str):
         changes["model"] = model

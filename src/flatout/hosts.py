@@ -92,7 +92,7 @@ class Meeting:
             self.close()
             raise
         self.first_rank, self.world_size = sum(sizes[: hosts.node_rank]), sum(sizes)
-        self.interface = _interface(self.address, self.port)
+        self.interface = interface_to(self.address, self.port)
 
     def tell(self, failure: str) -> None:
         """Tell the other hosts why this one has failed; the first to tell is heard."""
@@ -241,7 +241,7 @@ class Meeting:
         return self._deadline - time.monotonic()
 
 
-def _interface(address: str, port: int) -> str:
+def interface_to(address: str, port: int) -> str:
     """Return the name of the network interface from which this host reaches an address."""
     import psutil
 

@@ -162,7 +162,8 @@ def _environment(meeting: Meeting, board: vitals.Board, threads: int) -> dict[st
         # So that flatout is found as it was here, whatever changed sys.path.
         "PYTHONPATH": os.pathsep.join(_search_path()),
     }
-    defaults = {"OMP_NUM_THREADS": threads}
+    # torch's own words about lost connections say nothing that the messages of ranks and launcher do not.
+    defaults = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if meeting.interface:
         defaults |= {"GLOO_SOCKET_IFNAME": meeting.interface, "NCCL_SOCKET_IFNAME": f"={meeting.interface}"}
     environment |= {name: value for name, value in defaults.items() if name not in os.environ}

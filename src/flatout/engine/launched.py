@@ -70,18 +70,19 @@ def launched() -> Launched | None:
     """
     names = _TORCH
     if "RANK" not in os.environ:
-        # A Slurm batch script has these variables as well; only what srun starts has a step.
-        if "SLURM_STEP_ID" not in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) == 1:
-            return None
-        if "MASTER_ADDR" not in os.environ:
+        # A Slurm batch script has these variables as well; only what srun starts is one task of a step of several.
+        if "SLURM_STEP_ID" not in os.environ or (_number("SLURM_STEP_NUM_TASKS") or _number("SLURM_NTASKS") or 1) == 1:
             return None
         names = _SLURM
     rank, size, local_rank, local_size = (_number(name) for name in names)
     rank, size = rank or 0, size or 1
-    if local_size is None:
-        local_size = size
-    if local_rank is None:
-        local_rank = rank % local_size
+    if local_size is None and names is _SLURM:
+        # As many on each node, or srun would have said so.
+        local_size = size // (_number("SLURM_STEP_NUM_NODES") or _number("SLURM_NNODES") or 1)
+    if local_size is None and local_rank is not None and size > 1:
+        raise InputError(f"{names[2]} is set, but {names[3]} is not: the launcher must say how many ranks a host has")
+    # Where neither is said, as in a Kubernetes job with a pod for each rank, every rank has a host of its own.
+    local_size, local_rank = local_size or 1, local_rank or 0
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ and size > 1:
             raise InputError(f"{names[0]} is set, but {name} is not: the launcher must say where the ranks meet")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from flatout import vitals
 from flatout.engine.launched import Launched
 from flatout.errors import InputError, RankLost
+from flatout.hosts import interface_to
 
 Value = TypeVar("Value")
 
@@ -161,6 +162,7 @@ class World:
             InputError: they did not come; the message names where they were awaited.
         """
         self.backend = "nccl" if self.device.type == "cuda" and not shares_gpu else "gloo"
+        self._choose_interface(launched)
         if dist.is_initialized():
             # Ray Train, for one, has brought them together already.
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -178,6 +180,13 @@ class World:
 
             self._memory = SharedMemory(self)
             self.backend = "memory"
+
+    def _choose_interface(self, launched: Launched) -> None:
+        """Have gloo and NCCL listen where the others come from and nowhere else, unless the user has chosen."""
+        interface = interface_to("127.0.0.1" if self.local_size == self.size else launched.address, launched.port)
+        for name, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
+            if interface:
+                os.environ.setdefault(name, value)
 
     def _watch_over_each_other(self) -> None:
         """See that no rank outlives its launcher, or waits for ever for one that is gone."""
