@@ -5,10 +5,11 @@ import datetime
 import ipaddress
 import json
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from flatout.errors import InputError
 from flatout.vitals import Phase, Vital
@@ -18,6 +19,9 @@ _LOOPBACK = "127.0.0.1"
 # Seconds between two tries to reach the rendezvous, and that its keeper waits for the others at the end.
 _RETRY_SECONDS = 0.25
 _FAREWELL_SECONDS = 10.0
+
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,7 @@ class Meeting:
         # What each other node said last, and for how long it has said nothing new.
         self._heard: dict[int, tuple[str, float]] = {}
         self._store: Any = None
+        self._is_stuck = False
         try:
             if hosts.node_rank == 0:
                 self._serve()
@@ -98,6 +103,8 @@ class Meeting:
         """Tell the other hosts why this one has failed; the first to tell is heard."""
         if self.hosts.nodes > 1:
             with contextlib.suppress(RuntimeError):
+                if self._is_stuck:
+                    return
                 self._store.compare_set("failed", "", f"node {self.hosts.node_rank}: {failure}")
 
     def exchange(self, here: Sequence[Vital]) -> tuple[list[Vital], str]:
@@ -109,31 +116,56 @@ class Meeting:
         """
         if self.hosts.nodes == 1:
             return [], ""
-        own, looked, self._looked = f"vitals {self.hosts.node_rank}", self._looked, time.monotonic()
-        passed = min(self._looked - looked, 1.0)
-        nodes = [node for node in range(self.hosts.nodes) if node != self.hosts.node_rank]
-        others: list[Vital] = []
+        looked, self._looked = self._looked, time.monotonic()
         try:
-            self._store.set(own, json.dumps([self._looked, *map(asdict, here)]))
-            told = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
-            for node in nodes:
-                key = f"vitals {node}"
-                text = self._store.get(key).decode() if self._store.check([key]) else ""
-                before, silent = self._heard.get(node, ("", 0.0))
-                silent = 0.0 if text != before else silent + passed
-                self._heard[node] = (text, silent)
-                if silent > SILENT_SECONDS and not told and not self._store.check([f"left {node}"]):
-                    told = f"node {node}: its launcher does not answer"
-                others += [
-                    Vital(**fields | {"phase": Phase(fields["phase"])}) for fields in json.loads(text or "[0]")[1:]
-                ]
+            if self._is_stuck:
+                raise RuntimeError
+            others, told = self._answered(lambda: self._exchange_vitals(here, min(self._looked - looked, 1.0)))
         except RuntimeError:
-            told = f"node 0: its launcher no longer answers at {self.hosts.rendezvous}"
+            others, told = [], f"node 0: its launcher no longer answers at {self.hosts.rendezvous}"
         return others, "" if told.startswith(f"node {self.hosts.node_rank}:") else told
+
+    def _exchange_vitals(self, here: Sequence[Vital], passed: float) -> tuple[list[Vital], str]:
+        others: list[Vital] = []
+        self._store.set(f"vitals {self.hosts.node_rank}", json.dumps([self._looked, *map(asdict, here)]))
+        told = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+        for node in (node for node in range(self.hosts.nodes) if node != self.hosts.node_rank):
+            key = f"vitals {node}"
+            text = self._store.get(key).decode() if self._store.check([key]) else ""
+            before, silent = self._heard.get(node, ("", 0.0))
+            silent = 0.0 if text != before else silent + passed
+            self._heard[node] = (text, silent)
+            if silent > SILENT_SECONDS and not told and not self._store.check([f"left {node}"]):
+                told = f"node {node}: its launcher does not answer"
+            others += [Vital(**fields | {"phase": Phase(fields["phase"])}) for fields in json.loads(text or "[0]")[1:]]
+        return others, told
+
+    def _answered(self, ask: Callable[[], Answer]) -> Answer:
+        """Return what the store answers; a cable may be pulled, and torch then waits for ever.
+
+        Raises:
+            RuntimeError: it does not answer, and is not asked again.
+        """
+        answers: list[Answer] = []
+        failures: list[RuntimeError] = []
+
+        def run() -> None:
+            try:
+                answers.append(ask())
+            except RuntimeError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=run, name="rendezvous", daemon=True)
+        thread.start()
+        thread.join(SILENT_SECONDS)
+        self._is_stuck = thread.is_alive()
+        if not answers:
+            raise failures[0] if failures else RuntimeError("the store does not answer")
+        return answers[0]
 
     def close(self) -> None:
         """Leave; the host that keeps the store waits a little for those that have come to it and still answer."""
-        if self.hosts.nodes > 1 and self._store is not None:
+        if self.hosts.nodes > 1 and self._store is not None and not self._is_stuck:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"left {self.hosts.node_rank}", "")
                 self._store.add("left", 1)
