@@ -28,6 +28,9 @@ SIGNALLED = 128
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 done, 1 training failed, 2 wrong input, 130 or 143 stopped."""
     parsed = _parser().parse_args(arguments)
+    # How often a thread of the OpenMP that torch brings looks for work before it sleeps. By default that is so long
+    # that on a busy machine waiting threads keep others from the work they wait for.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A class or file name that the terminal cannot show is no reason to fail.

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from flatout.engine.exact import ExactSums
 from flatout.engine.world import ALONE, World
 
 # Below this many channels a row of the image, rather than a pixel, is one row of the reduction, so that it vectorises.
@@ -36,8 +37,9 @@ class BatchStatistics(TorchFunctionMode):
         was_used: whether a model has asked for batch statistics.
     """
 
-    def __init__(self, world: World = ALONE) -> None:
+    def __init__(self, world: World = ALONE, exact: ExactSums | None = None) -> None:
         super().__init__()
+        self.exact = exact
         self.world = world
         self.batch_size = self.count = self.total = 0
         self.was_used = False
@@ -49,6 +51,8 @@ class BatchStatistics(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.batch_norm:
             return self._batch_norm(*args, **kwargs)
+        if self.exact and self.exact.replaces(func, self.batch_size, args, kwargs):
+            return self.exact.call(func, *args, **kwargs)
         return func(*args, **kwargs)
 
     def _batch_norm(
@@ -79,7 +83,8 @@ class BatchStatistics(TorchFunctionMode):
             return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
         scale = weight.float() if weight is not None else x.new_ones(channels, dtype=torch.float32)
         shift = bias.float() if bias is not None else x.new_zeros(channels, dtype=torch.float32)
-        y, mean, var = _Normalise.apply(x.float(), scale, shift, eps, count, total, world)
+        exact = self.exact if is_batch else None
+        y, mean, var = _Normalise.apply(x.float(), scale, shift, eps, count, total, world, exact)
         with torch.no_grad():
             if running_mean is not None:
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -102,20 +107,22 @@ class _Normalise(torch.autograd.Function):
         count: int,
         total: int,
         world: World,
+        exact: ExactSums | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = _Rows(x)
         values = rows.of(x)
         counted = values[: rows.number(count)]
         n = rows.per_channel(total)
-        mean = world.sum(rows.channel_sum(counted)) / n
+        mean = (world.sum(rows.sums(exact, counted)) / n).float()
         centred = values - rows.tiled(mean)
         squares = centred[: len(counted)].square()
-        var = world.sum(rows.channel_sum(squares)) / n
+        var = (world.sum(rows.sums(exact, squares)) / n).float()
         inverse = torch.rsqrt(var + eps)
         y = rows.empty_like(x)
         torch.addcmul(rows.tiled(shift), centred, rows.tiled(inverse * scale), out=rows.of(y))
         ctx.save_for_backward(centred, inverse, scale)
-        ctx.rows, ctx.count, ctx.n, ctx.world = rows, count, n, world
+        ctx.rows, ctx.count, ctx.n, ctx.world, ctx.exact = rows, count, n, world, exact
+        ctx.ids = id(scale), id(shift)
         ctx.mark_non_differentiable(mean, var)
         return y, mean, var
 
@@ -127,15 +134,19 @@ class _Normalise(torch.autograd.Function):
         counted = grads[: rows.number(ctx.count)]
         centred_counted = centred[: len(counted)]
         # This rank's share of the gradients of shift and scale; the ranks' shares are added up with all gradients.
-        own = torch.stack([rows.channel_sum(counted), rows.channel_sum(counted * centred_counted) * inverse])
-        grad_shift, grad_scale = ctx.world.sum(own)
+        exact = ctx.exact
+        own = torch.stack([rows.sums(exact, counted), rows.sums(exact, counted * centred_counted) * inverse])
+        grad_shift, grad_scale = ctx.world.sum(own).float()
         factor = scale * inverse
         grad_x = torch.addcmul(rows.tiled(-factor * grad_shift / n), counted, rows.tiled(factor))
         grad_x.addcmul_(centred_counted, rows.tiled(-factor * grad_scale * inverse / n))
         if len(counted) < len(grads):
             # Padding reads the statistics but does not enter them.
             grad_x = torch.cat([grad_x, grads[len(counted) :] * rows.tiled(factor)])
-        return rows.back(grad_x), own[1], own[0], None, None, None, None
+        if exact is None:
+            return rows.back(grad_x), own[1], own[0], None, None, None, None, None
+        of_scale, of_shift = exact.rounded(own[1], ctx.ids[0]), exact.rounded(own[0], ctx.ids[1])
+        return rows.back(grad_x), of_scale, of_shift, None, None, None, None, None
 
 
 class _Rows:
@@ -171,6 +182,12 @@ class _Rows:
     def channel_sum(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return the sum of each channel, [C]."""
         return matrix.sum(0).view(self.tiles, self.channels).sum(0)
+
+    def sums(self, exact: ExactSums | None, matrix: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each channel, [C]; float64 where it is exact."""
+        if exact is None:
+            return self.channel_sum(matrix)
+        return exact.over_blocks(lambda block: [self.channel_sum(matrix[block])], self.per_sample)[0]
 
     def tiled(self, per_channel: torch.Tensor) -> torch.Tensor:
         """Return values per channel [C] repeated to a row of the matrix."""

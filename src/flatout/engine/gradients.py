@@ -11,6 +11,7 @@ import time
 import torch
 from torch import nn
 
+from flatout.engine.exact import ExactSums
 from flatout.engine.world import Bucket, World
 
 # The last parameters' gradients come first. A bucket is sent when the last of its gradients is there.
@@ -89,11 +90,19 @@ class SharedGradients:
         parameters: those that are trained, in the model's order, on one device.
         world: the ranks.
         extras: how many more numbers are added up with them in each step.
+        exact: knows what rounding took off the gradients; they travel in float64 then.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], world: World, extras: int) -> None:
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        world: World,
+        extras: int,
+        exact: ExactSums | None = None,
+    ) -> None:
         self._world, self._extras = world, extras
-        self._parts = _partition(parameters[::-1])
+        self._exact = exact
+        self._parts = _partition(parameters[::-1], exact)
         self._buckets = _make_buckets(self._parts, world, extras)
         self._place = {id(p): (i, k) for i, part in enumerate(self._parts) for k, p in enumerate(part.parameters)}
         self._started = 0
@@ -113,12 +122,20 @@ class SharedGradients:
         assert parameter.grad is not None
         index, k = self._place[id(parameter)]
         part = self._parts[index]
-        part.views(self._buckets[index].input)[k].copy_(parameter.grad)
+        self._put(parameter, part.views(self._buckets[index].input)[k])
         part.awaited.discard(k)
         # Every rank must send in the same order, whatever the order in which its gradients come. The last bucket waits
         # for `finish`, which adds the extra numbers.
         while self._started < len(self._parts) - 1 and not self._parts[self._started].awaited:
             self._send()
+
+    def _put(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        """Copy a gradient into its place in a bucket."""
+        assert parameter.grad is not None
+        view.copy_(parameter.grad)
+        residue = self._exact.residues.get(id(parameter)) if self._exact else None
+        if residue is not None and view.dtype == torch.float64:
+            view.add_(residue)
 
     def _send(self) -> None:
         part, bucket = self._parts[self._started], self._buckets[self._started]
@@ -130,7 +147,7 @@ class SharedGradients:
                 view.zero_()
                 marks[k] = 0
             else:
-                view.copy_(gradient)
+                self._put(part.parameters[k], view)
         bucket.start()
         self._started += 1
 
@@ -156,17 +173,17 @@ class SharedGradients:
         on_host = total.device.type == "cpu"
         present = part.marks(total).tolist() if on_host else [p.grad is not None for p in part.parameters]
         for parameter, view, has_gradient in zip(part.parameters, part.views(total), present, strict=True):
-            parameter.grad = view if has_gradient else None
+            parameter.grad = view.to(parameter.dtype) if has_gradient else None
 
 
 GradientSum = OwnGradients | SharedGradients | SlicedGradients
 
 
-def _partition(parameters: list[torch.nn.Parameter]) -> list[_Part]:
+def _partition(parameters: list[torch.nn.Parameter], exact: ExactSums | None) -> list[_Part]:
     groups: list[list[torch.nn.Parameter]] = []
     room = 0
     for parameter in parameters:
-        if not groups or parameter.nbytes > room or parameter.dtype != groups[-1][-1].dtype:
+        if not groups or parameter.nbytes > room or _dtype(parameter, exact) != _dtype(groups[-1][-1], exact):
             groups.append([])
             room = BUCKET_BYTES
         groups[-1].append(parameter)
@@ -177,11 +194,18 @@ def _partition(parameters: list[torch.nn.Parameter]) -> list[_Part]:
         for parameter in group:
             offsets.append(end)
             end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-        parts.append(_Part(group, offsets, end, group[0].dtype))
+        parts.append(_Part(group, offsets, end, _dtype(group[0], exact)))
     if parts[-1].dtype.itemsize < torch.float32.itemsize:
         # The extra numbers are sums and counts: a narrow float would round them.
         parts.append(_Part([], [], 0, torch.float32))
     return parts
+
+
+def _dtype(parameter: torch.Tensor, exact: ExactSums | None) -> torch.dtype:
+    """Return in which type a gradient travels: float64 where its sum is to be exact."""
+    if exact is None or parameter.dtype != torch.float32 or exact.gathers(parameter):
+        return parameter.dtype
+    return torch.float64
 
 
 def _make_buckets(parts: list[_Part], world: World, extras: int) -> list[Bucket]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flatout.engine.world import World
 
 # Bytes of a row for small sums (batch statistics, counts); larger tensors go in pieces.
-ROW_BYTES = 1 << 16
+ROW_BYTES = 1 << 20
 # Look for the others' bytes for so long before sleeping until one comes: waking up takes 20 to 50 µs.
 SPIN_SECONDS = 0.002
 ALIGNMENT = 64

@@ -23,6 +23,7 @@ from flatout.engine.asks import Asks
 from flatout.engine.base import Ask, Evaluation, Value
 from flatout.engine.batch_norm import BatchStatistics
 from flatout.engine.capture import CapturedStep, Slots
+from flatout.engine.exact import exact_sums
 from flatout.engine.features import collect_features
 from flatout.engine.gradients import GradientSum, OwnGradients, SharedGradients, SlicedGradients
 from flatout.engine.placed import Inputs, Placed, place, stream, to_device
@@ -78,6 +79,9 @@ class TorchEngine:
         set_train_mode(self.model)
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._asks = Asks(world)
+        self._exact = None
+        if not self._is_sliced and self._setup.precision == "fp32" and recipe.norm == "global":
+            self._exact = exact_sums(self.model, world, self._setup.threads, recipe.batch_size)
         self._gradients: GradientSum
         if self._is_sliced:
             from flatout.engine.sharding import build_optimizer
@@ -88,7 +92,7 @@ class TorchEngine:
             self._optimizer = optim.build(recipe.optimizer, self.parameters.values(), capturable=capturable)
             extras = SUMS + len(self._asks.own)
             own, trained = OwnGradients(), list(self.parameters.values())
-            self._gradients = SharedGradients(trained, world, extras) if world.is_joined else own
+            self._gradients = SharedGradients(trained, world, extras, self._exact) if world.is_joined else own
         self._update = optim.plain_step(self._optimizer)
         mean, std = (torch.tensor(v, device=self.device) for v in (recipe.data.mean, recipe.data.std))
         # One multiplication and one addition take a pixel 0..255 to its normalised value.
@@ -101,7 +105,7 @@ class TorchEngine:
         self._passes = 0
         self._keeps_on_host = False
         self._report = report
-        self._statistics = BatchStatistics(world if recipe.norm == "global" else ALONE)
+        self._statistics = BatchStatistics(world if recipe.norm == "global" else ALONE, self._exact)
         self._slots = Slots()
         self._captured = CapturedStep(self._recorded_step, self._forget_gradients, report) if capturable else None
         fixed_input = not recipe.augment.is_random
@@ -240,6 +244,9 @@ class TorchEngine:
         source = self._source(placed)
         if self._passes == 0:
             self._passes = self._count_passes(source, inputs)
+            if self._passes > 1:
+                # The passes of a step are pieces of their own, which depend on the ranks.
+                self._exact = self._statistics.exact = None
         if self.recorder:
             self._record(source, inputs.batch, self.recorder)
         # Ranks drop different things: each has other samples.
@@ -280,6 +287,8 @@ class TorchEngine:
         statistics = self._statistics
         statistics.batch_size, statistics.count = len(inputs.batch.samples), inputs.batch.count
         statistics.total = inputs.total
+        if self._exact:
+            self._exact.begin(min(self.recipe.batch_size, len(source.samples)))
         labels = source.labels.index_select(0, inputs.samples)
         weights = inputs.weights
         if self._class_weights_here is not None:
