@@ -1,0 +1,96 @@
+"""The same bits on any number of CPU ranks and threads."""
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.engine.exact import exact_sums
+from flatout.engine.torch import TorchEngine
+from flatout.engine.world import World
+from flatout.progress import Progress
+from flatout.train import train
+from tests.engine.ranks import on_ranks
+from tests.engine.test_against_plain_loop import SILENT, make_recipe, make_samples
+
+State = dict[str, torch.Tensor]
+
+
+def make_net(outputs: int = 5) -> nn.Module:
+    """Convolutions, batch normalisation, pooling, a linear layer by pieces and one whose inputs travel."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.BatchNorm2d(6),
+        nn.Conv2d(6, 10, 3, padding=1, bias=False),
+        nn.BatchNorm2d(10),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(250, 128),
+        nn.ReLU(),
+        nn.Linear(128, outputs),
+    )
+
+
+# A batch that does not divide evenly, a short last one, and enough steps at a high rate for a difference to grow.
+RECIPES = {
+    "momentum": {"optimizer.momentum": 0.9, "optimizer.lr": 0.05, "batch_size": 50},
+    "adam, augmented": {"optimizer.name": "adam", "optimizer.lr": 0.01, "augment.flip": True, "augment.rotate": 9.0},
+    "binary": {"loss": "binary-cross-entropy", "optimizer.lr": 0.1, "batch_size": 37},
+}
+
+
+def trained(world: World) -> dict[str, State]:
+    states = {}
+    for name, changes in RECIPES.items():
+        binary = changes.get("loss") == "binary-cross-entropy"
+        samples = make_samples(count=333, classes=2 if binary else 5)
+        recipe = make_recipe(epochs=3, **changes)
+        engine = TorchEngine(make_net(1 if binary else 5), recipe, world=world)
+        train(engine, recipe, {"train": engine.place(samples)}, len(samples), Progress(), SILENT)
+        states[name] = engine.state()
+        engine.close()
+    return states
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, State]:
+    return trained(World())
+
+
+def differing(states: dict[str, State], others: dict[str, State]) -> list[str]:
+    return [
+        f"{name}: {key}"
+        for name, state in states.items()
+        for key, value in state.items()
+        if not torch.equal(value, others[name][key])
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_any_number_of_ranks(size: int, alone: dict[str, State]) -> None:
+    for states in on_ranks(size, trained):
+        assert differing(alone, states) == []
+
+
+@pytest.mark.parametrize("threads", ["2", "3"])
+def test_any_number_of_threads(threads: str, alone: dict[str, State], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert differing(alone, trained(World())) == []
+
+
+def test_between_hosts(alone: dict[str, State]) -> None:
+    assert differing(alone, on_ranks(2, trained, backend="gloo")[0]) == []
+
+
+def test_other_numbers_agree_to_rounding_alone(alone: dict[str, State]) -> None:
+    """Five ranks cut the batch where no piece ends; what is held above can be lost."""
+    assert differing(alone, on_ranks(5, trained)[0]) != []
+
+
+def test_large_convolutions_are_left_alone() -> None:
+    assert exact_sums(make_net(), World(), threads=1, batch_size=8) is not None
+    assert exact_sums(nn.Conv2d(256, 256, 3), World(), threads=1, batch_size=8) is None
+    frozen = nn.Sequential(nn.Conv2d(256, 256, 3).requires_grad_(False), nn.Conv2d(256, 2, 3))
+    assert exact_sums(frozen, World(), threads=1, batch_size=8) is not None
