@@ -1,6 +1,8 @@
 # Both commands do all the set-up on a fresh machine with Python >= 3.11.
 PYTHON ?= python3
 BIN := .venv/bin
+# The tests that take long, such as waiting for a rank that hangs, run in .ci/run alone.
+TESTS ?= not slow
 
 .PHONY: demo test lint clean
 
@@ -12,7 +14,7 @@ test: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m '$(TESTS)'
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("flatout needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'

@@ -22,6 +22,8 @@ MODEL = """
 import os, pathlib, signal, time
 import torch
 
+pytestmark = pytest.mark.slow
+
 def stop(number, pid):
     os.kill(pid, number)
     time.sleep(1000)

@@ -22,6 +22,8 @@ import threading, time
 import numpy as np, torch, flatout
 from torch import nn
 
+pytestmark = pytest.mark.slow
+
 class Net(nn.Module):
     def __init__(self, pause=0.0):
         super().__init__()

@@ -17,6 +17,8 @@ from PIL import Image
 from flatout.cli import main
 from flatout.report.scaling_findings import explained_by_rounding
 
+pytestmark = pytest.mark.slow
+
 TWO = ["--devices", "cpu,2xcpu"]
 
 

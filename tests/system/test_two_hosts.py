@@ -19,6 +19,8 @@ import torch
 from flatout.cli import main
 from flatout.models.weights import read_weights
 
+pytestmark = pytest.mark.slow
+
 PORT = 29500
 LISTENING = "0A"  # the state of a socket in /proc/net/tcp
 # Batch normalisation, and 50 images a step: 13, 13, 12 and 12 on four ranks. A small learning rate, since rounding
