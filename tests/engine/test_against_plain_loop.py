@@ -167,6 +167,7 @@ def test_counts_are_of_every_sample_once() -> None:
     assert progress.images_trained == 140
     result = engine.evaluate(placed, with_probabilities=True)
     assert result.counts.count == 70
+    assert result.probabilities is not None
     assert result.probabilities.shape == (70, 5)
     right = int((result.probabilities.argmax(1) == samples.labels).sum())
     assert result.counts.correct == right

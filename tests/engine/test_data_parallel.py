@@ -71,7 +71,7 @@ def plain_loop(
         optimizer.step()
     parameters = {name: p.detach() for name, p in net.named_parameters(remove_duplicate=False)}
     means = {
-        name: sum(own[name] for own in buffers) / shares if b.is_floating_point() else buffers[0][name]
+        name: torch.stack([own[name] for own in buffers]).sum(0) / shares if b.is_floating_point() else buffers[0][name]
         for name, b in net.named_buffers()
     }
     return {**parameters, **means}, loss_sum / weight_sum
