@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # What a run may take to end once something is wrong with it; and everything before that on a busy machine.
 END_SECONDS, TIMEOUT = 15, 150
 MARK = "FLATOUT_TEST_RUN"
@@ -21,8 +23,6 @@ MARK = "FLATOUT_TEST_RUN"
 MODEL = """
 import os, pathlib, signal, time
 import torch
-
-pytestmark = pytest.mark.slow
 
 def stop(number, pid):
     os.kill(pid, number)

@@ -15,14 +15,14 @@ import psutil
 import pytest
 from nbclient.exceptions import DeadKernelError
 
+pytestmark = pytest.mark.slow
+
 END_SECONDS, CELL_SECONDS = 15, 90
 EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "several_devices.ipynb"
 SETUP = """
 import threading, time
 import numpy as np, torch, flatout
 from torch import nn
-
-pytestmark = pytest.mark.slow
 
 class Net(nn.Module):
     def __init__(self, pause=0.0):

@@ -17,12 +17,12 @@ import pytest
 
 import flatout
 
+pytestmark = pytest.mark.slow
+
 WAIT_SECONDS = 90
 DEFINITIONS = """
 import numpy as np, time, torch, flatout
 from torch import nn
-
-pytestmark = pytest.mark.slow
 class Net(nn.Module):
     def __init__(self, classes=3, pause=0.0):
         super().__init__()
