@@ -19,7 +19,6 @@ def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Conso
     from flatout.engine.choose import join, parse_devices
     from flatout.engine.hardware import cpu_threads
     from flatout.engine.launched import launched
-    from flatout.hosts import Hosts
     from flatout.launch import run_on_ranks
 
     if devices == "auto" and launched() is None:
@@ -31,7 +30,6 @@ def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Conso
             _evaluate_on_rank,
             (run, data, devices, engine),
             devices=chosen,
-            hosts=Hosts(),
             threads=cpu_threads(len(chosen.names)),
             console=console,
         )

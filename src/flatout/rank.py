@@ -26,7 +26,6 @@ from flatout.files import write_atomically
 DONE, FAILED, WRONG_INPUT, INTERRUPTED, SIGNALLED = 0, 1, 2, 130, 128
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,16 +173,15 @@ def _run(call: bytes, console: Console) -> tuple[Outcome, int]:
 def _outcome_of(error: BaseException) -> Outcome:
     import cloudpickle
 
+    from flatout.engine.memory import is_out_of_memory
+
     said = "".join(traceback.format_exception_only(error)).strip()
     if isinstance(error, RankLost):
         return Outcome(value=b"", error=str(error), is_secondary=True)
     if isinstance(error, (InputError, TrainingFailed, Stopped, KeyboardInterrupt)):
         is_stop = isinstance(error, (Stopped, KeyboardInterrupt))
         return Outcome(value=cloudpickle.dumps(error), error=str(error) or said, is_expected=True, is_stop=is_stop)
-    is_memory = isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in said.lower() for words in _OUT_OF_MEMORY)
-    )
-    return Outcome(value=b"", error=said, is_memory=is_memory)
+    return Outcome(value=b"", error=said, is_memory=is_out_of_memory(error))
 
 
 def _exit_code(error: BaseException) -> int:

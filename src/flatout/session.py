@@ -60,7 +60,6 @@ class Options:
         overwrite: replace the run in `out`.
         cache: keep the pack in the cache folder for the next run.
         hosts: the hosts that take part.
-        is_claimed: whether `out` was checked already, by the process that started this one.
         allow_code: whether a model named as `package.module:factory` may be imported.
         began: when the user asked for the run, by time.perf_counter.
     """
@@ -73,7 +72,6 @@ class Options:
     cache: bool = True
     allow_code: bool = False
     hosts: Hosts = field(default_factory=Hosts)
-    is_claimed: bool = False
     began: float = field(default_factory=time.perf_counter)
 
 
@@ -109,7 +107,7 @@ class Session:
         if self.options.out is None:
             # Processes that start together need not read the same second from their clocks.
             self.out = self.world.share(self.out)
-        if not self.world.is_main or self.options.is_claimed:
+        if not self.world.is_main:
             return
         exists = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
         if self.options.resume and self.options.overwrite:

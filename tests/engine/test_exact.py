@@ -7,6 +7,7 @@ from torch import nn
 from flatout.engine.exact import exact_sums
 from flatout.engine.torch import TorchEngine
 from flatout.engine.world import World
+from flatout.models.nets import FashionCNN
 from flatout.progress import Progress
 from flatout.train import train
 from tests.engine.ranks import on_ranks
@@ -23,11 +24,14 @@ def make_net(outputs: int = 5) -> nn.Module:
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.BatchNorm2d(6),
-        nn.Conv2d(6, 10, 3, padding=1, bias=False),
-        nn.BatchNorm2d(10),
+        nn.Conv2d(6, 20, 3, padding=1, bias=False),
+        nn.BatchNorm2d(20),
+        nn.ReLU(),
+        # A product of matrices, whose bits depend on the number of rows.
+        nn.Conv2d(20, 6, 1),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(250, 128),
+        nn.Linear(150, 128),
         nn.ReLU(),
         nn.Linear(128, outputs),
     )
@@ -39,19 +43,28 @@ RECIPES = {
     "adam, augmented": {"optimizer.name": "adam", "optimizer.lr": 0.01, "augment.flip": True, "augment.rotate": 9.0},
     "binary": {"loss": "binary-cross-entropy", "optimizer.lr": 0.1, "batch_size": 37},
 }
+# Rows of 80 and 200 bytes, so that ranks begin at other places within a line of the cache.
+NARROW = {"batch_size": 25, "image_size": 16, "optimizer.lr": 0.05}
 
 
 def trained(world: World) -> dict[str, State]:
     states = {}
     for name, changes in RECIPES.items():
         binary = changes.get("loss") == "binary-cross-entropy"
-        samples = make_samples(count=333, classes=2 if binary else 5)
-        recipe = make_recipe(epochs=3, **changes)
-        engine = TorchEngine(make_net(1 if binary else 5), recipe, world=world)
-        train(engine, recipe, {"train": engine.place(samples)}, len(samples), Progress(), SILENT)
-        states[name] = engine.state()
-        engine.close()
+        states[name] = state_after(world, make_net(1 if binary else 5), 12, 2 if binary else 5, changes)
+    torch.manual_seed(3)
+    states["narrow"] = state_after(world, FashionCNN(image_size=16), 16, 10, NARROW)
     return states
+
+
+def state_after(world: World, net: nn.Module, size: int, classes: int, changes: dict[str, object]) -> State:
+    samples = make_samples(count=333, size=size, classes=classes)
+    recipe = make_recipe(epochs=3, **changes)
+    engine = TorchEngine(net, recipe, world=world)
+    train(engine, recipe, {"train": engine.place(samples)}, len(samples), Progress(), SILENT)
+    state = engine.state()
+    engine.close()
+    return state
 
 
 @pytest.fixture(scope="module")

@@ -93,25 +93,19 @@ class ExactSums:
         results = self._each(of, self.blocks(per_sample), is_long=is_long)
         return [torch.stack(parts).sum(0, dtype=torch.float64) for parts in zip(*results, strict=True)]
 
-    def by_blocks(self, fill: Callable[[slice, torch.Tensor], Any], result: torch.Tensor) -> torch.Tensor:
-        """Have each piece of a result filled by a call of its own."""
-        self._each(lambda piece: fill(piece, result[piece]), self.blocks(), is_long=False)
-        return result
+    def by_blocks(self, of: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+        """Return the rows that `of` returns for each piece, computed by a call of its own."""
+        rows = self._each(of, self.blocks(), is_long=False)
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _each(self, of: Callable[[slice], Answer], pieces: list[slice], *, is_long: bool) -> list[Answer]:
         """Return what `of` returns for each piece, computed by one thread each."""
         if self._pool is None:
             return [of(piece) for piece in pieces]
-        if not is_long:
-            torch.set_num_threads(1)
-            try:
-                return [of(piece) for piece in pieces]
-            finally:
-                torch.set_num_threads(self._threads)
         threads, rows = self._threads, pieces[-1].stop - pieces[0].start
-        groups: list[list[slice]] = [[] for _ in range(threads)]
+        groups: list[list[slice]] = [[] for _ in range(threads if is_long else 1)]
         for piece in pieces:
-            groups[min(threads - 1, threads * (piece.start - pieces[0].start) // rows)].append(piece)
+            groups[len(groups) * (piece.start - pieces[0].start) // rows].append(piece)
 
         def each_of(group: list[slice]) -> list[Answer]:
             return [of(piece) for piece in group]
@@ -199,9 +193,13 @@ class _Convolution(torch.autograd.Function):
         ctx.settings = (_pair(stride), _pair(padding), _pair(dilation), False, [0, 0], groups)
         ctx.bias_sizes = None if bias is None else list(bias.shape)
         ctx.save_for_backward(x, weight)
-        return functional.conv2d(_lengthened(x, CONV_SAMPLES), weight, bias, stride, padding, dilation, groups)[
-            : len(x)
-        ]
+
+        def convolved(x: torch.Tensor) -> torch.Tensor:
+            return functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
+
+        if _is_product(weight):
+            return exact.by_blocks(lambda block: convolved(_aligned(x[block])))
+        return convolved(_lengthened(x, CONV_SAMPLES))[: len(x)]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -213,9 +211,12 @@ class _Convolution(torch.autograd.Function):
 
         grad_x = grad_weight = grad_bias = None
         _, of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
-        if of_x:
+        of_x_alone = [True, False, False]
+        if of_x and _is_product(weight):
+            grad_x = exact.by_blocks(lambda block: backward(_aligned(grad[block]), x[block], of_x_alone)[0])
+        elif of_x:
             longer = _lengthened(grad, CONV_SAMPLES)
-            grad_x = backward(longer, _lengthened(x, CONV_SAMPLES), [True, False, False])[0][: len(x)]
+            grad_x = backward(longer, _lengthened(x, CONV_SAMPLES), of_x_alone)[0][: len(x)]
         if of_weight:
             mask = [False, True, bool(of_bias)]
             sums = exact.over_blocks(
@@ -235,9 +236,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         if exact.gathers(weight):
             return functional.linear(_lengthened(x, ROWS), weight, bias)[: len(x)]
-        return exact.by_blocks(
-            lambda block, y: _affine(_aligned(x[block]), weight, bias, y), x.new_empty((len(x), len(weight)))
-        )
+        return exact.by_blocks(lambda block: functional.linear(_aligned(x[block]), weight, bias))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -248,9 +247,7 @@ class _Linear(torch.autograd.Function):
         if of_x and exact.gathers(weight):
             grad_x = (_lengthened(grad, ROWS) @ weight)[: len(grad)]
         elif of_x:
-            grad_x = exact.by_blocks(
-                lambda block, out: _affine(_aligned(grad[block]), weight.t(), None, out), torch.empty_like(x)
-            )
+            grad_x = exact.by_blocks(lambda block: _aligned(grad[block]) @ weight)
         if of_weight and exact.gathers(weight):
             grad_weight = _in_parts(exact, exact.gather(grad), exact.gather(x))
         elif of_weight:
@@ -262,13 +259,9 @@ class _Linear(torch.autograd.Function):
         return None, grad_x, grad_weight, grad_bias
 
 
-def _affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
-    # Threads of the pool do not know that the caller records no gradients.
-    with torch.no_grad():
-        if bias is None:
-            torch.mm(x, weight.t(), out=y)
-        else:
-            torch.addmm(bias, x, weight.t(), out=y)
+def _is_product(weight: torch.Tensor) -> bool:
+    """Whether the kernel is 1 x 1: a product of matrices, whose bits depend on their number of rows."""
+    return weight.shape[2:] == (1, 1)
 
 
 def _in_parts(exact: ExactSums, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

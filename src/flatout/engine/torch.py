@@ -29,7 +29,7 @@ from flatout.engine.gradients import GradientSum, OwnGradients, SharedGradients,
 from flatout.engine.placed import Inputs, Placed, place, stream, to_device
 from flatout.engine.prefix import Cut, cut_frozen_prefix
 from flatout.engine.state import full_state, load_full_state
-from flatout.engine.totals import SUMS, Totals
+from flatout.engine.totals import SUMS, Totals, wide_float
 from flatout.engine.world import ALONE, World
 from flatout.errors import InputError
 from flatout.metrics import Counts
@@ -225,13 +225,13 @@ class TorchEngine:
         own = batches[rank::ranks]
         if in_step and len(own) < -(-len(batches) // ranks):
             own.append(Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0))
-        if placed.images is None:
-            for batch, images in stream(placed, own, self.device):
-                yield batch, images
-                self.world.moves()
-            return
-        for batch in own:
-            yield batch, placed.images[to_device(batch.samples, self.device)]
+        resident = placed.images
+        for batch, images in (
+            stream(placed, own, self.device)
+            if resident is None
+            else ((batch, resident[to_device(batch.samples, self.device)]) for batch in own)
+        ):
+            yield batch, images
             self.world.moves()
 
     # --- training -------------------------------------------------------------------------------------------------
@@ -398,9 +398,7 @@ class TorchEngine:
         """See `Engine.evaluate`. Losses are those of the recipe, without class weights."""
         self._agree_on_buffers()
         source, count = self._source(placed), len(placed.samples)
-        loss_sum = torch.zeros(
-            (), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device
-        )
+        loss_sum = torch.zeros((), dtype=wide_float(self.device), device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         probabilities: list[tuple[Batch, torch.Tensor]] = []
         network = self._cut.eval_suffix if self._cut else self.model.eval()
