@@ -20,7 +20,7 @@ from typing import Any
 
 from flatout import vitals
 from flatout.console import Console, Relay
-from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
+from flatout.errors import InputError, RankLost, Stopped, TrainingFailed, is_out_of_memory
 from flatout.files import write_atomically
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED, SIGNALLED = 0, 1, 2, 130, 128
@@ -158,12 +158,15 @@ def _run(call: bytes, console: Console) -> tuple[Outcome, int]:
     """Call the function; return its outcome and the exit code."""
     import cloudpickle
 
+    raised: list[BaseException] = []
     try:
-        with _signals_unwind():
+        with _signals_unwind(raised):
             function, arguments = pickle.loads(call)
             result = function(console, *arguments)
             return Outcome(value=cloudpickle.dumps(result)), DONE
     except BaseException as error:
+        # An import that a signal cuts short may turn its exception into one of its own, as torch's does.
+        error = raised[0] if raised else error
         outcome = _outcome_of(error)
         if not outcome.is_expected:
             traceback.print_exc()
@@ -172,8 +175,6 @@ def _run(call: bytes, console: Console) -> tuple[Outcome, int]:
 
 def _outcome_of(error: BaseException) -> Outcome:
     import cloudpickle
-
-    from flatout.engine.memory import is_out_of_memory
 
     said = "".join(traceback.format_exception_only(error)).strip()
     if isinstance(error, RankLost):
@@ -193,14 +194,19 @@ def _exit_code(error: BaseException) -> int:
 
 
 @contextlib.contextmanager
-def _signals_unwind() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the rank as exceptions do, until training takes them over."""
+def _signals_unwind(raised: list[BaseException]) -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the rank as exceptions do, until training takes them over.
+
+    Args:
+        raised: takes those exceptions.
+    """
 
     def stop(number: int, frame: Any) -> None:
-        raise Stopped(number)
+        raised.append(KeyboardInterrupt() if number == signal.SIGINT else Stopped(number))
+        raise raised[-1]
 
     # A shell's background jobs ignore SIGINT, and their children inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     try:

@@ -6,19 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from flatout.errors import TrainingFailed
+from flatout.errors import TrainingFailed, is_out_of_memory
 
 # Adam's two, and one for the gradients of all ranks.
 COPIES_OF_WEIGHTS = 3
-
-_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that a device or the host has no memory left."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _WORDS)
 
 
 def is_limited(device: torch.device) -> bool:
