@@ -84,18 +84,18 @@ class _StoppedBySignal(Exception):
 
 def _train(args: argparse.Namespace) -> None:
     from flatout.console import Console
-    from flatout.engine.choose import is_accelerated
+    from flatout.engine.choose import engine_for, is_accelerated
     from flatout.fitting import train_recipe
     from flatout.resolve import resolve
     from flatout.session import Options
 
-    rank = _rank()
+    rank, engine = _rank(), engine_for(args.devices, args.engine)
     console = Console(sys.stdout if rank == 0 else None, rank=rank)
     options = Options(
         out=args.out,
         hosts=_hosts(args),
         devices=args.devices,
-        engine=args.engine,
+        engine=engine,
         resume=args.resume,
         overwrite=args.overwrite,
         cache=not args.no_cache,
@@ -111,7 +111,7 @@ def _train(args: argparse.Namespace) -> None:
                 raise InputError(f"--resume takes the recipe of {args.out}: leave out {args.job}")
             job = _recipe_of(args.out)
         recipe, data = resolve(
-            job, args.data, _changes(args), accelerated=is_accelerated(args.devices), console=console
+            job, args.data, _changes(args), accelerated=is_accelerated(args.devices, engine), console=console
         )
         train_recipe(recipe, data, options, console)
     except Stopped as stopped:
@@ -253,6 +253,32 @@ def _scale(args: argparse.Namespace) -> None:
     _print(args, result, lines_of(result))
 
 
+def _plan(args: argparse.Namespace) -> None:
+    from flatout.console import Console
+    from flatout.planning import plan
+    from flatout.report.plan_text import lines_of
+
+    flags = {"model": args.model, "epochs": args.epochs, "batch_size": args.batch_size}
+    changes = {key: value for key, value in flags.items() if value is not None} | dict(map(parse_setting, args.set))
+    console = Console(sys.stderr)
+    try:
+        result = plan(
+            args.job,
+            args.data,
+            changes,
+            topologies=args.topology,
+            images=args.images,
+            classes=args.classes,
+            price=args.price,
+            largest_batch=args.largest_batch,
+            out=args.out,
+            console=console,
+        )
+    finally:
+        console.close()
+    _print(args, result, lines_of(result))
+
+
 def _devices(args: argparse.Namespace) -> None:
     from flatout.engine.choose import available, machine
 
@@ -329,6 +355,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_json(command)
 
     _add_scale(commands)
+    _add_plan(commands)
     _add_json(_add(commands, "devices", _devices, "list what this machine can train on"))
     return parser
 
@@ -379,6 +406,23 @@ def _add_scale(commands: Any) -> None:
     _add_json(command)
 
 
+def _add_plan(commands: Any) -> None:
+    command = _add(commands, "plan", _plan, "compile a job for TPUs that are not there: does it fit, how fast is it")
+    command.add_argument("job", metavar="JOB|RECIPE.toml|PATH", help="as for train; its data is not needed")
+    command.add_argument("--topology", required=True, metavar="NAME,...", help="such as v5e:2x4 or v5e:2x4,v6e:4x4")
+    command.add_argument("--data", metavar="PATH", help="count the images there, not those published")
+    command.add_argument("--images", type=int, metavar="N", help="training images, where they are not to be counted")
+    command.add_argument("--classes", type=int, metavar="K", help="their classes")
+    command.add_argument("--model", metavar="NAME", help="as for train")
+    command.add_argument("--epochs", type=int, metavar="N")
+    command.add_argument("--batch-size", type=int, metavar="N", help="the global batch")
+    command.add_argument("--price", type=float, metavar="X", help="of one chip for an hour; adds the cost of the job")
+    command.add_argument("--largest-batch", action="store_true", help="look for the largest batch that fits")
+    command.add_argument("--out", type=Path, metavar="DIR", help="the folder for plan.json and plan.png")
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any recipe key, repeatable")
+    _add_json(command)
+
+
 def _add(commands: Any, name: str, call: Callable[[argparse.Namespace], None], about: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".", allow_abbrev=False)
     command.set_defaults(command=call)
@@ -387,9 +431,9 @@ def _add(commands: Any, name: str, call: Callable[[argparse.Namespace], None], a
 
 def _add_devices(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--devices", default="auto", metavar="SPEC", help="auto, cpu, 2xcpu, cuda, 4xcuda, cuda:0,2, mps"
+        "--devices", default="auto", metavar="SPEC", help="auto, cpu, 2xcpu, cuda, 4xcuda, cuda:0,2, mps, 8xtpu"
     )
-    command.add_argument("--engine", default="torch", metavar="NAME", help="torch")
+    command.add_argument("--engine", default="auto", metavar="NAME", help="auto, torch, xla")
 
 
 def _add_json(command: argparse.ArgumentParser) -> None:

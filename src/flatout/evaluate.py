@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Console) -> dict[str, Any]:
     """See `Run.evaluate`. Several devices have a process each, as in training."""
-    from flatout.engine.choose import join, parse_devices
+    from flatout.engine.choose import engine_for, join, parse_devices
     from flatout.engine.hardware import cpu_threads
     from flatout.engine.launched import launched
     from flatout.launch import run_on_ranks
 
+    engine = engine_for(devices, engine)
     if devices == "auto" and launched() is None:
         # One device does: starting a process for each would take longer than they would save.
-        devices = str(parse_devices("auto").first)
-    chosen = parse_devices(devices)
-    if launched() is None and len(chosen.names) > 1:
+        devices = str(parse_devices("auto", engine).first)
+    chosen = parse_devices(devices, engine)
+    if launched() is None and len(chosen.ranks.names) > 1:
         return run_on_ranks(
             _evaluate_on_rank,
             (run, data, devices, engine),
@@ -33,9 +34,9 @@ def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Conso
             threads=cpu_threads(len(chosen.names)),
             console=console,
         )
-    world = join(devices)
+    world = join(devices, engine)
     try:
-        return _evaluate(run, data, world, engine=engine, console=console)
+        return _evaluate(run, data, world, devices=devices, engine=engine, console=console)
     finally:
         world.leave()
 
@@ -44,7 +45,7 @@ def _evaluate_on_rank(console: Console, run: "Run", data: Any, devices: str, eng
     return evaluate(run, data, devices=devices, engine=engine, console=console)
 
 
-def _evaluate(run: "Run", data: Any, world: "World", *, engine: str, console: Console) -> dict[str, Any]:
+def _evaluate(run: "Run", data: Any, world: "World", *, devices: str, engine: str, console: Console) -> dict[str, Any]:
     from flatout.data.prepare import find, load, match_classes, splits_of
     from flatout.engine.choose import make_engine, spec_of
 
@@ -69,7 +70,9 @@ def _evaluate(run: "Run", data: Any, world: "World", *, engine: str, console: Co
     # The engine trains nothing here, so what is frozen does not matter, and nothing is worth caching.
     # It works on a copy, since it moves the model to a device and changes its mode.
     model = copy.deepcopy(run.model)
-    built = make_engine(model, recipe, engine=engine, world=world, report=console.note, cache_prefix=False)
+    built = make_engine(
+        model, recipe, engine=engine, devices=devices, world=world, report=console.note, cache_prefix=False
+    )
     try:
         counts = built.evaluate(built.place(samples)).counts
     finally:
@@ -77,5 +80,5 @@ def _evaluate(run: "Run", data: Any, world: "World", *, engine: str, console: Co
     name = "valid" if split == "valid" else "test"
     figures = {"loss": counts.loss, "accuracy": counts.accuracy, "correct": counts.correct, "count": counts.count}
     named = {f"{name}_{key}": value for key, value in figures.items()}
-    devices = spec_of(world.gather(str(world.device)))
+    devices = spec_of([name for names in world.gather(built.device_names) for name in names])
     return {"run": str(run.path), "split": split, **named, "devices": devices, "engine": engine}

@@ -169,7 +169,7 @@ def _summary(
         "model": recipe.model,
         "engine": session.options.engine,
         "devices": session.devices,
-        "world_size": session.world.size,
+        "world_size": session.device_count,
         "threads_per_rank": engine.threads,
         "batch_size": recipe.batch_size,
         "epochs": recipe.epochs,

@@ -27,7 +27,7 @@ def fit(
     job: str | Path | Recipe | None = None,
     out: str | Path | None = None,
     devices: str = "auto",
-    engine: str = "torch",
+    engine: str = "auto",
     resume: bool = False,
     overwrite: bool = False,
     cache: bool = True,
@@ -43,9 +43,9 @@ def fit(
             torch map-style data sets in the same way. None takes the job's.
         job: a built-in job, a recipe file or a Recipe to start from; without it, a recipe is made from what is found.
         out: the run folder; by default a new one under `runs/`.
-        devices: a device SPEC such as `auto`, `cpu`, `2xcpu`, `cuda:0,2`. Several devices work from a notebook cell, a
-            REPL and a script without a main guard too.
-        engine: `torch`.
+        devices: a device SPEC such as `auto`, `cpu`, `2xcpu`, `cuda:0,2`, `8xtpu`. Several devices work from a notebook
+            cell, a REPL and a script without a main guard too.
+        engine: `torch`, `xla`, or `auto`: XLA for TPUs and torch for everything else.
         resume: continue the run in `out`; overwrite: replace it; cache: keep the decoded images for the next run.
         quiet: print nothing.
         **changes: recipe fields, such as `epochs=5`, `batch_size=256`, `optimizer=flatout.SGD(lr=0.01)`,
@@ -57,10 +57,11 @@ def fit(
     """
     import sys
 
-    from flatout.engine.choose import is_accelerated
+    from flatout.engine.choose import engine_for, is_accelerated
     from flatout.engine.launched import launched
     from flatout.resolve import resolve
 
+    engine = engine_for(devices, engine)
     process = launched()
     rank = process.rank if process else 0
     console = Console(None if quiet or rank else sys.stdout, rank=rank)
@@ -85,7 +86,7 @@ def fit(
         allow_code=isinstance(model, str),
     )
     try:
-        recipe, found = resolve(job, data, flat, accelerated=is_accelerated(devices), console=console)
+        recipe, found = resolve(job, data, flat, accelerated=is_accelerated(devices, engine), console=console)
         folder = train_recipe(recipe, found, options, console, module=module)
     except Stopped:
         raise KeyboardInterrupt from None
@@ -136,7 +137,7 @@ def train_recipe(
 
     if launched() is None:
         return _train_from_here(recipe, data, options, console, module)
-    world = join(options.devices)
+    world = join(options.devices, options.engine)
     try:
         session = Session(recipe, options, console, module, world)
         session.claim_folder()
@@ -154,17 +155,17 @@ def _train_from_here(
     from flatout.engine.choose import join, parse_devices, plan
     from flatout.launch import run_on_ranks
 
-    parse_devices(options.devices)
+    parse_devices(options.devices, options.engine)
     session = Session(recipe, options, console, module)
     session.claim_folder()
     pack = session.load_pack(data)
     start, stop = pack.splits["train"]
-    chosen = plan(options.devices, recipe, stop - start, lambda: session.build_model(pack))
+    chosen = plan(options.devices, recipe, stop - start, lambda: session.build_model(pack), options.engine)
     if chosen.reason:
         session.note(chosen.reason)
     options = dataclasses.replace(options, devices=str(chosen.devices))
-    if len(chosen.devices.names) == 1 and options.hosts.nodes == 1:
-        session.world = join(options.devices)
+    if len(chosen.devices.ranks.names) == 1 and options.hosts.nodes == 1:
+        session.world = join(options.devices, options.engine)
         return _train(session, pack)
     if options.hosts.node_rank == 0:
         options = dataclasses.replace(options, out=session.out)
@@ -173,7 +174,7 @@ def _train_from_here(
         return run_on_ranks(
             _train_on_rank,
             (recipe, handover, options, module, before),
-            devices=chosen.devices,
+            devices=chosen.devices.ranks,
             hosts=options.hosts,
             threads=chosen.threads,
             console=console,
@@ -191,7 +192,7 @@ def _train_on_rank(
     """Train in a process that `run_on_ranks` started; `before` is what its starter has noted so far."""
     from flatout.engine.choose import join
 
-    world = join(options.devices)
+    world = join(options.devices, options.engine)
     try:
         session = Session(recipe, options, console, module, world)
         session.continue_from(**before)

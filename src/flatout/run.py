@@ -114,7 +114,7 @@ class Run:
             raise InputError(f"{self.path / WEIGHTS}: does not fit the model: {error}") from None
         return model.eval()
 
-    def evaluate(self, data: Any = None, *, devices: str = "auto", engine: str = "torch") -> dict[str, Any]:
+    def evaluate(self, data: Any = None, *, devices: str = "auto", engine: str = "auto") -> dict[str, Any]:
         """Return `test_loss`, `test_accuracy`, `test_correct`, `test_count` on the run's test data, or on other data.
 
         Where only a validation split exists, the names say `valid`.
@@ -122,7 +122,7 @@ class Run:
         Args:
             data: as for `fit`; where it has a test split that is used, else a validation split, else all of it.
             devices: a device SPEC.
-            engine: the engine's name.
+            engine: `torch`, `xla` or `auto`.
         """
         from flatout.console import Console
         from flatout.evaluate import evaluate

@@ -103,12 +103,12 @@ def scale(
         Stopped: a run was stopped by a signal of its own.
     """
     from flatout.data.prepare import load
-    from flatout.engine.choose import parse_devices
+    from flatout.engine.choose import engine_for, parse_devices
     from flatout.resolve import resolve
 
     if repeats < 1:
         raise InputError(f"--repeats {repeats}: must be at least 1")
-    chosen = {spec: parse_devices(spec) for spec in split_specs(devices)}
+    chosen = {spec: parse_devices(spec, engine_for(spec, "auto")) for spec in split_specs(devices)}
     if weak and "auto" in chosen:
         raise InputError("--weak: auto chooses the number of devices by itself; name it, as in 2xcpu or 4xcuda")
     _check_free(out)

@@ -96,7 +96,7 @@ class Session:
         self.module = module
         self.setup_seconds = 0.0
         self.parameters = self.trained_parameters = 0
-        self.devices = ""
+        self.devices, self.device_count = "", 0
         self.stop_signal: int | None = None
         self.notes: list[str] = []
 
@@ -228,13 +228,15 @@ class Session:
             model,
             recipe,
             engine=self.options.engine,
+            devices=self.options.devices,
             world=self.world,
             class_weights=weights,
             report=self.note,
         )
         self.parameters = sum(p.numel() for p in model.parameters())
         self.trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self.devices = spec_of(self.world.gather(str(self.world.device)))
+        names = [name for names in self.world.gather(engine.device_names) for name in names]
+        self.devices, self.device_count = spec_of(names), len(names)
         for sentence in engine.describe():
             self.console.note(sentence)
         self._time("model")
@@ -258,6 +260,8 @@ class Session:
             f"{recipe.epochs} epochs, batch {recipe.batch_size}"
         )
         self._time("place")
+        engine.prepare(placed["train"])
+        self._time("compile")
         self.setup_seconds = time.perf_counter() - self.began
         watch = Watch(self, engine, trained, progress)
         ended, failure = "", None

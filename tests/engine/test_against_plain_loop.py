@@ -1,4 +1,4 @@
-"""The engine against a plain hand-written torch loop, which is the oracle."""
+"""The engines against a plain hand-written torch loop, which is the oracle."""
 
 import numpy as np
 import pytest
@@ -9,11 +9,10 @@ from torch.nn import functional
 from flatout.data.feed import Samples
 from flatout.data.order import training_batches
 from flatout.engine.base import Ask
-from flatout.engine.torch import TorchEngine
-from flatout.engine.world import World
 from flatout.progress import Progress
 from flatout.recipe import Optimizer, Recipe
 from flatout.train import Callbacks, train
+from tests.engine.engines import ENGINES, make_engine
 
 SILENT = Callbacks(
     ask=lambda: Ask.NOTHING,
@@ -67,11 +66,13 @@ def plain_loop(net: nn.Module, samples: Samples, recipe: Recipe, optimizer: torc
 
 
 def engine_weights(
-    net: nn.Module, samples: Samples, recipe: Recipe, device: str = "cpu", **options: object
+    net: nn.Module, samples: Samples, recipe: Recipe, engine: str = "torch", **options: object
 ) -> dict[str, torch.Tensor]:
-    engine = TorchEngine(net, recipe, world=World(device=torch.device(device)), **options)  # type: ignore[arg-type]
-    train(engine, recipe, {"train": engine.place(samples)}, len(samples), Progress(), SILENT)
-    return {k.removeprefix("model."): v for k, v in engine.state().items() if k.startswith("model.")}
+    made = make_engine(engine, net, recipe, **options)
+    placed = made.place(samples)
+    made.prepare(placed)
+    train(made, recipe, {"train": placed}, len(samples), Progress(), SILENT)
+    return {k.removeprefix("model."): v for k, v in made.state().items() if k.startswith("model.")}
 
 
 OPTIMIZERS = {
@@ -93,15 +94,16 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_equals_plain_loop(name: str) -> None:
+def test_equals_plain_loop(name: str, engine: str) -> None:
     """Two epochs with a short last batch (70 = 4 * 16 + 6) and batch normalisation."""
     section, make = OPTIMIZERS[name]
     samples = make_samples()
     recipe = make_recipe().override({f"optimizer.{k}": v for k, v in vars(section).items()})
     net = make_net()
     expected = plain_loop(net, samples, recipe, make(net.parameters())).state_dict()
-    found = engine_weights(make_net(), samples, recipe)
+    found = engine_weights(make_net(), samples, recipe, engine)
     assert expected.keys() == found.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-3, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}")
@@ -116,16 +118,18 @@ def test_the_comparison_can_fail() -> None:
         torch.testing.assert_close(found["0.weight"], expected["0.weight"], rtol=1e-3, atol=2e-5)
 
 
-def test_label_smoothing_and_drop_last() -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_label_smoothing_and_drop_last(engine: str) -> None:
     samples = make_samples()
     recipe = make_recipe(label_smoothing=0.1, drop_last=True, **{"optimizer.lr": 0.05})
     net = make_net()
     expected = plain_loop(net, samples, recipe, torch.optim.SGD(net.parameters(), lr=0.05)).state_dict()
-    found = engine_weights(make_net(), samples, recipe)
+    found = engine_weights(make_net(), samples, recipe, engine)
     torch.testing.assert_close(found["8.weight"], expected["8.weight"], rtol=1e-3, atol=2e-5)
 
 
-def test_class_weights_equal_torchs() -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_class_weights_equal_torchs(engine: str) -> None:
     samples, recipe = make_samples(), make_recipe(epochs=1, batch_size=70)
     weights = np.array([0.5, 1, 2, 1, 1], np.float32)
     net = make_net().train()
@@ -133,35 +137,38 @@ def test_class_weights_equal_torchs() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     functional.cross_entropy(net(x), torch.from_numpy(samples.labels), weight=torch.from_numpy(weights)).backward()
     optimizer.step()
-    found = engine_weights(make_net(), samples, recipe, class_weights=weights)
+    found = engine_weights(make_net(), samples, recipe, engine, class_weights=weights)
     torch.testing.assert_close(found["8.weight"], net.state_dict()["8.weight"], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("threads", ["1", "2"])
-def test_same_seed_gives_the_same_bits(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("engine", "threads"), [("torch", "1"), ("torch", "2"), ("xla 1", "1"), ("xla 8", "1")])
+def test_same_seed_gives_the_same_bits(engine: str, threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     samples, recipe = make_samples(), make_recipe(**{"augment.rotate": 10.0, "augment.flip": True})
-    first, second = (engine_weights(make_net(), samples, recipe) for _ in range(2))
+    first, second = (engine_weights(make_net(), samples, recipe, engine) for _ in range(2))
     assert all(torch.equal(first[key], second[key]) for key in first)
-    other = engine_weights(make_net(), samples, recipe.override({"seed": 2}))
+    other = engine_weights(make_net(), samples, recipe.override({"seed": 2}), engine)
     assert not torch.equal(first["0.weight"], other["0.weight"])
 
 
+@pytest.mark.parametrize("engine", ["torch", "xla 2"])
 @pytest.mark.parametrize("placement", ["device", "memory", "disk"])
-def test_where_the_images_live_changes_nothing(placement: str, tmp_path) -> None:
+def test_where_the_images_live_changes_nothing(placement: str, engine: str, tmp_path) -> None:
     samples = make_samples()
     np.save(tmp_path / "images.npy", samples.images)
     mapped = Samples(images=np.load(tmp_path / "images.npy", mmap_mode="r"), rows=samples.rows, labels=samples.labels)
-    expected = engine_weights(make_net(), samples, make_recipe())
-    found = engine_weights(make_net(), mapped, make_recipe(**{"data.placement": placement}))
+    expected = engine_weights(make_net(), samples, make_recipe(), engine)
+    found = engine_weights(make_net(), mapped, make_recipe(**{"data.placement": placement}), engine)
     assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
-def test_counts_are_of_every_sample_once() -> None:
+@pytest.mark.parametrize("name", ENGINES)
+def test_counts_are_of_every_sample_once(name: str) -> None:
     samples, recipe = make_samples(), make_recipe()
-    engine = TorchEngine(make_net(), recipe)
+    engine = make_engine(name, make_net(), recipe)
     progress = Progress()
     placed = engine.place(samples)
+    engine.prepare(placed)
     train(engine, recipe, {"train": placed, "valid": placed}, len(samples), progress, SILENT)
     assert [r.images for r in progress.history] == [70, 70]
     assert progress.images_trained == 140

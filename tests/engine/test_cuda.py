@@ -30,7 +30,7 @@ def test_equals_the_plain_loop_on_the_cpu(name: str) -> None:
     changes = {f"optimizer.{key}": value for key, value in vars(section).items()}
     recipe, samples, net = make_recipe(**EXACT).override(changes), make_samples(), make_net()
     expected = plain_loop(net, samples, recipe, make(net.parameters())).state_dict()
-    assert_close(expected, engine_weights(make_net(), samples, recipe, device="cuda"))
+    assert_close(expected, engine_weights(make_net(), samples, recipe, engine="cuda"))
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
@@ -39,8 +39,8 @@ def test_the_recorded_step_equals_the_eager_one(schedule: str) -> None:
     changes = {"schedule.name": schedule, "augment.flip": True, "augment.rotate": 10.0, "epochs": 4}
     recipe, samples = make_recipe(**EXACT, **changes), make_samples(200)
     sentences: list[str] = []
-    recorded = engine_weights(make_net(), samples, recipe, device="cuda", report=sentences.append)
-    eager = engine_weights(make_net(), samples, recipe, device="cuda", capture=False)
+    recorded = engine_weights(make_net(), samples, recipe, engine="cuda", report=sentences.append)
+    eager = engine_weights(make_net(), samples, recipe, engine="cuda", capture=False)
     assert "the whole step runs as one CUDA graph" in sentences
     assert_close(eager, recorded)
 
@@ -48,19 +48,19 @@ def test_the_recorded_step_equals_the_eager_one(schedule: str) -> None:
 @pytest.mark.parametrize("placement", ["memory", "disk"])
 def test_streamed_images_give_the_same_weights(placement: str) -> None:
     samples = make_samples(200)
-    expected = engine_weights(make_net(), samples, make_recipe(**EXACT), device="cuda")
+    expected = engine_weights(make_net(), samples, make_recipe(**EXACT), engine="cuda")
     recipe = make_recipe(**EXACT, **{"data.placement": placement})
-    assert_close(expected, engine_weights(make_net(), samples, recipe, device="cuda"))
+    assert_close(expected, engine_weights(make_net(), samples, recipe, engine="cuda"))
 
 
 def test_the_cached_prefix_gives_the_same_weights() -> None:
     recipe = make_recipe(**EXACT)
-    cached = engine_weights(frozen_net(), make_samples(), recipe, device="cuda")
-    assert_close(cached, engine_weights(frozen_net(), make_samples(), recipe, device="cuda", cache_prefix=False))
+    cached = engine_weights(frozen_net(), make_samples(), recipe, engine="cuda")
+    assert_close(cached, engine_weights(frozen_net(), make_samples(), recipe, engine="cuda", cache_prefix=False))
 
 
 def test_bf16_trains_where_the_hardware_has_it() -> None:
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         pytest.skip("this device has no bf16 units")
-    weights = engine_weights(make_net(), make_samples(), make_recipe(precision="bf16"), device="cuda")
+    weights = engine_weights(make_net(), make_samples(), make_recipe(precision="bf16"), engine="cuda")
     assert all(value.isfinite().all() for value in weights.values())

@@ -53,12 +53,21 @@ class Engine(Protocol):
         """The threads that compute in each process."""
         ...
 
+    @property
+    def device_names(self) -> list[str]:
+        """The devices that this process drives, as torch writes them."""
+        ...
+
     def describe(self) -> list[str]:
         """Return sentences about the devices, threads and number formats in use."""
         ...
 
     def place(self, samples: Samples) -> Any:
         """Bring a split to where the steps will read it; what is returned means something to the engine alone."""
+        ...
+
+    def prepare(self, placed: Any) -> None:
+        """Do what the steps on a split need once, before the clock of training starts: compile them, say."""
         ...
 
     def begin_epoch(self, placed: Any, transforms: np.ndarray | None) -> None:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flatout.engine.base import Engine
@@ -20,15 +20,20 @@ if TYPE_CHECKING:
 # Ranks of one core at most: more is a slip of the pen that would bring the machine down.
 MOST_RANKS_PER_CORE = 16
 KINDS = ("cpu", "cuda", "mps", "tpu")
+ENGINES = ("torch", "xla")
+# The kinds of devices that XLA drives; `auto` takes the first that is there.
+XLA_KINDS = ("tpu", "cuda", "cpu")
+MOST_SIMULATED = 64
 _SPEC = re.compile(r"(?:(?P<count>\d+)x)?(?P<kind>[a-z]+)(?::(?P<indices>\d+(?:,\d+)*))?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """The devices of a run: a kind and one index each, such as cuda 0 and cuda 2."""
+    """The devices of a run on this host: a kind and one index each, such as cuda 0 and cuda 2; and what drives them."""
 
     kind: str
     indices: tuple[int, ...]
+    engine: str = "torch"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -38,7 +43,12 @@ class Devices:
     @property
     def first(self) -> "Devices":
         """The first of them alone."""
-        return Devices(kind=self.kind, indices=self.indices[:1])
+        return replace(self, indices=self.indices[:1])
+
+    @property
+    def ranks(self) -> "Devices":
+        """The devices that processes of their own stand for: each one; XLA drives all from one process."""
+        return self if self.engine == "torch" else Devices(kind="cpu", indices=(0,))
 
     def __str__(self) -> str:
         is_choice = len(set(self.names)) < len(self.names) and self.kind == "cuda"
@@ -68,10 +78,24 @@ def available() -> dict[str, int]:
     return found
 
 
-def parse_devices(spec: str) -> Devices:
+def engine_for(spec: str, wanted: str) -> str:
+    """Return the engine for a device SPEC: `torch` or `xla`; `auto` is XLA for TPUs and torch for everything else.
+
+    Raises:
+        InputError: there is no such engine.
+    """
+    if wanted == "auto":
+        return "xla" if "tpu" in spec else "torch"
+    if wanted not in ENGINES:
+        raise InputError(f"--engine {wanted}: {nearest(wanted, ('auto', *ENGINES))}")
+    return wanted
+
+
+def parse_devices(spec: str, engine: str = "torch") -> Devices:
     """Turn a SPEC (`auto`, `cpu`, `2xcpu`, `cuda:0,2`) into devices of this machine; `auto` is all of the best kind.
 
     A CPU has as many ranks as are asked for, and a GPU may be named twice; that is slow, and good for trying things.
+    For XLA a CPU stands in for as many devices as are asked for.
 
     Raises:
         InputError: the SPEC does not parse, or names more than there is; the message lists what there is.
@@ -79,13 +103,20 @@ def parse_devices(spec: str) -> Devices:
     match = _SPEC.fullmatch(spec)
     if not match or (match["count"] and match["indices"]) or (match["count"] and int(match["count"]) == 0):
         raise InputError(
-            f"--devices {spec}: must be auto, cpu, cuda, mps, a number of them (2xcpu, 4xcuda) or a choice (cuda:0,2)"
+            f"--devices {spec}: must be auto, cpu, cuda, mps, tpu, a number of them (2xcpu, 8xtpu) "
+            "or a choice (cuda:0,2)"
         )
     kind = match["kind"]
     if kind not in ("auto", *KINDS):
         raise InputError(f"--devices {spec}: no kind of device is called {kind!r}; {nearest(kind, ('auto', *KINDS))}")
+    if engine == "xla":
+        return _xla_devices(spec, kind, match["count"], match["indices"])
     found = available()
     here = ", ".join(f"{k} ({n})" for k, n in found.items())
+    if kind == "tpu":
+        raise InputError(
+            f"--devices {spec}: the torch engine drives no TPUs: use --engine xla; this machine has: {here}"
+        )
     if kind == "auto":
         if match["count"] or match["indices"]:
             raise InputError(f"--devices {spec}: auto chooses by itself; to choose, name the kind: {here}")
@@ -101,6 +132,29 @@ def parse_devices(spec: str) -> Devices:
     if max(indices) >= most:
         raise InputError(f"--devices {spec}: this machine has not so many; it has: {here}")
     return Devices(kind=kind, indices=indices)
+
+
+def _xla_devices(spec: str, kind: str, count: str | None, indices: str | None) -> Devices:
+    from flatout.engine.xla.devices import kinds, require
+
+    require()
+    if kind == "auto":
+        if count or indices:
+            raise InputError(f"--devices {spec}: auto chooses by itself; to choose, name the kind")
+        kind, number = kinds()[0]
+        return Devices(kind=kind, indices=tuple(range(number)), engine="xla")
+    if kind not in XLA_KINDS:
+        raise InputError(f"--devices {spec}: XLA drives {', '.join(XLA_KINDS)} here; for {kind}: --engine torch")
+    if indices:
+        if kind == "cpu":
+            raise InputError(f"--devices {spec}: processors have no numbers; simulate several devices as 8xcpu")
+        return Devices(kind=kind, indices=tuple(map(int, indices.split(","))), engine="xla")
+    number = int(count or 1)
+    if kind == "cpu" and number > MOST_SIMULATED:
+        raise InputError(
+            f"--devices {spec}: more than {MOST_SIMULATED} simulated devices would only wait for each other"
+        )
+    return Devices(kind=kind, indices=tuple(range(number)), engine="xla")
 
 
 def own_device(spec: str, local_rank: int, local_size: int) -> str:
@@ -140,7 +194,7 @@ THREAD_WORTH = 0.6
 LEAST_SHARE = 8
 
 
-def plan(spec: str, recipe: Recipe, images: int, build: "Callable[[], nn.Module]") -> Plan:
+def plan(spec: str, recipe: Recipe, images: int, build: "Callable[[], nn.Module]", engine: str = "torch") -> Plan:
     """Decide which devices a SPEC means for a job; only `auto` leaves a choice.
 
     On CPUs that is between one process with a thread for each core, and a rank for each core. Two ranks are faster than
@@ -152,13 +206,16 @@ def plan(spec: str, recipe: Recipe, images: int, build: "Callable[[], nn.Module]
         recipe: the job.
         images: the number of training images.
         build: makes the model, for a look at how long it takes.
+        engine: the engine's name.
 
     Raises:
         InputError: as `parse_devices`.
     """
     from flatout.engine.hardware import cores, cpu_threads
 
-    devices = parse_devices(spec)
+    devices = parse_devices(spec, engine)
+    if engine == "xla":
+        return Plan(devices=devices, threads=cores())
     names, threads = devices.names, cpu_threads(len(devices.names))
     if spec != "auto" or devices.kind == "mps" or (devices.kind == "cuda" and len(names) == 1):
         return Plan(devices=devices, threads=threads)
@@ -190,7 +247,7 @@ def plan(spec: str, recipe: Recipe, images: int, build: "Callable[[], nn.Module]
     return Plan(devices=devices, threads=threads, reason=reason)
 
 
-def join(spec: str) -> "World":
+def join(spec: str, engine: str = "torch") -> "World":
     """Meet the ranks that a launcher has started with this process; alone where none has.
 
     Raises:
@@ -202,6 +259,17 @@ def join(spec: str) -> "World":
     from flatout.engine.world import World
 
     found = launched()
+    if engine == "xla":
+        if found is None:
+            return World()
+        if found.local_size > 1:
+            raise InputError(
+                f"--engine xla: one process drives all devices of a host, but the launcher started {found.local_size} "
+                "here; start one for each host"
+            )
+        world = World(found, torch.device("cpu"))
+        world.join(found, shares_gpu=False)
+        return world
     if found is None:
         return World(device=torch.device(parse_devices(spec).names[0]))
     device = torch.device(own_device(spec, found.local_rank, found.local_size))
@@ -211,9 +279,9 @@ def join(spec: str) -> "World":
     return world
 
 
-def is_accelerated(spec: str) -> bool:
+def is_accelerated(spec: str, engine: str = "torch") -> bool:
     """Return whether a SPEC means more than the CPU."""
-    return parse_devices(spec).kind != "cpu"
+    return parse_devices(spec, engine).kind != "cpu"
 
 
 def machine() -> dict[str, Any]:
@@ -248,6 +316,7 @@ def make_engine(
     recipe: Recipe,
     *,
     engine: str,
+    devices: str,
     world: "World",
     class_weights: "np.ndarray | None" = None,
     report: Callable[[str], None],
@@ -255,11 +324,27 @@ def make_engine(
 ) -> Engine:
     """Return an engine that trains `model` on the devices of all ranks.
 
+    Args:
+        model: with the weights to start from.
+        recipe: complete.
+        engine: `torch` or `xla`.
+        devices: the SPEC; of ranks that have joined, each knows its own device.
+        world: the ranks.
+        class_weights: float32 [classes]; None for none.
+        report: takes sentences for the log.
+        **options: for the torch engine.
+
     Raises:
-        InputError: there is no such engine.
+        InputError: the engine cannot be had here, or cannot compile the model.
     """
-    if engine != "torch":
-        raise InputError(f"--engine {engine}: {nearest(engine, ['torch'])}")
+    if engine == "xla":
+        from flatout.engine.xla.devices import find
+
+        chosen = parse_devices(devices, engine)
+        found = find(chosen.kind, chosen.indices)
+        from flatout.engine.xla.engine import XlaEngine
+
+        return XlaEngine(model, recipe, devices=found, world=world, class_weights=class_weights, report=report)
     from flatout.engine.torch import TorchEngine
 
     return TorchEngine(model, recipe, world=world, class_weights=class_weights, report=report, **options)

@@ -131,6 +131,11 @@ class TorchEngine:
         """See `Engine.threads`."""
         return self._setup.threads
 
+    @property
+    def device_names(self) -> list[str]:
+        """See `Engine.device_names`."""
+        return [str(self.device)]
+
     def describe(self) -> list[str]:
         """See `Engine.describe`."""
         sentences = self._setup.describe()
@@ -150,6 +155,9 @@ class TorchEngine:
     def place(self, samples: Samples) -> Placed:
         """See `Engine.place`. Images go to the device if they fit, else stay in memory or on disk."""
         return place(samples, self.device, self.recipe.data.placement, ranks_here=self.world.local_size)
+
+    def prepare(self, placed: Placed) -> None:
+        """See `Engine.prepare`. The steps need nothing that does not belong to training."""
 
     def begin_epoch(self, placed: Placed, transforms: np.ndarray | None) -> None:
         """See `Engine.begin_epoch`. The first time, the frozen prefix is computed."""

@@ -7,6 +7,15 @@ from flatout.errors import InputError
 from flatout.recipe import Recipe, from_dict
 from flatout.settings import nearest
 
+# Training images and classes of the data that a job is about, as published, for planning without it.
+PUBLISHED = {
+    "cats-dogs": (8_000, 2),
+    "fashion-mnist": (60_000, 10),
+    "fashion-mnist-keras": (60_000, 10),
+    "mnist-parallel": (50_000, 10),
+    "oct-vgg16": (84_495, 4),
+}
+
 
 def builtin_jobs() -> list[str]:
     """Return the names of the built-in jobs."""

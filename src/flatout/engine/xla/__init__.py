@@ -1,0 +1,1 @@
+"""The XLA engine: one program for all devices, compiled through JAX."""

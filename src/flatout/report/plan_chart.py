@@ -1,0 +1,86 @@
+"""The chart of `flatout plan`: estimated throughput against the number of chips, and what limits a step."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout.report.pictures import INK, LINES, MUTED, RIGHT, WRONG, _figure, _style_panel, _write, shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# The three limits of a step: their names and colours.
+LIMITS = {
+    "compute": ("compute", RIGHT),
+    "memory": ("memory", LINES["test"][0]),
+    "interconnect": ("links between chips", "#8a6fb0"),
+}
+
+
+def draw_plan(path: Path, result: Mapping[str, Any]) -> None:
+    """Write the chart as a PNG: on the left images per second, on the right the time of a step by each limit.
+
+    Args:
+        path: the PNG to write.
+        result: the content of plan.json.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    figure = _figure(9.0, 3.9, dpi=170, layout="constrained")
+    throughput, steps = figure.subplots(1, 2)
+    _draw_throughput(throughput, result)
+    _draw_steps(steps, result)
+    figure.suptitle(
+        f"{shorten(result['job'], 40)}: estimate for a global batch of {result['batch_size']:,}",
+        fontsize=10.5, weight="bold", color=INK, x=0.01, ha="left", parse_math=False,
+    )  # fmt: skip
+    _write(figure, path)
+
+
+def _draw_throughput(axes: "Axes", result: Mapping[str, Any]) -> None:
+    _style_panel(axes, "Images per second")
+    curve = result["scaling"]
+    axes.set_xlabel("chips", fontsize=8, color=MUTED)
+    if not curve:
+        axes.text(0.5, 0.5, "does not fit", transform=axes.transAxes, ha="center", color=MUTED)
+        return
+    chips = [row["chips"] for row in curve]
+    rates = [row["images_per_second"] for row in curve]
+    generation = next(row["topology"] for row in result["topologies"] if row["fits"]).partition(":")[0]
+    ideal = [rates[0] * n for n in chips]
+    axes.plot(chips, ideal, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="ideal")
+    axes.plot(chips, rates, color=RIGHT, linewidth=1.8, label=f"{generation}, estimate")
+    for row in result["topologies"]:
+        if row["fits"]:
+            axes.plot(row["chips"], row["images_per_second"], "o", color=RIGHT, markersize=5)
+            axes.annotate(
+                f"{row['topology']}\n{row['images_per_second']:,.0f}", (row["chips"], row["images_per_second"]),
+                (6, -18), textcoords="offset points", fontsize=7.5, color=INK,
+            )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(chips, [str(n) for n in chips])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.legend(loc="upper left", framealpha=0.85, edgecolor="none", fontsize=8, labelcolor=INK)
+
+
+def _draw_steps(axes: "Axes", result: Mapping[str, Any]) -> None:
+    _style_panel(axes, "Time of a step by each limit; the longest decides")
+    rows = result["topologies"]
+    known = [row["seconds"] for row in rows if "seconds" in row]
+    unit, factor = ("ms", 1e3) if known and max(s["step"] for s in known) >= 1e-3 else ("µs", 1e6)
+    for number, (limit, (name, colour)) in enumerate(LIMITS.items()):
+        places = [index + 0.25 * (number - 1) for index, row in enumerate(rows) if "seconds" in row]
+        bars = axes.bar(places, [factor * s[limit] for s in known], width=0.22, color=colour, label=name)
+        axes.bar_label(bars, fmt="{:,.3g}", fontsize=7.5, color=INK, padding=2)
+    for index, row in enumerate(rows):
+        if "seconds" not in row:
+            axes.text(index, 0, "does not fit", ha="center", va="bottom", fontsize=8, color=WRONG)
+    axes.set_xticks(range(len(rows)), [shorten(row["topology"], 14) for row in rows])
+    axes.set_xlim(-0.6, len(rows) - 0.4)
+    axes.set_ylabel(unit, fontsize=8, color=MUTED)
+    if known:
+        axes.set_ylim(0, 1.3 * factor * max(s["step"] for s in known))
+        axes.legend(loc="upper left", ncols=3, framealpha=0.85, edgecolor="none", fontsize=8, labelcolor=INK)

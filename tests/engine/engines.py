@@ -1,0 +1,29 @@
+"""The engines under test: torch's, and XLA's on one, two and eight simulated devices."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.engine.base import Engine
+from flatout.engine.torch import TorchEngine
+from flatout.engine.world import World
+from flatout.recipe import Recipe
+
+SIMULATED = 8
+XLA = ("xla 1", "xla 2", "xla 8")
+ENGINES = ("torch", *XLA)
+
+
+def make_engine(name: str, net: nn.Module, recipe: Recipe, **options: Any) -> Engine:
+    """Return an engine by name; `torch` on the CPU, or another torch device such as `cuda`."""
+    if not name.startswith("xla"):
+        device = torch.device("cpu" if name == "torch" else name)
+        return TorchEngine(net, recipe, world=World(device=device), **options)
+    from flatout.engine.xla.devices import find
+
+    # JAX can be started once in a process, so with all devices that any test wants.
+    devices = find("cpu", range(SIMULATED))[: int(name.partition(" ")[2])]
+    from flatout.engine.xla.engine import XlaEngine
+
+    return XlaEngine(net, recipe, devices=devices, **options)

@@ -1,0 +1,256 @@
+"""Torch modules as JAX functions: value, gradients and buffers against torch; randomness; what cannot be compiled."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flatout.errors import InputError
+from tests.engine.engines import make_engine
+from tests.engine.test_against_plain_loop import make_recipe
+
+make_engine("xla 1", nn.Flatten(), make_recipe())
+
+import jax  # noqa: E402  (started with the devices that all tests share)
+import jax.numpy as jnp  # noqa: E402
+
+from flatout.engine.functional import Counted, Function  # noqa: E402
+from flatout.engine.xla.step import to_array  # noqa: E402
+
+BATCH = 6
+
+
+class Lambda(nn.Module):
+    """A function with one weight before it, so that there is a gradient."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x * self.scale)
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduce, self.expand = nn.Conv2d(4, 2, 1), nn.Conv2d(2, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.expand(self.reduce(x.mean((2, 3), keepdim=True)).relu()).sigmoid()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x.flatten(2)).chunk(3, dim=-1)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+IMAGE = (BATCH, 4, 8, 8)
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "conv": lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1),
+    "conv, same, no bias": lambda: nn.Conv2d(4, 6, 3, padding="same", bias=False),
+    "depthwise": lambda: nn.Conv2d(4, 8, 3, groups=4, dilation=2),
+    "transposed": lambda: nn.ConvTranspose2d(4, 3, 3, stride=2),
+    "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(256, 7)),
+    "batch norm": lambda: nn.BatchNorm2d(4),
+    "batch norm, plain": lambda: nn.BatchNorm2d(4, affine=False, momentum=0.3),
+    "batch norm 1d": lambda: nn.Sequential(nn.Flatten(), nn.Linear(256, 5), nn.BatchNorm1d(5)),
+    "layer norm": lambda: nn.LayerNorm([8, 8]),
+    "group norm": lambda: nn.GroupNorm(2, 4),
+    "instance norm": lambda: nn.InstanceNorm2d(4, affine=True),
+    "max pool": lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.MaxPool2d(3, stride=2, padding=1)),
+    "max pool, ceil": lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.MaxPool2d(3, stride=2, ceil_mode=True)),
+    "mean pool": lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.AvgPool2d(2)),
+    "adaptive pool": lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.AdaptiveAvgPool2d(1)),
+    "adaptive max pool": lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.AdaptiveMaxPool2d(2)),
+    "squeeze and excite": SqueezeExcite,
+    "attention": Attention,
+    **{
+        type(layer).__name__: (lambda layer=layer: Lambda(layer))
+        for layer in (
+            nn.ReLU(), nn.ReLU6(), nn.LeakyReLU(), nn.ELU(), nn.SELU(), nn.GELU(), nn.GELU("tanh"), nn.SiLU(),
+            nn.Mish(), nn.Sigmoid(), nn.Tanh(), nn.Hardswish(), nn.Hardsigmoid(), nn.Softplus(), nn.Softmax(-1),
+            nn.LogSoftmax(-1), nn.Hardtanh(),
+        )
+    },
+    "prelu": lambda: nn.PReLU(),
+    "upsample": lambda: Lambda(nn.Upsample(scale_factor=2, mode="bilinear")),
+    "pixel unshuffle": lambda: Lambda(nn.PixelUnshuffle(2)),
+    "pad": lambda: Lambda(lambda x: nn.functional.pad(x, (1, 2, 0, 1))),
+    "split and cat": lambda: Lambda(lambda x: torch.cat([*x.chunk(2, 1), x.flip(3)], dim=1)),
+    "interpolate": lambda: Lambda(lambda x: nn.functional.interpolate(x, size=(5, 5), mode="nearest")),
+}  # fmt: skip
+
+
+def run(function: Function, module: nn.Module, x: torch.Tensor, counted: Counted | None = None):
+    """Return output, gradients by name, and buffers, of the sum of the output weighted by a fixed pattern."""
+    parameters = {name: to_array(p) for name, p in module.named_parameters()}
+    buffers = {name: to_array(b) for name, b in module.named_buffers()}
+
+    def objective(parameters):
+        y, after = function(parameters, buffers, to_array(x), counted=counted)
+        return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum(), (y, after)
+
+    gradients, (y, after) = jax.jit(jax.grad(objective, has_aux=True))(parameters)
+    return y, gradients, after
+
+
+def torchs(module: nn.Module, x: torch.Tensor):
+    y = module(x)
+    (y * torch.cos(torch.arange(y.numel()).reshape(y.shape))).sum().backward()
+    return y, {name: p.grad for name, p in module.named_parameters()}, dict(module.named_buffers())
+
+
+def assert_close(found, expected: torch.Tensor, what: str) -> None:
+    expected = expected.detach()
+    scale = max(float(expected.abs().max()), 1e-6) if expected.numel() else 1.0
+    np.testing.assert_allclose(np.asarray(found) / scale, expected.numpy() / scale, atol=2e-5, err_msg=what)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_equal_torchs(name: str) -> None:
+    torch.manual_seed(0)
+    module, x = LAYERS[name]().train(), torch.randn(IMAGE)
+    found = run(Function(module, (x,), name=name), module, x)
+    expected = torchs(module, x)
+    assert_close(found[0], expected[0], "output")
+    for names, ours, theirs in zip(("gradient", "buffer"), found[1:], expected[1:], strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert_close(ours[key], value, f"{names} of {key}")
+
+
+def test_equal_maxima_share_nothing() -> None:
+    """Ties go to one place, as in torch: flat areas of real images have nothing but ties."""
+    module = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.MaxPool2d(2), nn.Conv2d(4, 2, 3))
+    x = torch.zeros(IMAGE)
+    x[:, :, 2:5, 2:5] = 1
+    found, expected = run(Function(module, (x,), name="ties"), module, x), torchs(module, x)
+    for key, value in expected[1].items():
+        assert_close(found[1][key], value, key)
+
+
+def test_evaluation_mode_uses_what_was_kept() -> None:
+    module = nn.Sequential(nn.BatchNorm2d(4), nn.Dropout(0.5)).eval()
+    module[0].running_mean += 3
+    x = torch.randn(IMAGE)
+    y, after = Function(module, (x,), name="net")({}, {n: to_array(b) for n, b in module.named_buffers()} | {
+        n: to_array(p) for n, p in module.named_parameters()
+    }, to_array(x))  # fmt: skip
+    assert_close(y, module(x), "output")
+    np.testing.assert_array_equal(after["0.running_mean"], module[0].running_mean.numpy())
+
+
+def test_padding_enters_no_statistics() -> None:
+    torch.manual_seed(0)
+    module, real = nn.BatchNorm2d(4).train(), torch.randn(IMAGE)
+    padded = torch.cat([real, 100 + torch.randn(2, 4, 8, 8)])
+    counted = Counted(jnp.array([1.0] * BATCH + [0.0] * 2))
+    y, _, after = run(Function(module, (padded,), name="net"), module, padded, counted)
+    expected = module(real)
+    assert_close(y[:BATCH], expected, "output")
+    assert_close(after["running_var"], module.running_var, "running_var")
+    assert_close(after["running_mean"], module.running_mean, "running_mean")
+
+
+def test_a_lone_value_goes_by_the_running_statistics() -> None:
+    module, x = nn.BatchNorm1d(4).train(), torch.randn(3, 4)
+    module.running_mean += 2
+    counted = Counted(jnp.array([1.0, 0.0, 0.0]))
+    y, _, after = run(Function(module, (x,), name="net"), module, x, counted)
+    assert_close(y[:1], module.eval()(x)[:1], "output")
+    assert_close(after["running_mean"], module.running_mean, "running_mean")
+
+
+def test_dropout_draws_from_the_key() -> None:
+    module, x = nn.Sequential(nn.Dropout(0.25), nn.Dropout(0.25)).train(), torch.ones(200, 50)
+    function = Function(module, (x,), name="net")
+    y, again, other = (np.asarray(function({}, {}, to_array(x), key=jax.random.key(n))[0]) for n in (1, 1, 2))
+    np.testing.assert_array_equal(y, again)
+    assert not np.array_equal(y, other)
+    assert set(np.unique(y.round(4))) == {0.0, np.float32(round(1 / 0.75**2, 4))}
+    # Two layers that dropped the same would leave three quarters; 10,000 draws are within 0.02 of the share.
+    assert abs((y > 0).mean() - 0.75**2) < 0.02
+
+
+def test_shared_weights_have_one_gradient() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    torch.manual_seed(0)
+    module, x = Tied(), torch.randn(5, 8)
+    found, expected = run(Function(module, (x,), name="tied"), module, x), torchs(module, x)
+    assert found[1].keys() == {"first.weight", "first.bias", "second.bias"}
+    for key, value in expected[1].items():
+        assert_close(found[1][key], value, key)
+
+
+def test_bfloat16_products() -> None:
+    torch.manual_seed(0)
+    module, x = nn.Linear(64, 8), torch.randn(4, 64)
+    y, _, _ = run(Function(module, (x,), name="net", precision="bf16"), module, x)
+    assert y.dtype == jnp.bfloat16
+    assert 1e-5 < float(np.abs(np.asarray(y, np.float32) - module(x).detach().numpy()).max()) < 0.05
+
+
+class Branches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+class Sorts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Unknown()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Unknown(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.eigvalsh(x @ x.mT)
+
+
+def test_what_cannot_be_exported_names_its_line() -> None:
+    with pytest.raises(InputError) as raised:
+        Function(Branches(), (torch.ones(3, 4),), name="python:Branches")
+    said = str(raised.value)
+    line = 1 + Branches.forward.__code__.co_firstlineno
+    assert "model python:Branches: cannot be compiled" in said
+    assert f"{__file__}, line {line}" in said
+    assert "--engine torch" in said
+
+
+def test_an_operation_without_equivalent_names_its_layer() -> None:
+    with pytest.raises(InputError) as raised:
+        Function(Sorts(), (torch.ones(3, 4, 4),), name="python:Sorts")
+    said = str(raised.value)
+    assert "layer inner (Unknown)" in said
+    assert "eigh" in said
+    assert f"{__file__}" in said
+
+
+def test_the_torch_engine_works_beside_it() -> None:
+    """Importing torchax must leave torch's optimizers and attention as they were."""
+    assert torch.backends.mha.get_fastpath_enabled()
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    torch.optim.Adam([parameter]).step()
+    assert float(parameter.detach()[0]) < 1
