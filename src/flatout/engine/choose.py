@@ -1,5 +1,7 @@
 """Read device names, and choose the engine; nothing else in flatout knows what devices are called."""
 
+import importlib
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 MOST_RANKS_PER_CORE = 16
 KINDS = ("cpu", "cuda", "mps", "tpu")
 ENGINES = ("torch", "xla")
+# The package that gives torch a device `tpu`, and the variable by which a user allows what was never tested.
+TORCH_TPU, UNTESTED = "torch_tpu", "FLATOUT_ALLOW_UNTESTED"
 # The kinds of devices that XLA drives; `auto` takes the first that is there.
 XLA_KINDS = ("tpu", "cuda", "cpu")
 MOST_SIMULATED = 64
@@ -75,6 +79,9 @@ def available() -> dict[str, int]:
         found["cuda"] = torch.cuda.device_count()
     if torch.backends.mps.is_available():
         found["mps"] = 1
+    if os.environ.get(UNTESTED) and importlib.util.find_spec(TORCH_TPU):
+        importlib.import_module(TORCH_TPU)
+        found["tpu"] = torch.get_device_module("tpu").device_count()
     return found
 
 
@@ -111,12 +118,10 @@ def parse_devices(spec: str, engine: str = "torch") -> Devices:
         raise InputError(f"--devices {spec}: no kind of device is called {kind!r}; {nearest(kind, ('auto', *KINDS))}")
     if engine == "xla":
         return _xla_devices(spec, kind, match["count"], match["indices"])
+    if kind == "tpu":
+        _require_torch_tpu(spec)
     found = available()
     here = ", ".join(f"{k} ({n})" for k, n in found.items())
-    if kind == "tpu":
-        raise InputError(
-            f"--devices {spec}: the torch engine drives no TPUs: use --engine xla; this machine has: {here}"
-        )
     if kind == "auto":
         if match["count"] or match["indices"]:
             raise InputError(f"--devices {spec}: auto chooses by itself; to choose, name the kind: {here}")
@@ -134,8 +139,25 @@ def parse_devices(spec: str, engine: str = "torch") -> Devices:
     return Devices(kind=kind, indices=indices)
 
 
+def _require_torch_tpu(spec: str) -> None:
+    """Check that torch has a device `tpu`, and that the user knows what that means.
+
+    Raises:
+        InputError: it has none, or nobody said that it may be used.
+    """
+    if importlib.util.find_spec(TORCH_TPU) is None:
+        raise InputError(
+            f"--devices {spec}: torch has no device tpu here ({TORCH_TPU} is not installed): use --engine xla"
+        )
+    if not os.environ.get(UNTESTED):
+        raise InputError(
+            f"--devices {spec}: the torch engine on {TORCH_TPU} has never been tested; use --engine xla, which has, or "
+            "--allow-untested to try"
+        )
+
+
 def _xla_devices(spec: str, kind: str, count: str | None, indices: str | None) -> Devices:
-    from flatout.engine.xla.devices import kinds, require
+    from flatout.engine.xla.devices import has_tpu, kinds, require
 
     require()
     if kind == "auto":
@@ -150,6 +172,11 @@ def _xla_devices(spec: str, kind: str, count: str | None, indices: str | None) -
             raise InputError(f"--devices {spec}: processors have no numbers; simulate several devices as 8xcpu")
         return Devices(kind=kind, indices=tuple(map(int, indices.split(","))), engine="xla")
     number = int(count or 1)
+    if kind == "tpu" and not has_tpu():
+        raise InputError(
+            f"--devices {spec}: this machine has no TPU; simulate as many devices to try the engine: --engine xla "
+            f"--devices {number}xcpu, or see how fast the job would be: flatout plan"
+        )
     if kind == "cpu" and number > MOST_SIMULATED:
         raise InputError(
             f"--devices {spec}: more than {MOST_SIMULATED} simulated devices would only wait for each other"
@@ -338,10 +365,11 @@ def make_engine(
         InputError: the engine cannot be had here, or cannot compile the model.
     """
     if engine == "xla":
-        from flatout.engine.xla.devices import find
+        from flatout.engine.xla.devices import find, find_on_all_hosts
 
         chosen = parse_devices(devices, engine)
-        found = find(chosen.kind, chosen.indices)
+        kind, indices = chosen.kind, chosen.indices
+        found = find_on_all_hosts(kind, indices, world) if world.is_joined else find(kind, indices)
         from flatout.engine.xla.engine import XlaEngine
 
         return XlaEngine(model, recipe, devices=found, world=world, class_weights=class_weights, report=report)

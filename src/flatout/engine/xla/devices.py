@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import socket
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from flatout.errors import InputError
 
 if TYPE_CHECKING:
     import jax
+
+    from flatout.engine.world import World
 
 INSTALL = "pip install 'flatout[tpu]'"
 # What JAX calls the platforms of our kinds of devices; the host's processors are always wanted beside them.
@@ -62,6 +65,28 @@ def kinds() -> list[tuple[str, int]]:
 def has_tpu() -> bool:
     """Return whether this host has a TPU, by the devices that Linux shows."""
     return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+
+
+def find_on_all_hosts(kind: str, indices: Sequence[int], world: "World") -> "list[jax.Device]":
+    """Return the devices of all hosts of a run, those of each host together; see `find`.
+
+    Every host's process must call it, before anything else starts JAX there.
+    """
+    require()
+    import jax
+
+    _configure(kind, max(indices) + 1)
+    address, port = os.environ["MASTER_ADDR"], 0
+    if world.rank == 0:
+        with socket.create_server((address, 0)) as probe:
+            port = probe.getsockname()[1]
+    place = f"{address}:{world.share(port)}"
+    jax.distributed.initialize(place, world.size, world.rank, coordinator_bind_address=place)
+    own = [device.id for device in find(kind, indices)]
+    chosen = {number for numbers in world.gather(own) for number in numbers}
+    return sorted(
+        (device for device in jax.devices(kind) if device.id in chosen), key=lambda d: (d.process_index, d.id)
+    )
 
 
 def find(kind: str, indices: Sequence[int]) -> "list[jax.Device]":

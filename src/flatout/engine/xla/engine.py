@@ -104,7 +104,7 @@ class XlaEngine:
         self._under_way: deque[jax.Array] = deque()
         self._counted_steps = 0
         self._first_bad_step: int | None = None
-        self._ask = Ask.NOTHING
+        self._ask = self._answer = Ask.NOTHING
 
     @property
     def threads(self) -> int:
@@ -144,7 +144,7 @@ class XlaEngine:
         if self._platform != "cpu" and where in ("auto", "device"):
             free = min(_free_bytes(device) for device in self.devices)
             if where == "device" or samples.nbytes <= hardware.MEMORY_SHARE * free:
-                table = jax.device_put(_read_all(samples), self._layout.whole)
+                table = self._layout.put_whole(_read_all(samples), self._layout.whole)
         if table is None and where != "disk" and samples.nbytes <= hardware.MEMORY_SHARE * hardware.free_host_bytes():
             samples = Samples(images=_read_all(samples), rows=np.arange(len(samples)), labels=samples.labels)
         return Placed(samples=samples, table=table, labels=samples.labels.astype(np.int32))
@@ -173,7 +173,7 @@ class XlaEngine:
                 precision=self._precision,
             )
             state = self._program.initial_state()
-            self._state = jax.device_put(state, self._layout.of_state(state))
+            self._state = self._layout.put_whole(state, self._layout.of_state(state))
             if self._waiting_state is not None:
                 self.load_state(self._waiting_state)
         return self._program
@@ -191,17 +191,19 @@ class XlaEngine:
         return prefetch(lambda batch: self._prepared(placed, batch, size, is_training=True), batches)
 
     def _prepared(self, placed: Placed, batch: Batch, size: int, *, is_training: bool) -> Prepared:
-        """Read a batch, padded by its first sample to so many that the devices get equal parts."""
+        """Read this process's part of a batch, padded by its first sample so that the devices get equal parts."""
         missing = size - len(batch.samples)
         samples = np.concatenate([batch.samples, np.full(missing, batch.samples[0])]) if missing else batch.samples
         weights = np.concatenate([batch.weights, np.zeros(missing, np.float32)])
+        own = self._layout.own(size)
+        samples, weights = samples[own], weights[own]
         if self._class_weights is not None and is_training:
             weights = weights * self._class_weights[placed.samples.labels[samples]]
         if placed.table is not None:
             images = samples.astype(np.int32)
         else:
             shape, dtype = placed.samples.images.shape[1:], placed.samples.images.dtype
-            images = placed.samples.read(samples, np.empty((size, *shape), dtype))
+            images = placed.samples.read(samples, np.empty((len(samples), *shape), dtype))
         transforms = placed.transforms[samples] if is_training and placed.transforms is not None else None
         return Prepared(
             batch=batch, images=images, labels=placed.labels[samples], weights=weights, transforms=transforms
@@ -216,8 +218,8 @@ class XlaEngine:
         self._ask = ask
         batch = inputs.batch
         if self.recorder:
-            table = placed.transforms
-            samples = batch.samples[: batch.count]
+            table, own = placed.transforms, self._layout.own(self._program_for(0).batch)
+            samples = batch.samples[own.start : min(own.stop, batch.count)]
             self.recorder.step(samples, None if table is None else table[samples])
         self._pending_table = placed.table
         self._pending.append(
@@ -238,6 +240,9 @@ class XlaEngine:
         pending, self._pending = self._pending, []
         if not pending:
             return
+        if self.world.is_joined:
+            for ask in self.world.gather(self._ask):
+                self._answer |= ask
         if len(pending) == self._per_dispatch > 1:
             stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *pending)
             self._run("train_steps", stacked)
@@ -247,7 +252,7 @@ class XlaEngine:
 
     def _run(self, which: str, inputs: Inputs) -> None:
         function = self._compiled[which, self._pending_table is not None]
-        placed = jax.device_put(inputs, self._layout.of_inputs(inputs, stacked=which == "train_steps"))
+        placed = self._layout.put_batch(inputs, self._layout.of_inputs(inputs, stacked=which == "train_steps"))
         table = () if self._pending_table is None else (self._pending_table,)
         self._state, sums = function(self._state, placed, *table)
         self._sums.append(sums)
@@ -275,7 +280,10 @@ class XlaEngine:
 
     def asked(self) -> Ask:
         """See `Engine.asked`."""
-        return self._ask
+        if not self.world.is_joined:
+            return self._ask
+        answer, self._answer = self._answer, Ask.NOTHING
+        return answer
 
     def share(self, value: Value) -> Value:
         """See `Engine.share`."""
@@ -311,7 +319,8 @@ class XlaEngine:
         )
         results = []
         for prepared in batches:
-            arrays = jax.device_put((prepared.images, prepared.labels, prepared.weights), self._layout.shared)
+            arrays = (prepared.images, prepared.labels, prepared.weights)
+            arrays = self._layout.put_batch(arrays, (self._layout.shared,) * len(arrays))
             results.append((function(self._state, *arrays, *table), prepared.batch.count))
             if len(results) > RUN_AHEAD:
                 results[-RUN_AHEAD - 1][0].correct.block_until_ready()
@@ -328,7 +337,7 @@ class XlaEngine:
         if self._state is None:
             return {f"model.{name}": value.clone() for name, value in self.model.state_dict().items()}
         self._dispatch()
-        state: State = jax.device_get(self._state)
+        state: State = jax.tree.map(_fetch, self._state)
         values = {**state.trained, **state.frozen, **state.buffers}
         canonical = self._names()
         found = {}
@@ -353,7 +362,7 @@ class XlaEngine:
         fresh = self._program.initial_state()
         kept = {n.removeprefix("optimizer."): to_array(t) for n, t in state.items() if n.startswith("optimizer.")}
         fresh = fresh._replace(optimizer=updates.from_torch(fresh.optimizer, kept))
-        self._state = jax.device_put(fresh, self._layout.of_state(fresh))
+        self._state = self._layout.put_whole(fresh, self._layout.of_state(fresh))
 
     def _names(self) -> dict[str, str]:
         """Return by each name of a weight or buffer the one that the program knows it by; a shared one has several."""
@@ -386,6 +395,15 @@ def _precision(wanted: str, platform: str) -> str:
     if wanted not in formats:
         raise InputError(f"precision = {wanted!r}: XLA on {platform} has only {', '.join(formats)}")
     return wanted
+
+
+def _fetch(array: jax.Array) -> np.ndarray:
+    """Return a whole array on the host, also where other hosts hold parts of it."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def _read_all(samples: Samples) -> np.ndarray:

@@ -40,6 +40,28 @@ class Layout:
         """Return the smallest batch of so many samples that comes out even."""
         return -(-batch // self.size) * self.size
 
+    def own(self, batch: int) -> slice:
+        """Return which samples of a batch lie on the devices of this process."""
+        each, mine = batch // self.size, jax.process_index()
+        own = [i for i, device in enumerate(self._mesh.devices) if device.process_index == mine]
+        return slice(each * own[0], each * (own[-1] + 1))
+
+    def put_batch(self, arrays: Any, places: Any) -> Any:
+        """Bring arrays that hold this process's own samples of a batch to its devices, without waiting for it."""
+        if jax.process_count() == 1:
+            return jax.device_put(arrays, places)
+        return jax.tree.map(lambda a, place: jax.make_array_from_process_local_data(place, a), arrays, places)
+
+    def put_whole(self, arrays: Any, places: Any) -> Any:
+        """Bring arrays that every process holds whole to where they belong."""
+        if jax.process_count() == 1:
+            return jax.device_put(arrays, places)
+        return jax.tree.map(
+            lambda a, place: jax.make_array_from_callback(np.shape(a), place, lambda index: np.asarray(a)[index]),
+            arrays,
+            places,
+        )
+
     def of_state(self, state: State) -> Any:
         """Return where each array of a state lies."""
         return jax.tree.map(lambda array: self._of(array.shape), state)

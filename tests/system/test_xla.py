@@ -1,0 +1,208 @@
+"""Whole runs on the XLA engine: the same run folder, weights for any engine, several hosts, and what is missing."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flatout
+from flatout.cli import main
+from flatout.models.weights import read_weights
+
+# Started in a process of their own: JAX keeps the number of simulated devices that it began with.
+FLATOUT = [sys.executable, "-m", "flatout"]
+NET = ("--model", "fashion-cnn", "--set", "image_size=16", "--batch-size", "50", "--set", "keep=last", "--lr", "0.01")
+SGD = ("--set", "optimizer.name=sgd", "--set", "schedule.name=constant")
+TRAIN = ("train", "digits", *NET, *SGD)
+
+
+def run(*arguments: str, **environment: str) -> str:
+    """Run a command that must succeed; return what it printed."""
+    done = subprocess.run(
+        [*FLATOUT, *arguments], capture_output=True, text=True, env={**os.environ, **environment}, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def summary(out: Path) -> dict[str, object]:
+    return json.loads((out / "summary.json").read_text())
+
+
+def assert_same_weights(a: Path, b: Path, rtol: float = 1e-3, atol: float = 1e-4) -> None:
+    first, second = (read_weights(out / "weights.safetensors")[0] for out in (a, b))
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two epochs on the torch engine."""
+    out = tmp_path_factory.mktemp("torch") / "run"
+    assert main([*TRAIN, "--epochs", "2", "--devices", "cpu", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same on eight simulated devices."""
+    out = tmp_path_factory.mktemp("xla") / "run"
+    said = run(*TRAIN, "--epochs", "2", "--engine", "xla", "--devices", "8xcpu", "--out", str(out), FLATOUT_RECORD="1")
+    assert "8 simulated devices" in said
+    assert "6 of 56 samples in each batch are padding" in said
+    return out
+
+
+def test_the_run_is_the_torch_engines(alone: Path, simulated: Path) -> None:
+    ours, theirs = summary(simulated), summary(alone)
+    assert (ours["engine"], ours["devices"], ours["world_size"]) == ("xla", "8xcpu", 8)
+    assert ours.keys() == theirs.keys()
+    assert ours["images_trained"] == theirs["images_trained"]
+    assert ours["test_count"] == theirs["test_count"]
+    assert abs(ours["test_correct"] - theirs["test_correct"]) <= 2  # pyright: ignore[reportOperatorIssue]
+    assert ours["time_seconds"]["compile"] > 0  # pyright: ignore[reportIndexIssue]
+    assert {p.name for p in simulated.iterdir()} == {p.name for p in alone.iterdir()}
+    assert_same_weights(alone, simulated)
+
+
+def test_weights_are_an_ordinary_torch_module(simulated: Path) -> None:
+    """System 2's round trip: trained on the accelerator, tested on a processor."""
+    run_there = flatout.load(simulated)
+    assert {p.device.type for p in run_there.model.parameters()} == {"cpu"}
+    result = run_there.evaluate(devices="cpu")
+    assert result["engine"] == "torch"
+    assert result["test_correct"] == summary(simulated)["test_correct"]
+    predicted = [json.loads(line) for line in (simulated / "predictions.jsonl").read_text().splitlines()]
+    assert len(predicted) == result["test_count"]
+
+
+def test_equal_weights_give_equal_counts_on_every_engine(alone: Path) -> None:
+    expected = summary(alone)["test_correct"]
+    for devices in ("cpu", "3xcpu", "8xcpu"):
+        said = run("evaluate", str(alone), "--engine", "xla", "--devices", devices, "--json")
+        result = json.loads(said)
+        assert result["test_correct"] == expected
+        assert result["devices"] == devices
+
+
+@pytest.mark.parametrize("engines", [("torch", "xla"), ("xla", "torch")])
+def test_resume_on_the_other_engine(engines: tuple[str, str], alone: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(*TRAIN, "--epochs", "1", "--engine", engines[0], "--devices", "cpu", "--out", str(out))
+    said = run("train", "--resume", "--out", str(out), "--epochs", "2", "--engine", engines[1], "--devices", "2xcpu")
+    assert "resumed after epoch 1" in said
+    assert_same_weights(alone, out)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_hosts_are_one_mesh(alone: Path, tmp_path: Path) -> None:
+    """Two hosts with two simulated devices each; a model in slices, so that weights lie on both."""
+    place = ("--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port()}")
+    command = [*FLATOUT, *TRAIN, "--epochs", "2", "--engine", "xla", "--devices", "2xcpu", *place]
+    hosts = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(rank), "--out", str(tmp_path / "run"), "--set", "shard=full"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    said = [host.communicate(timeout=240)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], "\n".join(said)
+    assert summary(tmp_path / "run")["world_size"] == 4
+    assert_same_weights(alone, tmp_path / "run")
+
+
+def test_what_is_not_installed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optax", None)
+    assert main([*TRAIN, "--engine", "xla", "--devices", "2xcpu"]) == 2
+    said = capsys.readouterr().err
+    assert "--engine xla needs optax" in said
+    assert "pip install 'flatout[tpu]'" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--devices", "8xtpu"), ("8xtpu: this machine has no TPU", "--devices 8xcpu", "flatout plan")),
+        (("--engine", "torch", "--devices", "tpu"), ("torch_tpu is not installed", "use --engine xla")),
+        (("--engine", "xla", "--devices", "mps"), ("XLA drives tpu, cuda, cpu", "--engine torch")),
+        (("--engine", "xla", "--devices", "cpu:0,1"), ("simulate several devices as 8xcpu",)),
+        (("--engine", "xla", "--devices", "1000xcpu"), ("more than 64 simulated devices",)),
+        (
+            (
+                "--engine",
+                "xls",
+            ),
+            ("--engine xls: did you mean 'xla'?",),
+        ),
+    ],
+)
+def test_devices_that_are_not_there(
+    arguments: tuple[str, ...], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "digits", *arguments]) == 2
+    said = capsys.readouterr().err
+    for word in words:
+        assert word in said
+
+
+def test_what_was_never_tested_needs_a_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch_tpu.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["train", "digits", "--engine", "torch", "--devices", "tpu"]) == 2
+    assert "--allow-untested" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("The TPU is already in use by process with pid 4711.", ("another process holds it", "pid 4711")),
+        ("libtpu version 0.0.10 is incompatible with jaxlib", ("do not fit each other", "pip install")),
+        ("No jellyfish device found.", ("finds no TPU", "8xcpu")),
+    ],
+)
+def test_what_jax_says_is_explained(error: str, words: tuple[str, ...]) -> None:
+    from flatout.engine.xla.devices import explain
+
+    said = explain("tpu", error)
+    for word in words:
+        assert word in said
+
+
+def test_a_model_that_cannot_be_compiled_ends_before_training(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.head = torch.nn.Linear(64, 10)\n"
+        "    def forward(self, x):\n"
+        "        if x.mean() > 0:\n"
+        "            x = -x\n"
+        "        return self.head(x.flatten(1))\n"
+        "def make(num_outputs, **_):\n"
+        "    return Net()\n"
+    )
+    command = [*FLATOUT, "train", "digits", "--model", "mine:make", "--engine", "xla", "--devices", "2xcpu"]
+    done = subprocess.run(
+        [*command, "--out", "run"], capture_output=True, text=True, cwd=tmp_path, timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"{tmp_path / 'mine.py'}, line 7" in done.stderr
+    assert "--engine torch" in done.stderr
