@@ -71,6 +71,7 @@ class Comparison:
         variants: name -> further flags of the loop; the fastest is the yardstick.
         epochs: epochs of the full job.
         split: the split on which the loop gives its accuracy.
+        flags: further flags of flatout.
     """
 
     job: str
@@ -79,6 +80,7 @@ class Comparison:
     variants: dict[str, tuple[str, ...]]
     epochs: int
     split: str
+    flags: tuple[str, ...] = ()
 
 
 IN_PROCESS, WITH_WORKERS = {"plain": ("--workers", "0")}, {"plain, 2 workers": ("--workers", "2")}
@@ -92,6 +94,15 @@ COMPARISONS = {
             for name, flags in (IN_PROCESS | WITH_WORKERS).items()
         },
         epochs=50,
+    ),
+    "fashion-mnist-xla": Comparison(
+        job="fashion-mnist",
+        data="fashion-mnist",
+        script="keras_fashion_mnist.py",
+        variants={"Keras on JAX": ()},
+        epochs=50,
+        split="test",
+        flags=("--engine", "xla"),
     ),
     "caltech101": Comparison(
         job="caltech101",
@@ -152,7 +163,7 @@ def run_flatout(comparison: Comparison, data: Path, epochs: int, threads: int) -
     """Run the job without a cache, so that every run decodes the images itself, and read its run folder."""
     with tempfile.TemporaryDirectory(prefix="flatout-compare-") as folder:
         out = Path(folder) / "run"
-        seconds, _ = run_process(flatout_command(comparison.job, data, epochs, out), threads)
+        seconds, _ = run_process([*flatout_command(comparison.job, data, epochs, out), *comparison.flags], threads)
         summary = json.loads((out / "summary.json").read_text())
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     first, *rest = records
