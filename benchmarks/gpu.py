@@ -113,7 +113,9 @@ def load(recipe: Recipe, folder: Path, console: Console, limit: int | None = Non
     return pack, {name: Samples(images=s.images, rows=s.rows[:limit], labels=s.labels[:limit]) for name, s in splits}
 
 
-def fresh_engine(recipe: Recipe, classes: int, device: str, notes: list[str], *, capture: bool = True) -> Engine:
+def fresh_engine(
+    recipe: Recipe, classes: int, device: str, notes: list[str], *, engine: str = "torch", **options: bool
+) -> Engine:
     """Build the recipe's model, always with the same weights, and an engine for it, on a device that is empty again."""
     gc.collect()
     if torch.cuda.is_available():
@@ -127,7 +129,8 @@ def fresh_engine(recipe: Recipe, classes: int, device: str, notes: list[str], *,
         loss=recipe.loss,
         seed=recipe.seed,
     )
-    return make_engine(model, recipe, engine="torch", world=join(device), report=notes.append, capture=capture)
+    world = join(device, engine)
+    return make_engine(model, recipe, engine=engine, devices=device, world=world, report=notes.append, **options)
 
 
 def fit(
@@ -146,6 +149,7 @@ def fit(
     )
     progress = Progress()
     placed = {name: engine.place(samples) for name, samples in splits.items()}
+    engine.prepare(placed["train"])
     train(engine, recipe, placed, len(splits["train"]), progress, tell)
     return progress
 
@@ -324,11 +328,29 @@ def synthetic_pack(folder: Path, count: int, size: int) -> Samples:
     )
 
 
+def xla_against_torch(setting: Setting) -> dict[str, Any]:
+    """The two engines on the same jobs, round after round: the ratio of their rates."""
+    result = {}
+    for job in ("fashion-mnist", "cats-dogs"):
+        recipe = load_job(job).override({"epochs": 1 + setting.scale.timed_epochs})
+        pack, splits = load(recipe, setting.data_root / job, setting.console, setting.scale.fashion_limit)
+        rates: dict[str, list[float]] = {"torch": [], "xla": []}
+        for _ in range(setting.scale.rounds):
+            for name, found in rates.items():
+                engine = fresh_engine(recipe, len(pack.classes), setting.device, [], engine=name)
+                found.append(later_rate(fit(engine, recipe, {"train": splits["train"]})))
+                engine.close()
+        ratios = [ours / theirs for ours, theirs in zip(rates["xla"], rates["torch"], strict=True)]
+        result[job] = {"images_per_second": rates, "xla_over_torch": statistics.median(ratios)}
+    return result
+
+
 PARTS = {
     "fashion-mnist": fashion_mnist,
     "graph-against-eager": graph_against_eager,
     "cats-dogs": cats_dogs,
     "resnet50": resnet50,
+    "xla-against-torch": xla_against_torch,
 }
 
 
