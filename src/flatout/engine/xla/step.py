@@ -6,6 +6,7 @@ devices and the update are XLA's. Nothing here knows on how many devices it will
 Shape letters: B batch, padded to what the devices can share, H height, W width, C channels, K outputs, N samples.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -98,10 +99,9 @@ class Program:
         precision: "bf16" or "fp32".
 
     Attributes:
-        example_transforms: rows of an augmentation table as one batch has them; None where nothing is random.
+        example_transforms: a row of an augmentation table; None where nothing is random.
 
-    Raises:
-        InputError: the model cannot be compiled; see `Function`.
+    The model is exported when a function is first traced, which raises what `Function` does.
     """
 
     def __init__(
@@ -118,23 +118,22 @@ class Program:
         self.batch, self.evaluation_batch = batch, evaluation_batch
         self.optimizer = updates.build(recipe.optimizer)
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        set_train_mode(model)
-        table = augment.epoch_transforms(recipe.augment, 0, 0, batch)
-        self.example_transforms = table
-        self._train = _Pipeline(
-            model, recipe, batch, precision, table=None if table is None else torch.from_numpy(table)
-        )
-        self._evaluate: _Pipeline | None = None
+        self.example_transforms = augment.epoch_transforms(recipe.augment, 0, 0, 1)
         self._precision = precision
 
-    @property
+    @functools.cached_property
+    def training(self) -> "_Pipeline":
+        """The model in training mode; exported when it is first needed."""
+        set_train_mode(self.model)
+        table = augment.epoch_transforms(self.recipe.augment, 0, 0, self.batch)
+        example = None if table is None else torch.from_numpy(table)
+        return _Pipeline(self.model, self.recipe, self.batch, self._precision, table=example)
+
+    @functools.cached_property
     def evaluation(self) -> "_Pipeline":
         """The model in evaluation mode; exported when it is first needed."""
-        if self._evaluate is None:
-            self.model.eval()
-            self._evaluate = _Pipeline(self.model, self.recipe, self.evaluation_batch, self._precision, table=None)
-            set_train_mode(self.model)
-        return self._evaluate
+        self.model.eval()
+        return _Pipeline(self.model, self.recipe, self.evaluation_batch, self._precision, table=None)
 
     def example_inputs(self, *, is_resident: bool, batch: int = 0, steps: int | None = None) -> Inputs:
         """Return the shapes of a batch, of as many samples as in training or of `batch`; of several if `steps`."""
@@ -182,7 +181,7 @@ class Program:
         total = jnp.maximum(inputs.weights.sum(), jnp.finfo(jnp.float32).tiny)
 
         def objective(trained: Arrays) -> tuple[jax.Array, Any]:
-            logits, buffers = self._train.logits(
+            logits, buffers = self.training.logits(
                 {**trained, **state.frozen},
                 state.buffers,
                 images,
@@ -190,7 +189,7 @@ class Program:
                 key=jax.random.wrap_key_data(inputs.seed, impl="threefry2x32"),
                 counted=Counted(real, self.groups),
             )
-            losses, predicted, _ = self._train.judge(logits, inputs.labels)
+            losses, predicted, _ = self.training.judge(logits, inputs.labels)
             loss_sum = (losses * inputs.weights).sum()
             right = ((predicted == inputs.labels) * real).sum()
             return loss_sum / total, (buffers, jnp.stack([loss_sum, inputs.weights.sum(), right, real.sum()]))
