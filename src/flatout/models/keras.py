@@ -1,0 +1,302 @@
+"""Keras 3 models as torch modules, so that what flatout does with a module it does with them; XLA trains them.
+
+Keras is imported only where a model of it is at hand. Shape letters: B batch, H height, W width, C channels, K outputs.
+"""
+
+import contextlib
+import functools
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from flatout.errors import InputError
+
+# Which samples of the batch under way are real, bool [B]; None where all are.
+_counted: ContextVar[Any] = ContextVar("counted", default=None)
+
+
+def is_keras(model: object) -> bool:
+    """Return whether something is a model of Keras 3; Keras is not imported to find out."""
+    keras = sys.modules.get("keras")
+    return keras is not None and isinstance(model, getattr(keras, "Model", ()))
+
+
+class Network(NamedTuple):
+    """A Keras model that returns logits, and the names of what its `stateless_call` takes.
+
+    Attributes:
+        model: takes [B, H, W, C], returns [B, K].
+        trainable: names of its trainable variables, in Keras's order.
+        others: names of its other variables; None for the state of a random generator.
+    """
+
+    model: Any
+    trainable: list[str]
+    others: list[str | None]
+
+
+class KerasModule(nn.Module):
+    """A Keras model with its weights held by torch: trainable ones as parameters, the others as buffers.
+
+    The model given is copied and stays as it is. Its last activation, softmax or sigmoid, is left out, since flatout's
+    losses take logits. It takes normalised images [B, C, H, W], which Keras sees as [B, H, W, C], and returns logits
+    [B, K]; so far as torch runs it, which is on the CPU, in evaluation and without gradients. `--engine xla` trains it.
+
+    Weights are named after layers, numbered as Keras would number them in a new process: `conv2d_1.kernel`. So a run is
+    loaded by `flatout.load(path, model=KerasModule(model))`, with any model of the same build.
+
+    Padding enters no statistics of a BatchNormalization layer of the model or of models nested in it; where a layer of
+    the user's own holds one, the padding of an epoch's last batch does.
+
+    Simulated devices must be asked of JAX before Keras makes a first weight:
+    `jax.config.update("jax_num_cpu_devices", 8)`.
+
+    Args:
+        model: a Sequential or functional `keras.Model`, built, with one input and one output.
+
+    Attributes:
+        left_out: the name of the activation that was left out; empty for none.
+
+    Raises:
+        InputError: Keras does not run on JAX; or the model is of another kind, cannot be copied, or is trained by more
+            than a loss of its logits (regularizers, constraints).
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._architecture = _Architecture(model)
+        self.left_out = self._architecture.left_out
+        trained = {id(variable) for variable in model.trainable_weights}
+        for name, variable in _named_weights(model).items():
+            *path, last = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            value = torch.from_numpy(np.array(variable))
+            if id(variable) in trained:
+                owner.register_parameter(last, nn.Parameter(value))
+            else:
+                owner.register_buffer(last, value)
+
+    @property
+    def num_outputs(self) -> int:
+        """How many logits it returns for an image."""
+        return self._architecture.original.output_shape[-1]
+
+    def forward(self, x_NCHW: torch.Tensor) -> torch.Tensor:
+        """Return the logits, float32 [B, K]."""
+        if self.training:
+            raise InputError("a Keras model is trained by XLA alone: --engine xla, or engine='xla' in Python")
+        network = self._architecture.evaluated
+        values = {name: tensor.detach().cpu().numpy() for name, tensor in self.state_dict(keep_vars=True).items()}
+        logits, _ = network.model.stateless_call(
+            [values[name] for name in network.trainable],
+            [np.zeros(2, np.uint32) if name is None else values[name] for name in network.others],
+            x_NCHW.detach().permute(0, 2, 3, 1).cpu().numpy(),
+            training=False,
+        )
+        return torch.from_numpy(np.array(logits)).to(x_NCHW.device)
+
+    def network(self, *, precision: str = "fp32") -> Network:
+        """Return the model for `stateless_call`, as this module is to be run: what is frozen is frozen in Keras too.
+
+        Args:
+            precision: "bf16" to compute in bfloat16, with weights in 32 bits.
+        """
+        frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
+        return self._architecture.network(frozen, precision)
+
+    def to_keras(self) -> Any:
+        """Return a new `keras.Model` like the one given, its last activation included, with this module's weights."""
+        model = _copied(self._architecture.original)
+        values = self.state_dict()
+        for name, variable in _named_weights(model).items():
+            variable.assign(values[name].numpy())
+        return model
+
+
+@contextlib.contextmanager
+def counting(mask_B: Any) -> Iterator[None]:
+    """Let batch statistics of the calls inside be those of the samples that `mask_B` (bool) marks; None for all."""
+    token = _counted.set(mask_B)
+    try:
+        yield
+    finally:
+        _counted.reset(token)
+
+
+class _Architecture:
+    """What a Keras model is but for its weights; never changed, so copies of a module share it."""
+
+    def __init__(self, model: Any) -> None:
+        keras = _keras()
+        if not isinstance(model, keras.Sequential) and not hasattr(model, "output_shape"):
+            raise InputError(f"model: must be a Sequential or functional keras.Model, not {type(model).__name__}")
+        if not model.built:
+            raise InputError("model: is not built, so it has no weights; begin it with keras.Input((height, width, C))")
+        shape = model.output_shape
+        if not (isinstance(shape, tuple) and len(shape) == 2):
+            raise InputError(f"model: must have one output [None, K], the K scores of an image; it has {shape}")
+        if any(variable.constraint is not None for variable in model.weights) or model.losses:
+            raise InputError(
+                "model: has regularizers or constraints, which are no part of flatout's loss; "
+                "leave them out and set optimizer.weight_decay"
+            )
+        self.left_out = _activation(model)
+        if (self.left_out == "softmax" and shape[-1] == 1) or (self.left_out == "sigmoid" and shape[-1] > 1):
+            raise InputError(
+                f"model: ends in {self.left_out} over {shape[-1]} outputs; softmax is for several, sigmoid is for one"
+            )
+        try:
+            self.original = _copied(model)
+        except Exception as error:  # layers of the user's own may raise anything
+            raise InputError(f"model: {model.name} cannot be copied ({type(error).__name__}: {error})") from error
+        self.original.set_weights(model.get_weights())
+
+    def __deepcopy__(self, memo: object) -> "_Architecture":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Architecture, (self.original,)
+
+    @functools.cached_property
+    def evaluated(self) -> Network:
+        """The network for evaluation with 32 bits."""
+        return self.network((), "fp32")
+
+    def network(self, frozen: Collection[str], precision: str) -> Network:
+        """Return the model without its last activation; see `KerasModule.network`."""
+        last = _last_layer(self.original).name if self.left_out else ""
+        model = _copied(self.original, functools.partial(_for_training, last=last, is_bf16=precision == "bf16"))
+        named = _named_weights(model)
+        names = {id(variable): name for name, variable in named.items()}
+        for layer in _leaves(model):
+            trained = [names[id(variable)] for variable in layer.trainable_weights]
+            if trained and all(name in frozen for name in trained):
+                layer.trainable = False
+        return Network(
+            model,
+            [names[id(variable)] for variable in model.trainable_variables],
+            [names.get(id(variable)) for variable in model.non_trainable_variables],
+        )
+
+
+def _keras() -> Any:
+    """Return Keras, which must run on JAX."""
+    import keras
+
+    if keras.backend.backend() != "jax":
+        raise InputError(
+            f"model: Keras runs on {keras.backend.backend()} here; set KERAS_BACKEND=jax before Keras is imported"
+        )
+    return keras
+
+
+def _copied(model: Any, copied_layer: Callable[[Any], Any] | None = None) -> Any:
+    """Return a model of the same layers, or of what `copied_layer` makes of them, with fresh weights."""
+    return _keras().models.clone_model(model, clone_function=copied_layer, recursive=True)
+
+
+def _for_training(layer: Any, *, last: str, is_bf16: bool) -> Any:
+    """Return a copy of a layer as flatout trains it; `last` is the layer whose activation is left out."""
+    keras, kind, config = _keras(), type(layer), layer.get_config()
+    if is_bf16 and layer.dtype_policy.name == "float32":
+        config["dtype"] = "mixed_bfloat16"
+    if layer.name == last:
+        if isinstance(layer, keras.layers.Softmax):
+            return keras.layers.Activation("linear", name=last)
+        config["activation"] = "linear"
+    if kind is keras.layers.BatchNormalization:
+        kind = _counting_batch_norm()
+    return kind.from_config(config)
+
+
+@functools.cache
+def _counting_batch_norm() -> type:
+    keras = _keras()
+
+    class CountingBatchNormalization(keras.layers.BatchNormalization):
+        """Normalises by the samples that count; Keras itself takes a mask of every position, channels last."""
+
+        def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+            counted, ndim = _counted.get(), len(inputs.shape)
+            if counted is not None and self.axis not in (-1, ndim - 1):
+                raise InputError(f"model: layer {self.name} normalises axis {self.axis}; it must be the last one")
+            if counted is not None:
+                places = keras.ops.reshape(counted, (-1, *[1] * (ndim - 2)))
+                mask = keras.ops.broadcast_to(places, inputs.shape[:-1])
+            return super().call(inputs, training=training, mask=mask)
+
+    return CountingBatchNormalization
+
+
+# --- what a model consists of ---------------------------------------------------------------------------------------
+
+
+def _is_model(layer: Any) -> bool:
+    return isinstance(layer, _keras().Model)
+
+
+def _leaves(model: Any) -> Iterator[Any]:
+    """Yield the layers of a model and of those nested in it."""
+    for layer in model.layers:
+        if _is_model(layer):
+            yield from _leaves(layer)
+        else:
+            yield layer
+
+
+def _last_layer(model: Any) -> Any:
+    while _is_model(model):
+        model = model.layers[-1]
+    return model
+
+
+def _activation(model: Any) -> str:
+    """Return "softmax" or "sigmoid" where a model ends in it, else nothing."""
+    keras, layer = _keras(), _last_layer(model)
+    if isinstance(layer, keras.layers.Softmax):
+        return "softmax"
+    known = {keras.activations.softmax: "softmax", keras.activations.sigmoid: "sigmoid"}
+    return known.get(getattr(layer, "activation", None), "")
+
+
+def _named_weights(model: Any) -> dict[str, Any]:
+    """Return the weights of a model, each once, by dotted names.
+
+    Keras numbers layers without a name of their own through the whole process; here they are numbered in each model.
+    """
+    named: dict[str, Any] = {}
+    seen: set[int] = set()
+    numbers: Counter[str] = Counter()
+    for layer in model.layers:
+        base = re.sub(r"_\d+$", "", layer.name)
+        name = layer.name
+        if base.replace("_", "") == type(layer).__name__.removeprefix("Counting").lower():
+            name = f"{base}_{numbers[base]}" if numbers[base] else base
+            numbers[base] += 1
+        if _is_model(layer):
+            inner = _named_weights(layer)
+        else:
+            inner = {_path_within(variable, layer): variable for variable in layer.weights}
+            assert len(inner) == len(layer.weights), f"layer {layer.name} has several weights of one name"
+        for path, variable in inner.items():
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                named[f"{name.replace('.', '_')}.{path}"] = variable
+    return named
+
+
+def _path_within(variable: Any, layer: Any) -> str:
+    parts = variable.path.split("/")
+    inner = parts[parts.index(layer.name) + 1 :] if layer.name in parts else parts
+    return ".".join(part.replace(".", "_") for part in inner)
