@@ -19,7 +19,9 @@ from torch import nn
 from flatout import augment, loss
 from flatout.engine.functional import Counted, Function
 from flatout.engine.xla import updates
+from flatout.engine.xla.keras import KerasFunction
 from flatout.models.freeze import set_train_mode
+from flatout.models.keras import KerasModule
 from flatout.recipe import Recipe
 
 Arrays = dict[str, jax.Array]
@@ -125,15 +127,14 @@ class Program:
     def training(self) -> "_Pipeline":
         """The model in training mode; exported when it is first needed."""
         set_train_mode(self.model)
-        table = augment.epoch_transforms(self.recipe.augment, 0, 0, self.batch)
-        example = None if table is None else torch.from_numpy(table)
-        return _Pipeline(self.model, self.recipe, self.batch, self._precision, table=example)
+        row = None if self.example_transforms is None else torch.from_numpy(self.example_transforms)
+        return _Pipeline(self.model, self.recipe, self.batch, self._precision, row=row)
 
     @functools.cached_property
     def evaluation(self) -> "_Pipeline":
         """The model in evaluation mode; exported when it is first needed."""
         self.model.eval()
-        return _Pipeline(self.model, self.recipe, self.evaluation_batch, self._precision, table=None)
+        return _Pipeline(self.model, self.recipe, self.evaluation_batch, self._precision, row=None)
 
     def example_inputs(self, *, is_resident: bool, batch: int = 0, steps: int | None = None) -> Inputs:
         """Return the shapes of a batch, of as many samples as in training or of `batch`; of several if `steps`."""
@@ -144,12 +145,12 @@ class Program:
             return jax.ShapeDtypeStruct((*front, *lengths), dtype)
 
         pixels = shape(count, size, size, self.recipe.channels, dtype=np.uint8)
-        table = self.example_transforms
+        row = self.example_transforms
         return Inputs(
             images=shape(count, dtype=np.int32) if is_resident else pixels,
             labels=shape(count, dtype=np.int32),
             weights=shape(count),
-            transforms=None if table is None else shape(count, *table.shape[1:], dtype=table.dtype),
+            transforms=None if row is None else shape(count, *row.shape[1:], dtype=row.dtype),
             learning_rate=shape(),
             seed=shape(2, dtype=np.uint32),
         )
@@ -225,18 +226,18 @@ class _Pipeline:
     """The way from pixels to losses for batches of one size."""
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe, batch: int, precision: str, *, table: torch.Tensor | None
+        self, model: nn.Module, recipe: Recipe, batch: int, precision: str, *, row: torch.Tensor | None
     ) -> None:
         size, channels = recipe.image_size, recipe.channels
-        images = torch.zeros((batch, size, size, channels), dtype=torch.uint8)
-        x = torch.zeros((batch, channels, size, size))
-        transforms = () if table is None else (table,)
+        images = _example(batch, size, size, channels, dtype=torch.uint8)
+        x = _example(batch, channels, size, size)
+        transforms = () if row is None else (row.expand(batch, *row.shape[1:]),)
         self._augment = Function(_Augmented(recipe), (images, *transforms), name="augmentation")
-        self._network = Function(model, (x,), name=recipe.model, precision=precision)
+        kind = KerasFunction if isinstance(model, KerasModule) else Function
+        self._network = kind(model, (x,), name=recipe.model, precision=precision)
         self._scales = {n: to_array(b) for n, b in _Augmented(recipe).named_buffers()}
-        outputs = self._network.output_shapes[0]
-        labels = torch.zeros(batch, dtype=torch.int64)
-        self._judge = Function(_Judge(recipe), (torch.zeros(outputs), labels), name="loss")
+        logits, labels = _example(*self._network.output_shapes[0]), _example(batch, dtype=torch.int64)
+        self._judge = Function(_Judge(recipe), (logits, labels), name="loss")
 
     def logits(
         self,
@@ -254,6 +255,11 @@ class _Pipeline:
 
     def judge(self, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, ...]:
         return self._judge({}, {}, logits.astype(jnp.float32), labels)[0]
+
+
+def _example(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor of zeros that takes no memory, however large: every element is the same one."""
+    return torch.zeros((), dtype=dtype).expand(shape)
 
 
 def to_array(tensor: torch.Tensor) -> np.ndarray:
