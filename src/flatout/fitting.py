@@ -37,15 +37,16 @@ def fit(
     """Train a classifier and return the run.
 
     Args:
-        model: a torch module (trained as a copy; yours stays as it is), one of our names, `timm:NAME`, or
-            `package.module:factory`. None takes the job's, or one that suits the data.
+        model: a torch module or a Keras 3 model (trained as a copy; yours stays as it is), one of our names,
+            `timm:NAME`, or `package.module:factory`. None takes the job's, or one that suits the data. The run's model
+            then is a torch module; for a Keras model it is a `KerasModule`, whose `to_keras()` returns Keras's own.
         data: a path; a pair of arrays (images, labels) or a dict or tuple of such pairs for train, valid and test;
             torch map-style data sets in the same way. None takes the job's.
         job: a built-in job, a recipe file or a Recipe to start from; without it, a recipe is made from what is found.
         out: the run folder; by default a new one under `runs/`.
         devices: a device SPEC such as `auto`, `cpu`, `2xcpu`, `cuda:0,2`, `8xtpu`. Several devices work from a notebook
             cell, a REPL and a script without a main guard too.
-        engine: `torch`, `xla`, or `auto`: XLA for TPUs and torch for everything else.
+        engine: `torch`, `xla`, or `auto`: XLA for TPUs and Keras models, and torch for everything else.
         resume: continue the run in `out`; overwrite: replace it; cache: keep the decoded images for the next run.
         quiet: print nothing.
         **changes: recipe fields, such as `epochs=5`, `batch_size=256`, `optimizer=flatout.SGD(lr=0.01)`,
@@ -59,13 +60,20 @@ def fit(
 
     from flatout.engine.choose import engine_for, is_accelerated
     from flatout.engine.launched import launched
+    from flatout.models.keras import KerasModule
     from flatout.resolve import resolve
 
-    engine = engine_for(devices, engine)
     process = launched()
     rank = process.rank if process else 0
     console = Console(None if quiet or rank else sys.stdout, rank=rank)
     module = None if model is None or isinstance(model, str) else _copy(model)
+    if isinstance(module, KerasModule):
+        engine = "xla" if engine == "auto" else engine
+        if module.num_outputs == 1:
+            changes.setdefault("loss", "binary-cross-entropy")
+        if module.left_out:
+            console.note(f"the loss takes logits, so the model's last activation, {module.left_out}, is left out")
+    engine = engine_for(devices, engine)
     if isinstance(model, str):
         changes["model"] = model
     elif module is not None:
@@ -96,11 +104,15 @@ def fit(
 
 
 def _copy(model: "nn.Module") -> "nn.Module":
-    """Return a copy on the CPU, which training and the finished run may change."""
+    """Return a copy on the CPU, which training and the finished run may change; of a Keras model a `KerasModule`."""
     from torch import nn
 
+    from flatout.models.keras import KerasModule, is_keras
+
+    if is_keras(model):
+        return KerasModule(model)
     if not isinstance(model, nn.Module):
-        raise InputError(f"model: must be a torch module or a name, not {model!r}")
+        raise InputError(f"model: must be a torch module, a Keras 3 model or a name, not {model!r}")
     try:
         return copy.deepcopy(model).to("cpu")
     except Exception as error:  # what a user's module holds may raise anything

@@ -81,7 +81,7 @@ class KerasModule(nn.Module):
                 if part not in owner._modules:
                     owner.add_module(part, nn.Module())
                 owner = owner.get_submodule(part)
-            value = torch.from_numpy(np.array(variable))
+            value = torch.from_numpy(np.array(variable.value))
             if id(variable) in trained:
                 owner.register_parameter(last, nn.Parameter(value))
             else:
@@ -160,7 +160,8 @@ class _Architecture:
             self.original = _copied(model)
         except Exception as error:  # layers of the user's own may raise anything
             raise InputError(f"model: {model.name} cannot be copied ({type(error).__name__}: {error})") from error
-        self.original.set_weights(model.get_weights())
+        for own, given in zip(self.original.weights, model.weights, strict=True):
+            own.assign(given.value)
 
     def __deepcopy__(self, memo: object) -> "_Architecture":
         return self
@@ -192,7 +193,7 @@ class _Architecture:
 
 def _keras() -> Any:
     """Return Keras, which must run on JAX."""
-    import keras
+    import keras  # pyright: ignore[reportMissingImports]
 
     if keras.backend.backend() != "jax":
         raise InputError(
@@ -208,20 +209,20 @@ def _copied(model: Any, copied_layer: Callable[[Any], Any] | None = None) -> Any
 
 def _for_training(layer: Any, *, last: str, is_bf16: bool) -> Any:
     """Return a copy of a layer as flatout trains it; `last` is the layer whose activation is left out."""
-    keras, kind, config = _keras(), type(layer), layer.get_config()
+    keras, config = _keras(), layer.get_config()
+    kind = {keras.layers.BatchNormalization: _own_layers()[0]}.get(type(layer), type(layer))
     if is_bf16 and layer.dtype_policy.name == "float32":
         config["dtype"] = "mixed_bfloat16"
-    if layer.name == last:
-        if isinstance(layer, keras.layers.Softmax):
-            return keras.layers.Activation("linear", name=last)
+    if layer.name == last and isinstance(layer, keras.layers.Softmax):
+        kind = _own_layers()[1]
+    elif layer.name == last:
         config["activation"] = "linear"
-    if kind is keras.layers.BatchNormalization:
-        kind = _counting_batch_norm()
     return kind.from_config(config)
 
 
 @functools.cache
-def _counting_batch_norm() -> type:
+def _own_layers() -> tuple[type, type]:
+    """Return what takes the place of BatchNormalization, and of a Softmax at the end."""
     keras = _keras()
 
     class CountingBatchNormalization(keras.layers.BatchNormalization):
@@ -236,7 +237,13 @@ def _counting_batch_norm() -> type:
                 mask = keras.ops.broadcast_to(places, inputs.shape[:-1])
             return super().call(inputs, training=training, mask=mask)
 
-    return CountingBatchNormalization
+    class LeftOutSoftmax(keras.layers.Softmax):
+        """Hands its input on."""
+
+        def call(self, inputs: Any, mask: Any = None) -> Any:
+            return inputs
+
+    return CountingBatchNormalization, LeftOutSoftmax
 
 
 # --- what a model consists of ---------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class KerasFunction:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the logits [B, K], and the buffers afterwards; arguments as for `functional.Function`."""
         if counted is not None and counted.groups > 1 and self.buffers:
-            raise InputError("norm = 'per-device': a Keras model has statistics of the whole batch; use norm = 'global'")
+            raise InputError("norm = 'per-device': Keras models normalise by the whole batch; use norm = 'global'")
         mask = None if counted is None else counted.mask > 0
         with counting(mask):
             logits, others, _ = self._call({**parameters, **buffers}, images_BCHW, key)

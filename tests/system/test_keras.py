@@ -1,0 +1,269 @@
+"""Keras 3 models on the XLA engine, against a loop written by hand with Keras and JAX alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import flatout
+from flatout.data.order import training_batches
+from flatout.models.freeze import freeze
+from tests.engine.engines import make_engine
+from tests.engine.test_against_plain_loop import make_recipe, make_samples
+from tests.engine.test_xla import assert_same, trained
+
+# Keras reads it once, when it is first imported.
+os.environ["KERAS_BACKEND"] = "jax"
+keras = pytest.importorskip("keras", reason="needs Keras 3: pip install 'flatout[dev]'")
+pytest.importorskip("jax", reason="needs JAX: pip install 'flatout[tpu]'")
+# Starts JAX with the devices that all tests share, before Keras does.
+make_engine("xla 1", nn.Flatten(), make_recipe())
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+
+from flatout.engine.xla.keras import KerasFunction  # noqa: E402
+from flatout.models.keras import KerasModule  # noqa: E402
+
+layers = keras.layers
+SGD = {"lr": 0.05, "momentum": 0.9}
+
+
+def pets_net(size: int = 12, channels: int = 1, dropout: float = 0.0) -> Any:
+    """The second system's net, a third as deep."""
+    keras.utils.set_random_seed(3)
+    return keras.Sequential(
+        [
+            keras.Input((size, size, channels)),
+            layers.Conv2D(8, 3, padding="same", activation="relu", kernel_initializer="he_uniform"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(16, activation="relu"),
+            layers.Dropout(dropout),
+            layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+
+
+def normed_net() -> Any:
+    """A functional model with a nested one, batch statistics in both and of both kinds, and softmax as a layer."""
+    keras.utils.set_random_seed(3)
+    inner = keras.Sequential([keras.Input((10, 10, 6)), layers.BatchNormalization(), layers.ReLU()])
+    x = images = keras.Input((12, 12, 1))
+    x = inner(layers.Conv2D(6, 3, use_bias=False)(x))
+    x = layers.Add()([x, layers.Conv2D(6, 1)(x)])
+    x = layers.Flatten()(layers.MaxPooling2D()(x))
+    x = layers.BatchNormalization(scale=False)(layers.Dense(16)(x))
+    return keras.Model(images, layers.Softmax()(layers.Dense(5)(layers.ReLU()(x))))
+
+
+NETS = {"sigmoid": (pets_net, 2), "softmax": (normed_net, 5)}
+
+
+def recipe_for(**changes: Any) -> flatout.Recipe:
+    sgd = {f"optimizer.{key}": value for key, value in SGD.items()}
+    return make_recipe(**{"epochs": 1, "optimizer.name": "momentum", **sgd, **changes})
+
+
+def splits(classes: int, count: int = 50) -> dict[str, Any]:
+    """Fifty images make three batches of 16 and one of 2, which fourteen samples of padding fill."""
+    parts = {"train": make_samples(count, classes=classes), "valid": make_samples(20, classes=classes)}
+    return {name: (samples.images, samples.labels) for name, samples in parts.items()}
+
+
+def fitted(model: Any, data: Any, out: Path, **changes: Any) -> flatout.Run:
+    options = {"engine": "auto", "devices": "2xcpu", "resume": False, **changes}
+    given = {key: options.pop(key) for key in ("engine", "devices", "resume")}
+    return flatout.fit(model, data, job=recipe_for(**options), out=out, quiet=True, **given)
+
+
+def weights_of(model: Any) -> list[np.ndarray]:
+    return [np.array(variable.value) for variable in model.weights]
+
+
+def only_model(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if name.startswith("model.")}
+
+
+def normalised(images: np.ndarray) -> np.ndarray:
+    return ((images / np.float32(255) - 0.4) / 0.3).astype(np.float32)
+
+
+def plain_loop(model: Any, images: np.ndarray, labels: np.ndarray, seed: int) -> list[np.ndarray]:
+    """Train as anybody would by hand, the last activation and the short last batch as they are; return the weights."""
+
+    @jax.jit
+    def step(trained: Any, others: Any, velocities: Any, x: jax.Array, y: jax.Array) -> Any:
+        def mean_loss(trained: Any) -> Any:
+            scores, after = model.stateless_call(trained, others, x, training=True)
+            scores = jnp.concatenate([1 - scores, scores], axis=1) if scores.shape[1] == 1 else scores
+            return -jnp.log(scores[jnp.arange(len(y)), y]).mean(), after
+
+        gradients, after = jax.grad(mean_loss, has_aux=True)(trained)
+        velocities = [SGD["momentum"] * v + g for v, g in zip(velocities, gradients, strict=True)]
+        return [t - SGD["lr"] * v for t, v in zip(trained, velocities, strict=True)], after, velocities
+
+    trained = [v.value for v in model.trainable_variables]
+    others = [v.value for v in model.non_trainable_variables]
+    velocities = [jnp.zeros_like(t) for t in trained]
+    for batch in training_batches(seed, 0, len(labels), 16):
+        chosen = batch.samples[: batch.count]
+        trained, others, velocities = step(trained, others, velocities, normalised(images[chosen]), labels[chosen])
+    for variables, values in ((model.trainable_variables, trained), (model.non_trainable_variables, others)):
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_an_epoch_equals_a_plain_loops(kind: str, tmp_path: Path) -> None:
+    build, classes = NETS[kind]
+    model, data = build(), splits(classes)
+    before = weights_of(model)
+    run = fitted(model, data, tmp_path / "run")
+    assert all(map(np.array_equal, weights_of(model), before)), "the user's model stays as it is"
+    oracle = build()
+    expected = plain_loop(oracle, *data["train"], seed=run.recipe.seed)
+    trained = run.model.to_keras()  # pyright: ignore[reportCallIssue]
+    assert trained.layers[-1].name == model.layers[-1].name
+    for found, value, old in zip(weights_of(trained), expected, before, strict=True):
+        np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5)
+        assert not np.array_equal(found, old)
+
+    # What Keras says of new images is what the run says, loaded anew too, into a model of the same build.
+    images, labels = data["valid"]
+    scores = oracle.predict(normalised(images), verbose=0)
+    scores = np.hstack([1 - scores, scores]) if classes == 2 else scores
+    loaded = flatout.load(tmp_path / "run", model=KerasModule(build()))
+    np.testing.assert_allclose(loaded.probabilities(images), scores, atol=1e-4)
+    np.testing.assert_array_equal([int(p.classes[0]) for p in run.predict(images, top=1)], scores.argmax(1))
+    assert run.summary["valid_correct"] == (scores.argmax(1) == labels).sum()
+    assert loaded.evaluate(data, devices="cpu")["valid_correct"] == run.summary["valid_correct"]
+
+
+def test_dropout_goes_by_the_seed(tmp_path: Path) -> None:
+    """Not by Keras's, nor by how many devices there are, nor by where a run stopped."""
+
+    def weights(devices: int = 2, dropout: float = 0.4, **changes: Any) -> dict[str, torch.Tensor]:
+        recipe = recipe_for(epochs=2, loss="binary-cross-entropy", **changes)
+        return trained(
+            make_engine(f"xla {devices}", KerasModule(pets_net(dropout=dropout)), recipe), recipe, 50, classes=2
+        )
+
+    whole = weights()
+    data = splits(2)
+    fitted(pets_net(dropout=0.4), data, tmp_path / "run")
+    keras.utils.set_random_seed(8)
+    resumed = fitted(pets_net(dropout=0.4), data, tmp_path / "run", epochs=2, resume=True)
+    assert_same({f"model.{name}": value for name, value in resumed.model.state_dict().items()}, only_model(whole))
+    assert_same(weights(8), whole)
+    for other in (weights(seed=2), weights(dropout=0)):
+        assert not torch.allclose(other["model.dense.kernel"], whole["model.dense.kernel"], atol=1e-3)
+
+
+def test_real_images(shared_data: Path, tmp_path: Path) -> None:
+    """The second system's job, its augmentation included, on small images."""
+    run = flatout.fit(
+        pets_net(32, 3, dropout=0.2),
+        shared_data / "cats-dogs",
+        job="cats-dogs",
+        image_size=32,
+        epochs=1,
+        devices="8xcpu",
+        out=tmp_path / "run",
+        quiet=True,
+    )
+    assert run.summary["engine"] == "xla"
+    assert np.isfinite(run.summary["test_loss"])
+    assert 0.35 < run.summary["test_accuracy"] < 1
+    assert run.summary["images_trained"] == run.summary["train_images"]
+
+
+def test_names_tell_nothing_of_the_process() -> None:
+    first, second = (KerasModule(normed_net()).state_dict() for _ in range(2))
+    assert list(first) == list(second)
+    assert {"conv2d.kernel", "conv2d_1.bias", "sequential.batch_normalization.moving_mean"} < set(first)
+
+
+def test_frozen_layers_stay() -> None:
+    """Whether Keras froze them or the recipe, their batch statistics too."""
+    model = normed_net()
+    inner = next(layer for layer in model.layers if isinstance(layer, keras.Sequential))
+    inner.trainable = False
+    module, recipe = KerasModule(model), recipe_for()
+    before = {f"model.{name}": value.clone() for name, value in module.state_dict().items()}
+    freeze(module, "batch_normalization.*")
+    after = trained(make_engine("xla 2", module, recipe), recipe, 50)
+    same = {name for name, value in before.items() if torch.equal(value, after[name])}
+    assert same == {name for name in before if "batch_normalization" in name}
+
+
+def test_bfloat16_computes_in_less() -> None:
+    module, x = KerasModule(normed_net()).eval(), torch.randn(4, 1, 12, 12)
+    buffers = {name: jnp.asarray(b) for name, b in module.named_buffers()}
+    parameters = {name: jnp.asarray(p.detach()) for name, p in module.named_parameters()}
+    wide, narrow = (
+        np.asarray(
+            KerasFunction(module, (x,), name="net", precision=p)(parameters, buffers, jnp.asarray(x))[0], np.float32
+        )
+        for p in ("fp32", "bf16")
+    )
+    np.testing.assert_allclose(wide, module(x), atol=1e-5)
+    np.testing.assert_allclose(narrow, wide, atol=0.1)
+    assert np.abs(narrow - wide).max() > 1e-4
+
+
+class Own(keras.Model):
+    def call(self, x: Any) -> Any:
+        return x
+
+
+def ending(*last: Any) -> Any:
+    return keras.Sequential([keras.Input((12, 12, 1)), layers.Flatten(), *last])
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (Own, "must be a Sequential or functional keras.Model, not Own"),
+        (lambda: keras.Sequential([layers.Flatten(), layers.Dense(5)]), "begin it with keras.Input"),
+        (lambda: ending(layers.Dense(5, kernel_regularizer="l2")), "optimizer.weight_decay"),
+        (lambda: ending(layers.Dense(5, activity_regularizer="l2")), "adds to the loss by itself"),
+        (lambda: ending(layers.Dense(5, kernel_constraint="non_neg")), "regularizers or constraints"),
+        (lambda: ending(layers.Dense(5, activation="sigmoid")), "sigmoid over 5 outputs"),
+        (lambda: ending(layers.Dense(7)), r"must return logits \[N, 5\]"),
+        (lambda: ending(layers.Reshape((144, 1))), "must have one output"),
+    ],
+)
+def test_models_that_cannot_be_trained(build: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(flatout.InputError, match=message):
+        fitted(build(), splits(5), tmp_path / "run")
+
+
+def test_torch_does_not_train_them(tmp_path: Path) -> None:
+    with pytest.raises(flatout.InputError, match="--engine xla"):
+        fitted(pets_net(), splits(2), tmp_path / "run", engine="torch", devices="cpu")
+
+
+def test_statistics_of_each_device_alone_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(flatout.InputError, match="norm = 'global'"):
+        fitted(normed_net(), splits(5), tmp_path / "run", norm="per-device")
+
+
+def test_keras_must_run_on_jax() -> None:
+    code = (
+        "import keras; from flatout import InputError\n"
+        "from flatout.models.keras import KerasModule\n"
+        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n"
+        "try: KerasModule(model)\n"
+        "except InputError as error: print(error)"
+    )
+    environment = {**os.environ, "KERAS_BACKEND": "numpy"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "Keras runs on numpy here; set KERAS_BACKEND=jax" in done.stdout
