@@ -45,6 +45,11 @@ class Work:
 
         return self.recipe.epochs * steps_per_epoch(self.images, self.batch, self.recipe.drop_last)
 
+    @property
+    def images_trained(self) -> int:
+        """Images that all those steps train on."""
+        return self.steps * self.batch if self.recipe.drop_last else self.recipe.epochs * self.images
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
@@ -65,21 +70,26 @@ class StepTime:
         return max(asdict(self), key=lambda name: getattr(self, name))
 
 
+def device_memory(topology: Topology) -> float:
+    """Return the bytes of memory of each device: a chip, or a core that has its own part of a chip."""
+    return topology.generation.memory_bytes / topology.generation.cores
+
+
 def memory_limit(topology: Topology) -> float:
-    """Return the bytes of a chip that a program may take."""
-    return MEMORY_SHARE * topology.generation.memory_bytes
+    """Return the bytes of a device that a program may take."""
+    return MEMORY_SHARE * device_memory(topology)
 
 
 def does_fit(compiled: Mapping[str, Any], topology: Topology) -> bool:
-    """Return whether a compiled step fits into the memory of each chip."""
+    """Return whether a compiled step fits into the memory of each device."""
     return compiled["fits"] and compiled["needed_bytes"] <= memory_limit(topology)
 
 
 def step_time(compiled: Mapping[str, Any], topology: Topology) -> StepTime:
     """Return how long a compiled step takes by each limit.
 
-    Compute and memory: what the compiler counted for one chip, by the chip's published peaks. Interconnect: its
-    messages, by the ring model.
+    Compute and memory: what the compiler counted for one device, by its published peaks. Interconnect: its messages,
+    by the ring model.
     """
     peaks = topology.generation
     messages = 0.0
@@ -88,23 +98,24 @@ def step_time(compiled: Mapping[str, Any], topology: Topology) -> StepTime:
         seconds = topology.all_reduce_seconds if is_reduced else topology.all_gather_seconds
         messages += seconds(collective["bytes"], collective["count"])
     return StepTime(
-        compute=compiled["flops"] / peaks.flops,
-        memory=compiled["memory_bytes"] / peaks.memory_bandwidth,
+        compute=compiled["flops"] / (peaks.flops / peaks.cores),
+        memory=compiled["memory_bytes"] / (peaks.memory_bandwidth / peaks.cores),
         interconnect=messages,
     )
 
 
 def row_of(work: Work, topology: Topology, compiled: Mapping[str, Any], price: float | None) -> dict[str, Any]:
     """Return the line of a topology in the table."""
-    padded = -(-work.batch // topology.chips) * topology.chips
+    padded = -(-work.batch // topology.devices) * topology.devices
     row: dict[str, Any] = {
         "topology": topology.name,
         "chips": topology.chips,
+        "devices": topology.devices,
         "fits": does_fit(compiled, topology),
         "needed_bytes": compiled["needed_bytes"],
         "argument_bytes": compiled["argument_bytes"],
         "temporary_bytes": compiled["temporary_bytes"],
-        "memory_bytes": topology.generation.memory_bytes,
+        "memory_bytes": device_memory(topology),
         "batch_padded": padded,
         "padding_fraction": 1 - work.batch / padded,
         "collectives": compiled["collectives"],
@@ -121,7 +132,7 @@ def row_of(work: Work, topology: Topology, compiled: Mapping[str, Any], price: f
         "state_bytes": compiled["state_bytes"],
         "seconds": {**asdict(time), "step": seconds, "compiler": compiled["seconds"]},
         "limit": time.limit,
-        "images_per_second": work.batch / seconds,
+        "images_per_second": work.images_trained / (seconds * work.steps),
         "epoch_seconds": seconds * work.steps / work.recipe.epochs,
         "job_seconds": seconds * work.steps,
         "cost": None if price is None else price * topology.chips * hours,
@@ -129,7 +140,7 @@ def row_of(work: Work, topology: Topology, compiled: Mapping[str, Any], price: f
 
 
 def scaling(work: Work, base: Mapping[str, Any] | None, price: float | None) -> list[dict[str, Any]]:
-    """Return the estimate for 1 to 256 chips of the first topology's generation, from what it says of one.
+    """Return the estimate for 1 to 256 chips of a topology's generation, from its row in the table.
 
     What a chip computes goes with its share of the batch; what it reads and writes does too, but for the weights and
     what the optimizer keeps, which every chip goes through whole, twice in each step.
@@ -137,28 +148,29 @@ def scaling(work: Work, base: Mapping[str, Any] | None, price: float | None) -> 
     if base is None:
         return []
     generation = GENERATIONS[base["topology"].partition(":")[0]]
-    share = base["batch_padded"] / base["chips"]
+    share = base["batch_padded"] / base["devices"]
     fixed = min(4 * base["state_bytes"], base["bytes_accessed"])
     rows: list[dict[str, Any]] = []
     for sides in _slices(len(generation.slices[0].split("x"))):
         topology = Topology(generation=generation, sides=sides)
         n = topology.chips
-        own = -(-work.batch // n) / share
+        own = -(-work.batch // topology.devices) / share
         compiled = {
             "flops": base["flops"] * own,
             "memory_bytes": fixed + (base["bytes_accessed"] - fixed) * own,
             "collectives": base["collectives"],
         }
         time = step_time(compiled, topology)
-        rate = work.batch / time.seconds
+        job = time.seconds * work.steps
+        rate = work.images_trained / job
         rows.append(
             {
                 "chips": n,
                 "images_per_second": rate,
                 "efficiency": rate / (n * rows[0]["images_per_second"]) if rows else 1.0,
-                "job_seconds": time.seconds * work.steps,
+                "job_seconds": job,
                 "limit": time.limit,
-                "cost": None if price is None else price * n * time.seconds * work.steps / 3600,
+                "cost": None if price is None else price * n * job / 3600,
             }
         )
     return rows

@@ -111,7 +111,7 @@ def scale(
     chosen = {spec: parse_devices(spec, engine_for(spec, "auto")) for spec in split_specs(devices)}
     if weak and "auto" in chosen:
         raise InputError("--weak: auto chooses the number of devices by itself; name it, as in 2xcpu or 4xcuda")
-    _check_free(out)
+    check_free(out)
     accelerated = all(choice.kind != "cpu" for choice in chosen.values())
     recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
     choices = [
@@ -171,7 +171,8 @@ def _measure(
     return result(None)
 
 
-def _check_free(out: Path | None) -> None:
+def check_free(out: Path | None) -> None:
+    """Raise InputError where a folder to write to holds something already."""
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out}: exists and is not an empty folder; choose another --out")
 
@@ -288,8 +289,8 @@ def compare(choices: Sequence[Choice], runs: Sequence[Mapping[str, Any]]) -> dic
         last = mine[-1]
         row = {"devices": choice.spec, "kind": choice.kind, "batch_size": choice.batch_size}
         row |= {key: last[key] for key in ("world_size", "threads_per_rank", "split", "count")}
-        row |= {name: _spread([run[name] for run in mine]) for name in FIGURES}
-        row |= {"accuracy": _spread([run["accuracy"] for run in mine]), "correct": [run["correct"] for run in mine]}
+        row |= {name: spread([run[name] for run in mine]) for name in FIGURES}
+        row |= {"accuracy": spread([run["accuracy"] for run in mine]), "correct": [run["correct"] for run in mine]}
         rows.append(row)
     for row in rows:
         base = min((other for other in rows if other["kind"] == row["kind"]), key=lambda other: other["world_size"])
@@ -300,7 +301,8 @@ def compare(choices: Sequence[Choice], runs: Sequence[Mapping[str, Any]]) -> dic
     return {"specs": rows, "runs": list(runs)}
 
 
-def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
+def spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Return {median, min, max} of what was measured; None if nothing was."""
     known = [value for value in values if value is not None]
     return {"median": statistics.median(known), "min": min(known), "max": max(known)} if known else None
 

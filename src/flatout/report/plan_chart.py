@@ -1,10 +1,11 @@
-"""The chart of `flatout plan`: estimated throughput against the number of chips, and what limits a step."""
+"""The chart of `flatout plan`: images per second, and what a step or the job takes; estimated or measured."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.report.pictures import INK, LINES, MUTED, RIGHT, WRONG, _figure, _style_panel, _write, shorten
+from flatout.report.plan_text import span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,14 +29,43 @@ def draw_plan(path: Path, result: Mapping[str, Any]) -> None:
         InputError: the file cannot be written.
     """
     figure = _figure(9.0, 3.9, dpi=170, layout="constrained")
-    throughput, steps = figure.subplots(1, 2)
-    _draw_throughput(throughput, result)
-    _draw_steps(steps, result)
+    left, right = figure.subplots(1, 2)
+    if result["estimate"]:
+        _draw_throughput(left, result)
+        _draw_steps(right, result)
+        how = "estimate"
+    else:
+        repeats = max(row["repeats"] for row in result["devices"])
+        of = f", median of {repeats} (least and most)" if repeats > 1 else ""
+        _draw_bars(left, result, "images_per_second", f"Images per second{of}", "{:,.0f}".format)
+        _draw_bars(right, result, "job_seconds", f"Time of all {result['epochs']} epochs, seconds", span)
+        how = "measured"
     figure.suptitle(
-        f"{shorten(result['job'], 40)}: estimate for a global batch of {result['batch_size']:,}",
+        f"{shorten(result['job'], 40)}: {how}, global batch {result['batch_size']:,}",
         fontsize=10.5, weight="bold", color=INK, x=0.01, ha="left", parse_math=False,
     )  # fmt: skip
     _write(figure, path)
+
+
+def _draw_bars(
+    axes: "Axes", result: Mapping[str, Any], figure: str, title: str, written: Callable[[float], str]
+) -> None:
+    """Draw a figure of every SPEC, its median as a bar with a whisker from the least to the most."""
+    _style_panel(axes, title)
+    rows = [row[figure] for row in result["devices"]]
+    tops = [row["median"] for row in rows]
+    whiskers = [[r["median"] - r["min"] for r in rows], [r["max"] - r["median"] for r in rows]]
+    axes.bar(range(len(rows)), tops, width=0.55, color=RIGHT, yerr=whiskers, error_kw={"ecolor": MUTED, "capsize": 3})
+    for place, row in enumerate(rows):
+        axes.annotate(
+            written(row["median"]), (place, row["max"]), (0, 5), textcoords="offset points", fontsize=8, color=INK,
+            ha="center",
+        )  # fmt: skip
+    axes.set_xticks(range(len(rows)), [shorten(row["devices"], 16) for row in result["devices"]])
+    axes.set_xlim(-0.8, len(rows) - 0.2)
+    axes.set_xlabel("")
+    axes.set_ylim(0, 1.15 * max(row["max"] for row in rows))
+    axes.yaxis.set_major_formatter("{x:,.4g}" if axes.get_ylim()[1] < 10 else "{x:,.0f}")
 
 
 def _draw_throughput(axes: "Axes", result: Mapping[str, Any]) -> None:
@@ -47,17 +77,19 @@ def _draw_throughput(axes: "Axes", result: Mapping[str, Any]) -> None:
         return
     chips = [row["chips"] for row in curve]
     rates = [row["images_per_second"] for row in curve]
-    generation = next(row["topology"] for row in result["topologies"] if row["fits"]).partition(":")[0]
+    generation = result["scaling_of"].partition(":")[0]
     ideal = [rates[0] * n for n in chips]
     axes.plot(chips, ideal, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="ideal")
     axes.plot(chips, rates, color=RIGHT, linewidth=1.8, label=f"{generation}, estimate")
-    for row in result["topologies"]:
-        if row["fits"]:
-            axes.plot(row["chips"], row["images_per_second"], "o", color=RIGHT, markersize=5)
-            axes.annotate(
-                f"{row['topology']}\n{row['images_per_second']:,.0f}", (row["chips"], row["images_per_second"]),
-                (6, -18), textcoords="offset points", fontsize=7.5, color=INK,
-            )  # fmt: skip
+    behind = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85, "pad": 0.6}  # a line may pass there
+    for row in (row for row in result["topologies"] if row["fits"]):
+        is_of_curve = row["topology"].partition(":")[0] == generation
+        place = (row["chips"], row["images_per_second"])
+        axes.plot(*place, "o", color=RIGHT, markerfacecolor=RIGHT if is_of_curve else "#ffffff", markersize=5)
+        axes.annotate(
+            f"{row['topology']}\n{row['images_per_second']:,.0f}", place, (0, -26), textcoords="offset points",
+            fontsize=7.5, color=INK, ha="center", bbox=behind,
+        )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(chips, [str(n) for n in chips])
@@ -80,6 +112,7 @@ def _draw_steps(axes: "Axes", result: Mapping[str, Any]) -> None:
             axes.text(index, 0, "does not fit", ha="center", va="bottom", fontsize=8, color=WRONG)
     axes.set_xticks(range(len(rows)), [shorten(row["topology"], 14) for row in rows])
     axes.set_xlim(-0.6, len(rows) - 0.4)
+    axes.set_xlabel("")
     axes.set_ylabel(unit, fontsize=8, color=MUTED)
     if known:
         axes.set_ylim(0, 1.3 * factor * max(s["step"] for s in known))

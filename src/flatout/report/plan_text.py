@@ -7,38 +7,90 @@ from flatout.console import duration
 
 
 def lines_of(result: Mapping[str, Any]) -> list[str]:
-    """Return a plan as lines for people."""
+    """Return a plan as lines for people; `result` is what `flatout.planning.plan` returned."""
     lines = [
         f"{result['job']}: {result['model']}, batch {result['batch_size']:,}, {result['epochs']} epochs of "
         f"{result['images']:,} images of {result['classes']} classes ({result['data']})",
         "",
     ]
+    lines += _compiled_lines(result) if result["estimate"] else _measured_lines(result)
+    return [*lines, f"{result['out']}: plan.json, plan.png"]
+
+
+def _compiled_lines(result: Mapping[str, Any]) -> list[str]:
     priced = result["price_per_chip_hour"] is not None
     head = ["topology", "chips", "memory of each", "compute", "memory", "links", "step", "images/s", "job"]
     table = [[*head, "cost"] if priced else head]
     for row in result["topologies"]:
-        memory = f"{size(row['needed_bytes'])} of {size(row['memory_bytes'])}"
-        if "seconds" not in row:
+        memory = f"{size(row['needed_bytes']) if row['needed_bytes'] else '?'} of {size(row['memory_bytes'])}"
+        if not row["fits"]:
             table.append([row["topology"], str(row["chips"]), memory, "does not fit"])
             continue
-        times = row["seconds"]
-        cells = [row["topology"], str(row["chips"]), memory if row["fits"] else f"{memory}: does not fit"]
-        shown = ("compute", "memory", "interconnect", "step")
-        cells += [f"{short(times[name])}{'*' if name == row['limit'] else ''}" for name in shown]
-        cells += [f"{row['images_per_second']:,.0f}", duration(row["job_seconds"])]
-        table.append([*cells, f"{row['cost']:,.2f}"] if priced else cells)
-    lines += _aligned(table)
-    lines += [
+        times, shown = row["seconds"], ("compute", "memory", "interconnect")
+        cells = [row["topology"], str(row["chips"]), memory]
+        cells += [f"{short(times[name])}{'*' if name == row['limit'] else ' '}" for name in shown]
+        cells += [short(times["step"]), f"{row['images_per_second']:,.0f}", span(row["job_seconds"])]
+        table.append(
+            [*cells, f"{row['cost']:,.2f}" if row["cost"] >= 0.1 else f"{row['cost']:.2g}"] if priced else cells
+        )
+    lines = [
+        *_aligned(table),
         "",
-        "* decides. An estimate: what the compiler counts, by the chip's published peaks; see docs/plan.md.",
+        "* decides. An estimate of the best case: what the compiler counts, by the chip's published peaks. Real steps",
+        "  take longer; reading images, starting steps and evaluation come on top: docs/plan.md.",
     ]
     for row in result["topologies"]:
         lines += _remarks(result, row)
     if result["scaling"]:
         shown = [r for r in result["scaling"] if r["chips"] in (1, 4, 16, 64, 256)]
-        parts = ", ".join(f"{r['chips']} {r['efficiency']:.0%}" for r in shown)
-        lines.append(f"Efficiency with the same batch on so many chips: {parts}.")
+        parts = ", ".join(f"{r['chips']}: {r['efficiency']:.0%}" for r in shown)
+        generation = result["scaling_of"].partition(":")[0]
+        lines.append(f"Efficiency with the same batch on so many chips of {generation}: {parts}.")
     return lines
+
+
+def _price(cost: float) -> str:
+    return f"{cost:,.2f}" if cost >= 0.1 else f"{cost:.2g}"
+
+
+def _measured_lines(result: Mapping[str, Any]) -> list[str]:
+    head = ["devices", "processes x threads", "memory", "step", "images/s", "least to most", "job", "least to most"]
+    table, remarks = [head], []
+    for row in result["devices"]:
+        rate, job = row["images_per_second"], row["job_seconds"]
+        memory = row["peak_device_bytes"] or row["peak_rss_bytes"]
+        table.append(
+            [
+                row["devices"],
+                f"{row['processes']} x {row['threads_per_process']}",
+                size(memory),
+                short(row["step_seconds"]["median"]),
+                f"{rate['median']:,.0f}",
+                f"{rate['min']:,.0f} to {rate['max']:,.0f}",
+                span(job["median"]),
+                f"{span(job['min'])} to {span(job['max'])}",
+            ]
+        )
+        remarks += _measured_remarks(result, row)
+    sampled = (
+        "Measured on random images, for the steps alone: reading and decoding, evaluation and reports come on top."
+    )
+    return [*_aligned(table), "", sampled, *remarks]
+
+
+def _measured_remarks(result: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
+    """Return what is to be said of one SPEC, sentences."""
+    name = row["devices"]
+    of = "the device that took most" if row["peak_device_bytes"] else "all processes"
+    found = [
+        f"{name}: {row['repeats']} times {row['steps_each']} steps, after {span(row['warmup_seconds'])} of start and "
+        f"warm-up; memory of {of}, with {row['images_measured']:,} images."
+    ]
+    if row["images_measured"] < result["images"]:
+        found[0] = found[0][:-1] + f"; all {result['images']:,} take {size(row['image_bytes'])}."
+    if row["once_seconds"] > 0.01 * row["job_seconds"]["median"]:
+        found.append(f"{name}: {span(row['once_seconds'])} of the job is the frozen layers, computed once and cached.")
+    return found
 
 
 def _remarks(result: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
@@ -47,17 +99,16 @@ def _remarks(result: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
     if "largest_batch" in row:
         largest = row["largest_batch"]
         if largest is None:
-            found.append(f"{name}: not even one image a chip fits; try a larger generation, or --set shard=full.")
+            found.append(f"{name}: no batch was found to fit; try a generation with more memory, or --set shard=full.")
         elif row["fits"]:
             found.append(f"{name}: the largest batch that fits is about {largest:,}.")
         else:
-            found.append(
-                f"{name}: a batch of {result['batch_size']:,} does not fit; the largest that does: {largest:,}."
-            )
+            batch = f"{result['batch_size']:,}"
+            found.append(f"{name}: a batch of {batch} does not fit; the largest that does is about {largest:,}.")
     if row["padding_fraction"] > 0:
         found.append(
-            f"{name}: {row['chips']} chips cannot share {result['batch_size']:,} evenly; "
-            f"{row['padding_fraction']:.0%} of the work is padding. A batch of {row['batch_padded']:,} costs the same."
+            f"{name}: {row['devices']} devices cannot share a batch of {result['batch_size']:,} evenly; "
+            f"{row['padding_fraction']:.1%} of the work is padding. A batch of {row['batch_padded']:,} costs the same."
         )
     if row.get("host_transfers"):
         found.append(f"{name}: the program waits for the host {len(row['host_transfers'])} times in each step.")
@@ -77,14 +128,20 @@ def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
 def size(count: float) -> str:
     """Return a number of bytes in words: `12.3 MiB`."""
     for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        if count < 1000:
+            return f"{count:.3g} {unit}"
         count /= 1024
-    return f"{count:.3g} GiB"
+    return f"{count:.3g} GiB" if count < 1000 else f"{count / 1024:.3g} TiB"
+
+
+def span(seconds: float) -> str:
+    """Return a time in words, one below a second too: `0.31 s`, `4 min 29 s`."""
+    return duration(seconds) if seconds >= 1 else short(seconds)
 
 
 def short(seconds: float) -> str:
     """Return a short time in words: `1.23 ms`, `45 us`."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if factor * seconds < 999.5:
+            return f"{factor * seconds:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"

@@ -6,8 +6,11 @@ such a TPU would run: its memory, its operations and its messages are facts; how
 Shape letters: B batch.
 """
 
+import contextlib
 import os
 import re
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +20,7 @@ import numpy as np
 from jax.experimental import topologies
 from torch import nn
 
+from flatout.engine.xla.chips import Topology
 from flatout.engine.xla.layout import Layout
 from flatout.engine.xla.step import Program
 from flatout.errors import InputError
@@ -29,7 +33,13 @@ _COLLECTIVE = re.compile(
 _ARRAY = re.compile(r"(?P<type>pred|bf16|[fsu]\d+)\[(?P<lengths>[\d,]*)\]")
 _BYTES = {"pred": 1, "bf16": 2}
 # What moves data between a TPU and its host in the middle of a program.
-_HOST_TRANSFER = re.compile(r"= .*\b(infeed|outfeed|send|recv)\(|is_host_transfer=true|custom_call_target=\"\w*[Hh]ost")
+_HOST_TRANSFER = re.compile(
+    r"= .*\b(?:infeed|outfeed)\("
+    r"|= .*\b(?:send|recv)\(.*\bis_host_transfer=true"
+    r"|\bcustom_call_target=\"\w*[Hh]ost"
+)
+# How the compiler says what a program would have needed: before and after it has laid out the memory.
+_REFUSED = re.compile(r"(?:HLO temporaries \(|Used )([\d.]+)([KMGTP]?)(?:\)| of)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +57,8 @@ class Compiled:
 
     Attributes:
         fits: whether the program fits into the chip's memory; if not, all but `needed_bytes` is 0.
-        needed_bytes: memory at the peak: arguments, results and temporaries.
+        needed_bytes: memory at the peak: arguments, results and temporaries; 0 where it does not fit and the compiler
+            does not say.
         argument_bytes, temporary_bytes: weights, optimizer state and input; everything else.
         flops: floating-point operations.
         memory_bytes: bytes read from and written to the chip's memory.
@@ -69,21 +80,27 @@ class Compiled:
     state_bytes: int = 0
 
 
-def chips(topology: str) -> list[Any]:
-    """Return the chips of a topology such as `v5e:2x4`, as devices that can be compiled for.
+def chips(topology: Topology) -> list[Any]:
+    """Return the devices of a topology, as ones that can be compiled for.
 
     Raises:
-        InputError: libtpu knows no such topology, or is missing.
+        InputError: this libtpu knows no such topology.
     """
-    # libtpu otherwise asks the cloud which TPU this machine has.
+    # libtpu otherwise asks the cloud which TPU this machine has, and complains of having none.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    options: dict[str, Any] = {"chip_config_name": topology.generation.config} if topology.generation.config else {}
+    if topology.chips == 1:
+        # A host is taken to have four.
+        options["chips_per_host_bounds"] = (1, 1, 1)
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+        with _chatter_aside():
+            described = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
     except Exception as error:  # libtpu's errors have no type of their own
         said = str(error).strip().partition("\n")[0]
-        raise InputError(f"--topology {topology}: the TPU compiler does not know it ({said})") from error
+        raise InputError(f"--topology {topology.name}: the installed libtpu does not take it ({said})") from error
+    return list(described.devices)
 
 
 def compile_step(model: nn.Module, recipe: Recipe, devices: list[Any]) -> Compiled:
@@ -111,13 +128,14 @@ def compile_step(model: nn.Module, recipe: Recipe, devices: list[Any]) -> Compil
     )
     lowered = layout.lower_step(program, steps=None, is_resident=False, table=None, precision=precision)
     try:
-        compiled = lowered.compile()
+        with _chatter_aside():
+            compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        needed = _needed_bytes(str(error))
+        needed = needed_bytes(str(error))
         if needed is None:
             raise
         return Compiled(fits=False, needed_bytes=needed)
-    memory, cost, text = compiled.memory_analysis(), compiled.cost_analysis(), compiled.as_text()
+    memory, cost, text = compiled.memory_analysis(), compiled.cost_analysis(), compiled.as_text() or ""
     assert memory is not None
     assert cost is not None
     arguments = memory.argument_size_in_bytes
@@ -129,11 +147,30 @@ def compile_step(model: nn.Module, recipe: Recipe, devices: list[Any]) -> Compil
         temporary_bytes=results + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
         flops=float(cost.get("flops", 0.0)),
         memory_bytes=float(cost.get("bytes accessed", 0.0)),
-        seconds=float(cost.get("optimal_seconds", 0.0)),
+        seconds=max(0.0, float(cost.get("optimal_seconds", 0.0))),
         collectives=tuple(collectives(text)),
-        host_transfers=tuple(line.strip() for line in text.splitlines() if _HOST_TRANSFER.search(line)),
+        host_transfers=tuple(host_transfers(text)),
         state_bytes=sum(array.nbytes for array in jax.tree.leaves(program.initial_state())),
     )
+
+
+@contextlib.contextmanager
+def _chatter_aside() -> Iterator[None]:
+    """Keep from the user what libtpu writes to standard error past Python; an exception takes it along as a note."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        except Exception as error:
+            file.seek(0)
+            if said := file.read().decode(errors="replace").strip():
+                error.add_note(f"libtpu wrote:\n{said}")
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 def collectives(text: str) -> Iterator[Collective]:
@@ -145,6 +182,11 @@ def collectives(text: str) -> Iterator[Collective]:
         yield Collective(kind=kind, count=len(sizes), bytes=sum(sizes))
 
 
+def host_transfers(text: str) -> Iterator[str]:
+    """Yield the lines of a compiled program, as text, that move data between a TPU and its host."""
+    return (line.strip() for line in text.splitlines() if _HOST_TRANSFER.search(line))
+
+
 def _size(shape: str) -> int:
     """Return the bytes of an HLO shape such as `f32[10,20]{1,0}`, or of a tuple of them."""
     total = 0
@@ -154,10 +196,13 @@ def _size(shape: str) -> int:
     return total
 
 
-def _needed_bytes(message: str) -> int | None:
-    """Return how much memory a program would have needed, from the compiler's refusal; None if it was another."""
+def needed_bytes(message: str) -> int | None:
+    """Return how much memory a program would have needed, from the compiler's refusal; None if it was another.
+
+    0 where the refusal does not say.
+    """
     if "RESOURCE_EXHAUSTED" not in message:
         return None
-    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
-    used = re.search(r"Used ([\d.]+)([KMGT]?) of", message)
+    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50, "": 1}
+    used = _REFUSED.search(message)
     return int(float(used[1]) * units[used[2]]) if used else 0
