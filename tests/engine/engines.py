@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -11,7 +12,8 @@ from flatout.engine.world import World
 from flatout.recipe import Recipe
 
 SIMULATED = 8
-XLA = ("xla 1", "xla 2", "xla 8")
+# Eight devices show the most; every case is compiled, which takes seconds.
+XLA = (pytest.param("xla 1", marks=pytest.mark.slow), pytest.param("xla 2", marks=pytest.mark.slow), "xla 8")
 ENGINES = ("torch", *XLA)
 
 

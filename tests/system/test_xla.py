@@ -78,8 +78,6 @@ def test_weights_are_an_ordinary_torch_module(simulated: Path) -> None:
     result = run_there.evaluate(devices="cpu")
     assert result["engine"] == "torch"
     assert result["test_correct"] == summary(simulated)["test_correct"]
-    predicted = [json.loads(line) for line in (simulated / "predictions.jsonl").read_text().splitlines()]
-    assert len(predicted) == result["test_count"]
 
 
 def test_equal_weights_give_equal_counts_on_every_engine(alone: Path) -> None:
@@ -195,7 +193,7 @@ def test_a_model_that_cannot_be_compiled_ends_before_training(tmp_path: Path) ->
         "        if x.mean() > 0:\n"
         "            x = -x\n"
         "        return self.head(x.flatten(1))\n"
-        "def make(num_outputs, **_):\n"
+        "def make(**_):\n"
         "    return Net()\n"
     )
     command = [*FLATOUT, "train", "digits", "--model", "mine:make", "--engine", "xla", "--devices", "2xcpu"]

@@ -246,7 +246,7 @@ _OWN: dict[object, Callable[..., Any]] = {
 
 
 def _narrowed(argument: Any) -> Any:
-    is_wide = isinstance(argument, jax.Array) and argument.dtype == jnp.float32
+    is_wide = getattr(argument, "dtype", None) == jnp.float32
     return argument.astype(jnp.bfloat16) if is_wide else argument
 
 
@@ -288,9 +288,13 @@ def import_lowerings() -> None:
 
 def _line_of(error: BaseException) -> str:
     """Return where in the user's code an error arose, as words; empty where that is not known."""
-    own = tuple(f"{Path(path).parent}{os.sep}" for path in (torch.__file__, __file__))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*own, "<"))]
+    own = (_own_folder(torch.__file__), _own_folder(__file__), "<")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
     return f" (at {frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+def _own_folder(file: str) -> str:
+    return f"{Path(file).parent}{os.sep}"
 
 
 def _where(node: torch.fx.Node) -> str:
@@ -298,8 +302,8 @@ def _where(node: torch.fx.Node) -> str:
     layers = list((node.meta.get("nn_module_stack") or {}).values())
     path, kind = layers[-1] if layers else ("", "")
     layer = f"layer {path} ({str(kind).rpartition('.')[2]})" if path else "its forward"
-    trace = (node.meta.get("stack_trace") or "").strip().splitlines()
-    places = [line.strip() for line in trace if line.strip().startswith("File ")]
+    trace = (line.strip() for line in (node.meta.get("stack_trace") or "").splitlines())
+    places = [line for line in trace if line.startswith("File ") and _own_folder(torch.__file__) not in line]
     return f"{layer}, {places[-1].partition(', in ')[0]}," if places else layer
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 INSTALL = "pip install 'flatout[tpu]'"
 # What JAX calls the platforms of our kinds of devices; the host's processors are always wanted beside them.
 _PLATFORMS = {"cpu": "cpu", "tpu": "tpu,cpu", "cuda": "cuda,cpu"}
-_NEEDED = ("jax", "optax", "torchax")
 # Programs that took less than this to compile are not worth a file.
 KEPT_SECONDS = 0.5
 
@@ -33,11 +32,16 @@ def require() -> None:
     Raises:
         InputError: something is missing or does not fit; the message says what to install.
     """
-    for name in _NEEDED:
+    for name in ("jax", "optax", "torchax"):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                importlib.import_module(name)
+                if name == "torchax":
+                    from flatout.engine.functional import import_lowerings
+
+                    import_lowerings()
+                else:
+                    importlib.import_module(name)
         except ModuleNotFoundError as error:
             missing = error.name or name
             raise InputError(f"--engine xla needs {missing}, which is not installed: {INSTALL}") from None

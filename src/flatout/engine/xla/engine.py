@@ -115,7 +115,8 @@ class XlaEngine:
     def device_names(self) -> list[str]:
         """See `Engine.device_names`."""
         kind = {"gpu": "cuda"}.get(self._platform, self._platform)
-        return [kind if kind == "cpu" else f"{kind}:{device.id}" for device in self.devices]
+        own = (device for device in self.devices if device.process_index == jax.process_index())
+        return [kind if kind == "cpu" else f"{kind}:{device.id}" for device in own]
 
     def describe(self) -> list[str]:
         """See `Engine.describe`."""
