@@ -152,10 +152,10 @@ class _Measurement:
 
         images = self._work.batch
         once = self._warm_up(images)
-        if once + self._step_seconds(1) < SLOW_SECONDS:
-            images = sample_size(self._work)
-            once = self._warm_up(images)
         steps, seconds = 1, self._step_seconds(1)
+        if once + seconds < SLOW_SECONDS:
+            images = sample_size(self._work)
+            once, seconds = self._warm_up(images), self._step_seconds(1)
         while steps * seconds < BELIEVED_SECONDS:
             steps *= 2
             seconds = self._step_seconds(steps)

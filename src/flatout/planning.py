@@ -152,6 +152,8 @@ def find_work(
     if recipe is not None and data is None and not has_own_data and (job in PUBLISHED or len(given) == 2):
         found_images, found_classes = PUBLISHED.get(job, (0, 0))
         about = "as given" if len(given) == 2 else "as published"
+    elif recipe is not None and data is None and not has_own_data:
+        raise InputError(f"job {job}: its data has no published size; give --images N and --classes K, or --data PATH")
     else:
         from flatout.data.source import Source
 

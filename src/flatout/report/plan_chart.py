@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.report.pictures import INK, LINES, MUTED, RIGHT, WRONG, _figure, _style_panel, _write, shorten
-from flatout.report.plan_text import span
+from flatout.report.plan_text import counted, number, span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,8 +37,8 @@ def draw_plan(path: Path, result: Mapping[str, Any]) -> None:
     else:
         repeats = max(row["repeats"] for row in result["devices"])
         of = f", median of {repeats} (least and most)" if repeats > 1 else ""
-        _draw_bars(left, result, "images_per_second", f"Images per second{of}", "{:,.0f}".format)
-        _draw_bars(right, result, "job_seconds", f"Time of all {result['epochs']} epochs, seconds", span)
+        _draw_bars(left, result, "images_per_second", f"Images per second{of}", number)
+        _draw_bars(right, result, "job_seconds", f"Time of {counted(result['epochs'], 'epoch')}, seconds", span)
         how = "measured"
     figure.suptitle(
         f"{shorten(result['job'], 40)}: {how}, global batch {result['batch_size']:,}",
@@ -87,7 +87,7 @@ def _draw_throughput(axes: "Axes", result: Mapping[str, Any]) -> None:
         place = (row["chips"], row["images_per_second"])
         axes.plot(*place, "o", color=RIGHT, markerfacecolor=RIGHT if is_of_curve else "#ffffff", markersize=5)
         axes.annotate(
-            f"{row['topology']}\n{row['images_per_second']:,.0f}", place, (0, -26), textcoords="offset points",
+            f"{row['topology']}\n{number(row['images_per_second'])}", place, (0, -26), textcoords="offset points",
             fontsize=7.5, color=INK, ha="center", bbox=behind,
         )  # fmt: skip
     axes.set_xscale("log", base=2)
@@ -103,8 +103,8 @@ def _draw_steps(axes: "Axes", result: Mapping[str, Any]) -> None:
     rows = result["topologies"]
     known = [row["seconds"] for row in rows if "seconds" in row]
     unit, factor = ("ms", 1e3) if known and max(s["step"] for s in known) >= 1e-3 else ("µs", 1e6)
-    for number, (limit, (name, colour)) in enumerate(LIMITS.items()):
-        places = [index + 0.25 * (number - 1) for index, row in enumerate(rows) if "seconds" in row]
+    for side, (limit, (name, colour)) in zip((-1, 0, 1), LIMITS.items(), strict=True):
+        places = [index + 0.25 * side for index, row in enumerate(rows) if "seconds" in row]
         bars = axes.bar(places, [factor * s[limit] for s in known], width=0.22, color=colour, label=name)
         axes.bar_label(bars, fmt="{:,.3g}", fontsize=7.5, color=INK, padding=2)
     for index, row in enumerate(rows):

@@ -9,7 +9,7 @@ from flatout.console import duration
 def lines_of(result: Mapping[str, Any]) -> list[str]:
     """Return a plan as lines for people; `result` is what `flatout.planning.plan` returned."""
     lines = [
-        f"{result['job']}: {result['model']}, batch {result['batch_size']:,}, {result['epochs']} epochs of "
+        f"{result['job']}: {result['model']}, batch {result['batch_size']:,}, {counted(result['epochs'], 'epoch')} of "
         f"{result['images']:,} images of {result['classes']} classes ({result['data']})",
         "",
     ]
@@ -29,7 +29,7 @@ def _compiled_lines(result: Mapping[str, Any]) -> list[str]:
         times, shown = row["seconds"], ("compute", "memory", "interconnect")
         cells = [row["topology"], str(row["chips"]), memory]
         cells += [f"{short(times[name])}{'*' if name == row['limit'] else ' '}" for name in shown]
-        cells += [short(times["step"]), f"{row['images_per_second']:,.0f}", span(row["job_seconds"])]
+        cells += [short(times["step"]), number(row["images_per_second"]), span(row["job_seconds"])]
         table.append(
             [*cells, f"{row['cost']:,.2f}" if row["cost"] >= 0.1 else f"{row['cost']:.2g}"] if priced else cells
         )
@@ -65,8 +65,8 @@ def _measured_lines(result: Mapping[str, Any]) -> list[str]:
                 f"{row['processes']} x {row['threads_per_process']}",
                 size(memory),
                 short(row["step_seconds"]["median"]),
-                f"{rate['median']:,.0f}",
-                f"{rate['min']:,.0f} to {rate['max']:,.0f}",
+                number(rate["median"]),
+                f"{number(rate['min'])} to {number(rate['max'])}",
                 span(job["median"]),
                 f"{span(job['min'])} to {span(job['max'])}",
             ]
@@ -81,13 +81,14 @@ def _measured_lines(result: Mapping[str, Any]) -> list[str]:
 def _measured_remarks(result: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
     """Return what is to be said of one SPEC, sentences."""
     name = row["devices"]
+    steps, warm_up = counted(row["steps_each"], "step"), span(row["warmup_seconds"])
+    held, every = row["images_measured"], result["images"]
+    rest = f"; all {every:,} take {size(row['image_bytes'])}" if held < every else ""
     of = "the device that took most" if row["peak_device_bytes"] else "all processes"
     found = [
-        f"{name}: {row['repeats']} times {row['steps_each']} steps, after {span(row['warmup_seconds'])} of start and "
-        f"warm-up; memory of {of}, with {row['images_measured']:,} images."
+        f"{name}: {row['repeats']} times {steps}, after {warm_up} of start and warm-up; "
+        f"memory of {of}, with {held:,} images{rest}."
     ]
-    if row["images_measured"] < result["images"]:
-        found[0] = found[0][:-1] + f"; all {result['images']:,} take {size(row['image_bytes'])}."
     if row["once_seconds"] > 0.01 * row["job_seconds"]["median"]:
         found.append(f"{name}: {span(row['once_seconds'])} of the job is the frozen layers, computed once and cached.")
     return found
@@ -132,6 +133,16 @@ def size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} GiB" if count < 1000 else f"{count / 1024:.3g} TiB"
+
+
+def number(value: float) -> str:
+    """Return a rate in words: `12,345`, `8.25`."""
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return so many of something: `1 step`, `2,000 steps`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def span(seconds: float) -> str:
