@@ -68,6 +68,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "instance norm": lambda: nn.InstanceNorm2d(4, affine=True),
     "max pool": lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.MaxPool2d(3, stride=2, padding=1)),
     "max pool, ceil": lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.MaxPool2d(3, stride=2, ceil_mode=True)),
+    "max pool, 2 x 2": lambda: nn.Sequential(nn.Conv2d(4, 4, 2), nn.MaxPool2d(2)),
+    "max pool, 2 x 2, ceil": lambda: nn.Sequential(nn.Conv2d(4, 4, 2), nn.MaxPool2d(2, ceil_mode=True)),
     "mean pool": lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.AvgPool2d(2)),
     "adaptive pool": lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.AdaptiveAvgPool2d(1)),
     "squeeze and excite": SqueezeExcite,

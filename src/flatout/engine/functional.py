@@ -8,6 +8,7 @@ statistics, random numbers, which come from a JAX key, bfloat16, and messages.
 Shape letters: B batch, C channels.
 """
 
+import functools
 import operator
 import os
 import traceback
@@ -167,6 +168,8 @@ def _lowering(node: torch.fx.Node, name: str) -> Callable[..., Any]:
         return lambda call, *args: operator.getitem(*args)
     if _packet(target) in _OWN:
         return _OWN[_packet(target)]
+    if _packet(target) is aten.max_pool2d_with_indices and _is_plain_pool(node):
+        return _max_pool
     found = all_aten_ops.get(target) or all_aten_ops.get(_packet(target))  # pyright: ignore[reportArgumentType]
     if found is None or not found.is_jax_function:
         raise InputError(
@@ -230,6 +233,65 @@ def _batch_norm(
 
 def _per_channel(values: jax.Array, ndim: int) -> jax.Array:
     return values.reshape(1, -1, *[1] * (ndim - 2))
+
+
+def _max_pool(call: _Call, x: jax.Array, *window: Any) -> tuple[jax.Array, None]:
+    """Return the maxima of 2 x 2 windows side by side; where equal, the first has the gradient, as in torch.
+
+    XLA finds the gradient of a maximum by a search through windows; on CPUs four slices save a seventh of a step.
+    """
+    x = x[..., : x.shape[-2] // 2 * 2, : x.shape[-1] // 2 * 2]
+    return jax.lax.platform_dependent(x, cpu=_max_of_slices, default=_max_of_windows), None
+
+
+def _max_of_windows(x: jax.Array) -> jax.Array:
+    shape = (*[1] * (x.ndim - 2), 2, 2)
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, shape, shape, "VALID")
+
+
+@jax.custom_vjp
+def _max_of_slices(x: jax.Array) -> jax.Array:
+    return functools.reduce(jnp.maximum, _corners(x))
+
+
+def _max_forward(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    y = _max_of_slices(x)
+    return y, (x, y)
+
+
+def _max_backward(kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array]:
+    x, y = kept
+    is_open, parts = jnp.ones(y.shape, bool), []
+    for corner in _corners(x):
+        is_first = is_open & (corner == y)
+        is_open &= ~is_first
+        parts.append(jnp.where(is_first, grad, 0))
+    rows = [jnp.stack(pair, -1).reshape(*y.shape[:-1], x.shape[-1]) for pair in (parts[:2], parts[2:])]
+    return (jnp.stack(rows, -2).reshape(x.shape),)
+
+
+_max_of_slices.defvjp(_max_forward, _max_backward)
+
+
+def _corners(x: jax.Array) -> list[jax.Array]:
+    """Return the four places of all 2 x 2 windows, row by row."""
+    return [x[..., row::2, column::2] for row in (0, 1) for column in (0, 1)]
+
+
+def _is_plain_pool(node: torch.fx.Node) -> bool:
+    """Whether a max pooling has windows of 2 x 2 side by side, and nobody asks where the maxima were."""
+    x, kernel, *rest = node.args
+    stride, padding, dilation, ceil = (*rest, *([[], [0, 0], [1, 1], False][len(rest) :]))
+    height, width = x.meta["val"].shape[-2:]  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    is_even = height % 2 == width % 2 == 0
+    return (
+        list(kernel) == [2, 2]  # pyright: ignore[reportArgumentType]
+        and list(stride or kernel) == [2, 2]  # pyright: ignore[reportArgumentType]
+        and not any(np.ravel(padding))
+        and all(np.ravel(dilation) == 1)
+        and (is_even or not ceil)
+        and all(user.args[1] == 0 for user in node.users)
+    )
 
 
 def _native_dropout(call: _Call, x: jax.Array, p: float, train: bool | None) -> tuple[jax.Array, None]:
