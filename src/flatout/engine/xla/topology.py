@@ -7,6 +7,7 @@ Shape letters: B batch.
 """
 
 import contextlib
+import math
 import os
 import re
 import sys
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 from torch import nn
 
@@ -28,7 +28,7 @@ from flatout.recipe import Recipe
 
 _COLLECTIVE = re.compile(
     r"= (?P<shape>\(.*?\)|\S+) "
-    r"(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    r"(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?P<start>-start)?\("
 )
 _ARRAY = re.compile(r"(?P<type>pred|bf16|[fsu]\d+)\[(?P<lengths>[\d,]*)\]")
 _BYTES = {"pred": 1, "bf16": 2}
@@ -177,7 +177,11 @@ def collectives(text: str) -> Iterator[Collective]:
     """Yield the messages between chips that a compiled program, as text, sends; each kind once."""
     found: dict[str, list[int]] = {}
     for match in _COLLECTIVE.finditer(text):
-        found.setdefault(match["kind"], []).append(_size(match["shape"]))
+        sizes = _sizes(match["shape"])
+        if match["start"] and match["kind"] != "all-reduce":
+            # What is sent comes first, then what arrives.
+            sizes = sizes[len(sizes) // 2 :]
+        found.setdefault(match["kind"], []).append(sum(sizes))
     for kind, sizes in sorted(found.items()):
         yield Collective(kind=kind, count=len(sizes), bytes=sum(sizes))
 
@@ -187,13 +191,13 @@ def host_transfers(text: str) -> Iterator[str]:
     return (line.strip() for line in text.splitlines() if _HOST_TRANSFER.search(line))
 
 
-def _size(shape: str) -> int:
-    """Return the bytes of an HLO shape such as `f32[10,20]{1,0}`, or of a tuple of them."""
-    total = 0
+def _sizes(shape: str) -> list[int]:
+    """Return the bytes of each array in an HLO shape such as `f32[10,20]{1,0}` or `(f32[10]{0}, f32[])`."""
+    found = []
     for array in _ARRAY.finditer(shape):
         width = _BYTES.get(array["type"]) or int(array["type"][1:]) // 8
-        total += width * int(np.prod([int(n) for n in array["lengths"].split(",") if n]))
-    return total
+        found.append(width * math.prod(int(n) for n in array["lengths"].split(",") if n))
+    return found
 
 
 def needed_bytes(message: str) -> int | None:
