@@ -208,12 +208,12 @@ def test_bfloat16_computes_in_less() -> None:
     module, x = KerasModule(normed_net()).eval(), torch.randn(4, 1, 12, 12)
     buffers = {name: jnp.asarray(b) for name, b in module.named_buffers()}
     parameters = {name: jnp.asarray(p.detach()) for name, p in module.named_parameters()}
-    wide, narrow = (
-        np.asarray(
-            KerasFunction(module, (x,), name="net", precision=p)(parameters, buffers, jnp.asarray(x))[0], np.float32
-        )
-        for p in ("fp32", "bf16")
-    )
+
+    def logits(precision: str) -> np.ndarray:
+        function = KerasFunction(module, (x,), name="net", precision=precision)
+        return np.asarray(function(parameters, buffers, jnp.asarray(x))[0], np.float32)
+
+    wide, narrow = logits("fp32"), logits("bf16")
     np.testing.assert_allclose(wide, module(x), atol=1e-5)
     np.testing.assert_allclose(narrow, wide, atol=0.1)
     assert np.abs(narrow - wide).max() > 1e-4
