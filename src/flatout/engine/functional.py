@@ -2,20 +2,18 @@
 
 `torch.export` records what the module does with a batch of fixed size, as a graph of a few hundred ATen operations;
 torchax knows a JAX lowering for each. Here the graph is walked once while JAX traces it, so XLA compiles the very model
-that the torch engine runs. Four things are not left to torchax: batch normalisation, whose padding must enter no
-statistics, random numbers, which come from a JAX key, bfloat16, and messages.
+that the torch engine runs. What torchax does otherwise than flatout needs is in `xla/lowerings.py`.
 
-Shape letters: B batch, C channels.
+Shape letters: B batch.
 """
 
-import functools
 import operator
 import os
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from flatout.engine.xla.lowerings import OWN, Call, Counted, Keys, is_plain_pool, max_pool
 from flatout.errors import InputError
 
 aten = torch.ops.aten
@@ -31,18 +30,6 @@ Arrays = Mapping[str, jax.Array]
 
 # What runs in bfloat16 where that is asked for: the operations that matrix units compute.
 _PRODUCTS = frozenset({aten.convolution, aten.addmm, aten.mm, aten.bmm, aten.baddbmm})
-
-
-class Counted(NamedTuple):
-    """Which samples of a batch are real.
-
-    Attributes:
-        mask: float32 [B], 1 for a sample that counts and 0 for padding.
-        groups: into how many parts the batch falls for batch statistics; 1 for those of the whole batch.
-    """
-
-    mask: jax.Array
-    groups: int = 1
 
 
 class Function:
@@ -111,7 +98,7 @@ class Function:
         for place, name in self._states.items():
             values[place] = parameters[name] if name in parameters else buffers[name]
         values.update(zip(self._user_inputs, inputs, strict=True))
-        call = _Call(_Keys(key), counted, self._batch)
+        call = Call(Keys(key), counted, self._batch)
         with warnings.catch_warnings():
             # torch counts in 64 bits, JAX in 32.
             warnings.filterwarnings("ignore", "Explicitly requested dtype")
@@ -127,7 +114,7 @@ class Function:
                 outputs.append(result)
         return (outputs[0] if len(outputs) == 1 else tuple(outputs)), new_buffers
 
-    def _walk(self, call: "_Call", values: dict[str, Any]) -> None:
+    def _walk(self, call: Call, values: dict[str, Any]) -> None:
         """Compute every node of the graph; `values` holds the inputs by name and takes the results."""
         for node in self._steps:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: values[n.name])
@@ -135,25 +122,6 @@ class Function:
             if self._is_bf16 and _packet(node.target) in _PRODUCTS:
                 args = [_narrowed(argument) for argument in args]
             values[node.name] = lowering(call, *args, **kwargs)
-
-
-class _Keys:
-    """Hands out a fresh key for each random operation, as torchax's lowerings ask for it."""
-
-    def __init__(self, key: jax.Array | None) -> None:
-        self._key = key
-
-    def get_and_rotate_prng_key(self, generator: object = None) -> jax.Array:
-        if self._key is None:
-            raise TypeError("the module draws random numbers: pass a key")
-        self._key, key = jax.random.split(self._key)
-        return key
-
-
-class _Call(NamedTuple):
-    keys: _Keys
-    counted: Counted | None
-    batch: int
 
 
 # --- lowerings ------------------------------------------------------------------------------------------------------
@@ -166,10 +134,10 @@ def _lowering(node: torch.fx.Node, name: str) -> Callable[..., Any]:
     target = node.target
     if target is operator.getitem:
         return lambda call, *args: operator.getitem(*args)
-    if _packet(target) in _OWN:
-        return _OWN[_packet(target)]
-    if _packet(target) is aten.max_pool2d_with_indices and _is_plain_pool(node):
-        return _max_pool
+    if _packet(target) in OWN:
+        return OWN[_packet(target)]
+    if _packet(target) is aten.max_pool2d_with_indices and is_plain_pool(node):
+        return max_pool
     found = all_aten_ops.get(target) or all_aten_ops.get(_packet(target))  # pyright: ignore[reportArgumentType]
     if found is None or not found.is_jax_function:
         raise InputError(
@@ -180,131 +148,6 @@ def _lowering(node: torch.fx.Node, name: str) -> Callable[..., Any]:
     if found.needs_env:
         return lambda call, *args, **kwargs: function(*args, env=call.keys, **kwargs)
     return lambda call, *args, **kwargs: function(*args, **kwargs)
-
-
-def _batch_norm(
-    call: _Call,
-    x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    running_mean: jax.Array,
-    running_var: jax.Array,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[jax.Array | None, ...]:
-    """Normalise by the samples that count (Ioffe and Szegedy, arXiv 1502.03167): as the torch engine does.
-
-    Returns:
-        y, None, None, and the running statistics afterwards, as `aten._native_batch_norm_legit_functional`.
-    """
-    assert training
-    counted = call.counted if len(x) == call.batch else None
-    mask = counted.mask if counted else jnp.ones(len(x), jnp.float32)
-    groups = counted.groups if counted else 1
-
-    def group(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        axes = (0, *range(2, x.ndim))
-        wide, weights = x.astype(jnp.float32), mask.reshape(-1, *[1] * (x.ndim - 1))
-        per_sample = x[0, 0].size
-        n = mask.sum() * per_sample
-        mean = (wide * weights).sum(axes) / jnp.maximum(n, 1)
-        centred = wide - _per_channel(mean, x.ndim)
-        var = (jnp.square(centred) * weights).sum(axes) / jnp.maximum(n, 1)
-        new_mean = running_mean + momentum * (mean - running_mean)
-        new_var = running_var + momentum * (var * (n / jnp.maximum(n - 1, 1)) - running_var)
-        if per_sample == 1 or groups > 1:
-            # One value has no variance. A lone sample at the end of an epoch goes by what the others left behind.
-            is_lone = n < 2
-            mean, var = jnp.where(is_lone, running_mean, mean), jnp.where(is_lone, running_var, var)
-            new_mean, new_var = jnp.where(is_lone, running_mean, new_mean), jnp.where(is_lone, running_var, new_var)
-            centred = wide - _per_channel(mean, x.ndim)
-        scale = jax.lax.rsqrt(var + eps)
-        y = centred * _per_channel(scale if weight is None else scale * weight, x.ndim)
-        y = y if bias is None else y + _per_channel(bias, x.ndim)
-        return y.astype(x.dtype), new_mean, new_var
-
-    if groups == 1:
-        y, new_mean, new_var = group(x, mask)
-        return y, None, None, new_mean, new_var
-    y, new_mean, new_var = jax.vmap(group)(x.reshape(groups, -1, *x.shape[1:]), mask.reshape(groups, -1))
-    return y.reshape(x.shape), None, None, new_mean.mean(0), new_var.mean(0)
-
-
-def _per_channel(values: jax.Array, ndim: int) -> jax.Array:
-    return values.reshape(1, -1, *[1] * (ndim - 2))
-
-
-def _max_pool(call: _Call, x: jax.Array, *window: Any) -> tuple[jax.Array, None]:
-    """Return the maxima of 2 x 2 windows side by side; where equal, the first has the gradient, as in torch.
-
-    XLA finds the gradient of a maximum by a search through windows; on CPUs four slices save a seventh of a step.
-    """
-    x = x[..., : x.shape[-2] // 2 * 2, : x.shape[-1] // 2 * 2]
-    return jax.lax.platform_dependent(x, cpu=_max_of_slices, default=_max_of_windows), None
-
-
-def _max_of_windows(x: jax.Array) -> jax.Array:
-    shape = (*[1] * (x.ndim - 2), 2, 2)
-    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, shape, shape, "VALID")
-
-
-@jax.custom_vjp
-def _max_of_slices(x: jax.Array) -> jax.Array:
-    return functools.reduce(jnp.maximum, _corners(x))
-
-
-def _max_forward(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    y = _max_of_slices(x)
-    return y, (x, y)
-
-
-def _max_backward(kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array]:
-    x, y = kept
-    is_open, parts = jnp.ones(y.shape, bool), []
-    for corner in _corners(x):
-        is_first = is_open & (corner == y)
-        is_open &= ~is_first
-        parts.append(jnp.where(is_first, grad, 0))
-    rows = [jnp.stack(pair, -1).reshape(*y.shape[:-1], x.shape[-1]) for pair in (parts[:2], parts[2:])]
-    return (jnp.stack(rows, -2).reshape(x.shape),)
-
-
-_max_of_slices.defvjp(_max_forward, _max_backward)
-
-
-def _corners(x: jax.Array) -> list[jax.Array]:
-    """Return the four places of all 2 x 2 windows, row by row."""
-    return [x[..., row::2, column::2] for row in (0, 1) for column in (0, 1)]
-
-
-def _is_plain_pool(node: torch.fx.Node) -> bool:
-    """Whether a max pooling has windows of 2 x 2 side by side, and nobody asks where the maxima were."""
-    x, kernel, *rest = node.args
-    stride, padding, dilation, ceil = (*rest, *([[], [0, 0], [1, 1], False][len(rest) :]))
-    height, width = x.meta["val"].shape[-2:]  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-    is_even = height % 2 == width % 2 == 0
-    return (
-        list(kernel) == [2, 2]  # pyright: ignore[reportArgumentType]
-        and list(stride or kernel) == [2, 2]  # pyright: ignore[reportArgumentType]
-        and not any(np.ravel(padding))
-        and all(np.ravel(dilation) == 1)
-        and (is_even or not ceil)
-        and all(user.args[1] == 0 for user in node.users)
-    )
-
-
-def _native_dropout(call: _Call, x: jax.Array, p: float, train: bool | None) -> tuple[jax.Array, None]:
-    if not train or p == 0:
-        return x, None
-    kept = jax.random.bernoulli(call.keys.get_and_rotate_prng_key(), 1 - p, x.shape)
-    return jnp.where(kept, x / (1 - p), 0), None
-
-
-_OWN: dict[object, Callable[..., Any]] = {
-    aten._native_batch_norm_legit_functional: _batch_norm,
-    aten.native_dropout: _native_dropout,
-}
 
 
 def _narrowed(argument: Any) -> Any:
@@ -319,7 +162,7 @@ def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...], name: str) -> t
     import_lowerings()
     from torchax.decompositions import DECOMPOSITIONS
 
-    kept = set(_OWN)
+    kept = set(OWN)
     table = {target: how for target, how in DECOMPOSITIONS.items() if _packet(target) not in kept}
     try:
         with torch.no_grad(), warnings.catch_warnings():

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from flatout.engine.functional import Arrays, Counted
+from flatout.engine.functional import Arrays
+from flatout.engine.xla.lowerings import Counted
 from flatout.errors import InputError
 from flatout.models.keras import KerasModule, counting
 from flatout.models.load import first_line
