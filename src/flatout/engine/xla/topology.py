@@ -86,6 +86,8 @@ def chips(topology: Topology) -> list[Any]:
     Raises:
         InputError: this libtpu knows no such topology.
     """
+    # A compiler needs no TPU to itself: several may run on a machine, beside a training too.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     # libtpu otherwise asks the cloud which TPU this machine has, and complains of having none.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
