@@ -3,6 +3,8 @@
 Shape letters: B batch, H height, W width, C channels, K outputs.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import torch
