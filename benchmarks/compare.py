@@ -84,7 +84,12 @@ class Comparison:
 
 
 IN_PROCESS, WITH_WORKERS = {"plain": ("--workers", "0")}, {"plain, 2 workers": ("--workers", "2")}
-FASHION = {"job": "fashion-mnist", "data": "fashion-mnist", "script": "plain_fashion_mnist.py", "split": "test"}
+FASHION: dict[str, Any] = {
+    "job": "fashion-mnist",
+    "data": "fashion-mnist",
+    "script": "plain_fashion_mnist.py",
+    "split": "test",
+}
 COMPARISONS = {
     "fashion-mnist": Comparison(**FASHION, variants=IN_PROCESS | WITH_WORKERS, epochs=50),
     "fashion-mnist-same-batch": Comparison(

@@ -114,7 +114,7 @@ def load(recipe: Recipe, folder: Path, console: Console, limit: int | None = Non
 
 
 def fresh_engine(
-    recipe: Recipe, classes: int, device: str, notes: list[str], *, engine: str = "torch", **options: bool
+    recipe: Recipe, classes: int, device: str, notes: list[str], *, engine: str = "torch", **options: Any
 ) -> Engine:
     """Build the recipe's model, always with the same weights, and an engine for it, on a device that is empty again."""
     gc.collect()

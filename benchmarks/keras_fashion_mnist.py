@@ -75,7 +75,7 @@ def main() -> None:
 
     began = time.perf_counter()
     keras.utils.set_random_seed(1)
-    x, y = load(args.data, "train")
+    (x, y), test = load(args.data, "train"), load(args.data, "t10k")
     net = make_net()
     net.compile(
         optimizer=keras.optimizers.SGD(args.lr, momentum=0.5),
@@ -84,9 +84,9 @@ def main() -> None:
     )
     times, evaluations, accuracy = Times(), [], 0.0
     for _ in range(args.epochs):
-        net.fit(x, y, batch_size=args.batch_size, epochs=1, verbose=0, callbacks=[times])
+        net.fit(x, y, batch_size=args.batch_size, epochs=1, verbose=0, callbacks=[times])  # pyright: ignore
         start = time.perf_counter()
-        accuracy = net.evaluate(*load(args.data, "t10k"), batch_size=args.batch_size, verbose=0)[1]
+        accuracy = net.evaluate(*test, batch_size=args.batch_size, verbose=0)[1]  # pyright: ignore
         evaluations.append(time.perf_counter() - start)
         print(f"epoch {len(evaluations)}: test accuracy {accuracy:.4f}, {len(x) / times.epochs[-1]:,.0f} per second")
     later = sum(times.epochs[1:])

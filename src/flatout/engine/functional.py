@@ -26,7 +26,8 @@ from flatout.errors import InputError
 
 aten = torch.ops.aten
 
-Arrays = Mapping[str, jax.Array]
+Array = jax.Array | np.ndarray
+Arrays = Mapping[str, Array]
 
 # What runs in bfloat16 where that is asked for: the operations that matrix units compute.
 _PRODUCTS = frozenset({aten.convolution, aten.addmm, aten.mm, aten.bmm, aten.baddbmm})
@@ -72,7 +73,7 @@ class Function:
         self._user_inputs = list(signature.user_inputs)
         self._mutated = {output: names[id(every[t])] for output, t in signature.buffers_to_mutate.items()}
         self._steps = [node for node in program.graph.nodes if node.op == "call_function"]
-        results = program.graph.output_node().args[0]
+        results: Any = program.graph.output_node().args[0]
         self._results = [_name(argument) for argument in results]
         self.output_shapes = [tuple(r.meta["val"].shape) for r in results if r.name not in self._mutated]
         self._lowerings = {node: _lowering(node, name) for node in self._steps}
@@ -81,10 +82,10 @@ class Function:
         self,
         parameters: Arrays,
         buffers: Arrays,
-        *inputs: jax.Array,
+        *inputs: Array,
         key: jax.Array | None = None,
         counted: Counted | None = None,
-    ) -> tuple[Any, dict[str, jax.Array]]:
+    ) -> tuple[Any, dict[str, Any]]:
         """Return what the module returns, and its buffers afterwards.
 
         Args:
@@ -97,7 +98,8 @@ class Function:
         values: dict[str, Any] = dict(self._constants)
         for place, name in self._states.items():
             values[place] = parameters[name] if name in parameters else buffers[name]
-        values.update(zip(self._user_inputs, inputs, strict=True))
+        for place, given in zip(self._user_inputs, inputs, strict=True):
+            values[str(place)] = given
         call = Call(Keys(key), counted, self._batch)
         with warnings.catch_warnings():
             # torch counts in 64 bits, JAX in 32.
@@ -188,7 +190,7 @@ def import_lowerings() -> None:
     import torchax.ops.jtorch
 
     torch.backends.mha.set_fastpath_enabled(fastpath)
-    torchax.device_module.is_available = lambda: False
+    torchax.device_module.is_available = lambda: False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _line_of(error: BaseException) -> str:

@@ -9,14 +9,12 @@ import socket
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flatout.data.pack import cache_folder
 from flatout.errors import InputError
 
 if TYPE_CHECKING:
-    import jax
-
     from flatout.engine.world import World
 
 INSTALL = "pip install 'flatout[tpu]'"
@@ -71,7 +69,7 @@ def has_tpu() -> bool:
     return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
 
 
-def find_on_all_hosts(kind: str, indices: Sequence[int], world: "World") -> "list[jax.Device]":
+def find_on_all_hosts(kind: str, indices: Sequence[int], world: "World") -> list[Any]:
     """Return the devices of all hosts of a run, those of each host together; see `find`.
 
     Every host's process must call it, before anything else starts JAX there.
@@ -93,7 +91,7 @@ def find_on_all_hosts(kind: str, indices: Sequence[int], world: "World") -> "lis
     )
 
 
-def find(kind: str, indices: Sequence[int]) -> "list[jax.Device]":
+def find(kind: str, indices: Sequence[int]) -> list[Any]:
     """Return devices of a kind: `cpu` (simulated on this machine's cores), `tpu` or `cuda`.
 
     Raises:

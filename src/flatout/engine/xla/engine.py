@@ -79,7 +79,7 @@ class XlaEngine:
         model: nn.Module,
         recipe: Recipe,
         *,
-        devices: Sequence[jax.Device],
+        devices: Sequence[Any],
         world: World | None = None,
         class_weights: np.ndarray | None = None,
         report: Callable[[str], None] = lambda sentence: None,
@@ -412,7 +412,7 @@ def _read_all(samples: Samples) -> np.ndarray:
     return samples.read(np.arange(len(samples)), np.empty(shape, samples.images.dtype))
 
 
-def _free_bytes(device: jax.Device) -> int:
+def _free_bytes(device: Any) -> int:
     stats = device.memory_stats() or {}
     return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
 

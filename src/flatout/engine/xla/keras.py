@@ -3,6 +3,8 @@
 Shape letters: B batch, H height, W width, C channels, K outputs.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import torch
@@ -56,7 +58,7 @@ class KerasFunction:
         *,
         key: jax.Array | None = None,
         counted: Counted | None = None,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, dict[str, Any]]:
         """Return the logits [B, K], and the buffers afterwards; arguments as for `functional.Function`."""
         if counted is not None and counted.groups > 1 and self.buffers:
             raise InputError("norm = 'per-device': Keras models normalise by the whole batch; use norm = 'global'")

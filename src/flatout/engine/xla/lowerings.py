@@ -5,7 +5,7 @@ Shape letters: B batch, C channels, H height, W width.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -147,13 +147,13 @@ def _corners(x: jax.Array) -> list[jax.Array]:
 
 def is_plain_pool(node: torch.fx.Node) -> bool:
     """Whether a max pooling has windows of 2 x 2 side by side, and nobody asks where the maxima were."""
-    x, kernel, *rest = node.args
+    x, kernel, *rest = cast(list[Any], node.args)
     stride, padding, dilation, ceil = (*rest, *([[], [0, 0], [1, 1], False][len(rest) :]))
-    height, width = x.meta["val"].shape[-2:]  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    height, width = x.meta["val"].shape[-2:]
     is_even = height % 2 == width % 2 == 0
     return (
-        list(kernel) == [2, 2]  # pyright: ignore[reportArgumentType]
-        and list(stride or kernel) == [2, 2]  # pyright: ignore[reportArgumentType]
+        list(kernel) == [2, 2]
+        and list(stride or kernel) == [2, 2]
         and not any(np.ravel(padding))
         and all(np.ravel(dilation) == 1)
         and (is_even or not ceil)

@@ -71,8 +71,7 @@ class _Augmented(nn.Module):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
-        self.register_buffer("scale", 1 / (255 * std))
-        self.register_buffer("bias", -mean / std)
+        self.scale, self.bias = nn.Buffer(1 / (255 * std)), nn.Buffer(-mean / std)
 
     def forward(self, images: torch.Tensor, transforms: torch.Tensor | None = None) -> torch.Tensor:
         return augment.apply(images, transforms, self.scale, self.bias)
@@ -234,8 +233,9 @@ class _Pipeline:
         x = _example(batch, channels, size, size)
         transforms = () if row is None else (row.expand(batch, *row.shape[1:]),)
         self._augment = Function(_Augmented(recipe), (images, *transforms), name="augmentation")
-        kind = KerasFunction if isinstance(model, KerasModule) else Function
-        self._network = kind(model, (x,), name=recipe.model, precision=precision)
+        about: dict[str, Any] = {"name": recipe.model, "precision": precision}
+        is_keras = isinstance(model, KerasModule)
+        self._network = KerasFunction(model, (x,), **about) if is_keras else Function(model, (x,), **about)
         self._scales = {n: to_array(b) for n, b in _Augmented(recipe).named_buffers()}
         logits, labels = _example(*self._network.output_shapes[0]), _example(batch, dtype=torch.int64)
         self._judge = Function(_Judge(recipe), (logits, labels), name="loss")

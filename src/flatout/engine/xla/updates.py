@@ -95,7 +95,7 @@ def to_torch(state: Any) -> dict[str, np.ndarray]:
         for name, value in getattr(kept, field).items():
             arrays[f"{name}.{key}"] = np.asarray(value)
             if not isinstance(kept, MomentumState):
-                arrays[f"{name}.step"] = np.float32(kept.count)
+                arrays[f"{name}.step"] = np.asarray(kept.count, np.float32)
     return arrays
 
 
