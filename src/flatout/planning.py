@@ -17,6 +17,7 @@ from flatout.engine.xla.chips import parse_topologies
 from flatout.errors import InputError
 from flatout.estimate import Work
 from flatout.jobs import PUBLISHED
+from flatout.recipe import Recipe
 from flatout.run import write_json
 
 RESULT, CHART = "plan.json", "plan.png"
@@ -140,32 +141,43 @@ def find_work(
         InputError: they cannot be known; or as `resolve`.
     """
     from flatout.jobs import builtin_jobs, load_job
-    from flatout.resolve import resolve
+    from flatout.recipe import load_recipe
 
-    given = {name: value for name, value in (("--images", images), ("--classes", classes)) if value is not None}
-    for flag, value in given.items():
-        if value < 1:
+    for flag, value in (("--images", images), ("--classes", classes)):
+        if value is not None and value < 1:
             raise InputError(f"{flag} {value}: must be at least 1")
-    is_builtin = job in builtin_jobs()
-    recipe = load_job(job).override(changes) if is_builtin else None
-    has_own_data = recipe is not None and recipe.data.path
-    if recipe is not None and data is None and not has_own_data and (job in PUBLISHED or len(given) == 2):
-        found_images, found_classes = PUBLISHED.get(job, (0, 0))
-        about = "as given" if len(given) == 2 else "as published"
-    elif recipe is not None and data is None and not has_own_data:
-        raise InputError(f"job {job}: its data has no published size; give --images N and --classes K, or --data PATH")
+    recipe = None
+    if job in builtin_jobs():
+        recipe = load_job(job).override(changes)
+    elif Path(job).suffix == ".toml":
+        recipe = load_recipe(Path(job)).override(changes)
+    given = images or 0, classes or 0
+    if recipe is None or data is not None or (recipe.data.path and not all(given)):
+        recipe, *sizes, about = _look(job, data, changes, accelerated, console)
+    elif all(given):
+        sizes, about = given, "as given"
+    elif job in PUBLISHED:
+        sizes, about = PUBLISHED[job], "as published"
     else:
-        from flatout.data.source import Source
-
-        recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
-        source = found if isinstance(found, Source) else found.read()
-        start, stop = source.splits["train"]
-        found_images, found_classes = stop - start, len(source.classes)
-        set_aside = 0.0 if "valid" in source.splits else recipe.data.valid_fraction
-        set_aside += 0.0 if "test" in source.splits else recipe.data.test_fraction
-        found_images -= round(found_images * set_aside)
-        about = str(source.path or source.kind)
+        raise InputError(f"{job}: the size of its data is not known; give --images N and --classes K, or --data PATH")
     if not recipe.data.mean:
         # What the pixels are divided by changes no time.
         recipe = recipe.override({"data.mean": [0.5] * recipe.channels, "data.std": [0.5] * recipe.channels})
-    return Work(recipe=recipe, images=images or found_images, classes=classes or found_classes, about=about)
+    return Work(recipe=recipe, images=given[0] or sizes[0], classes=given[1] or sizes[1], about=about)
+
+
+def _look(
+    job: str, data: str | None, changes: Mapping[str, Any], accelerated: bool, console: Console
+) -> tuple[Recipe, int, int, str]:
+    """Return the recipe for data that is there, its training images and classes, and where it is."""
+    from flatout.data.source import Source
+    from flatout.resolve import resolve
+
+    recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
+    source = found if isinstance(found, Source) else found.read()
+    start, stop = source.splits["train"]
+    set_aside = 0.0 if "valid" in source.splits else recipe.data.valid_fraction
+    # A test split is set aside only where there is neither.
+    set_aside += recipe.data.test_fraction if len(source.splits) == 1 else 0.0
+    images = stop - start - round((stop - start) * set_aside)
+    return recipe, images, len(source.classes), str(source.path or source.kind)

@@ -394,3 +394,38 @@ def test_an_uneven_batch_is_padded_with_a_warning(tmp_path: Path, capsys: pytest
     assert done.returncode == 0, done.stderr
     assert "8 devices cannot share a batch of 65 evenly; 9.7% of the work is padding" in done.stdout
     assert "A batch of 72 costs the same" in done.stdout
+
+
+# --- the work ---------------------------------------------------------------------------------------------------------
+
+
+def found(job: str, data: str | None = None, **given: Any) -> tuple[int, int, str]:
+    from flatout.console import Console
+    from flatout.planning import find_work
+
+    work = find_work(job, data, {}, given.get("images"), given.get("classes"), accelerated=False, console=Console(None))
+    return work.images, work.classes, work.recipe.model
+
+
+def test_images_are_counted_published_or_given(shared_data: Path, tmp_path: Path) -> None:
+    assert found("fashion-mnist") == (60_000, 10, "fashion-cnn")
+    assert found("fashion-mnist", images=1000) == (1000, 10, "fashion-cnn")
+    assert found("caltech101", images=2848, classes=101) == (2848, 101, "caltech-cnn")
+    counted = found("caltech101", str(shared_data / "caltech101"))
+    assert counted == (2848, 101, "caltech-cnn")
+    # 1,797 digits, a fifth of them set aside for testing and a tenth for validation.
+    assert found("digits") == (1258, 10, "parallel-cnn")
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('model = "vgg16"\nimage_size = 64\nepochs = 2\nbatch_size = 16\n')
+    assert found(str(recipe), images=500, classes=7) == (500, 7, "vgg16")
+    made = found(str(shared_data / "caltech101"))
+    assert made[:2] == (2848, 101)
+
+
+def test_a_short_last_batch_counts_unless_it_is_dropped() -> None:
+    kept = make_work(1000, images=2500, epochs=2)
+    assert (kept.steps, kept.images_trained) == (6, 5000)
+    dropped = Work(recipe=kept.recipe.override({"drop_last": True}), images=2500, classes=10, about="")
+    assert (dropped.steps, dropped.images_trained) == (4, 4000)
+    few = make_work(1000, images=300)
+    assert (few.batch, few.steps, few.images_trained) == (300, 1, 300)
