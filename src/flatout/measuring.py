@@ -95,7 +95,6 @@ def _row(work: Work, spec: str, engine: str, allow_code: bool, console: Console)
         "steps_each": measured["steps_each"],
         "images_measured": measured["images"],
         "image_bytes": image_bytes(work) * work.images,
-        "cost": None,
     }
 
 

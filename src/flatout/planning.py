@@ -83,7 +83,7 @@ def plan(
     result = {
         "job": recipe.job,
         "model": recipe.model,
-        "batch_size": recipe.batch_size,
+        "batch_size": work.batch,
         "epochs": recipe.epochs,
         "images": work.images,
         "classes": work.classes,
