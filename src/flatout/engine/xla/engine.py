@@ -10,7 +10,6 @@ Shape letters: N samples, B batch, H height, W width, C channels, K outputs, T s
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,7 +22,8 @@ from flatout.data.order import Batch, evaluation_batches
 from flatout.engine import hardware
 from flatout.engine.base import Ask, Evaluation, Value
 from flatout.engine.world import World
-from flatout.engine.xla import updates
+from flatout.engine.xla import feed, updates
+from flatout.engine.xla.feed import Placed, Prepared
 from flatout.engine.xla.layout import Layout
 from flatout.engine.xla.step import Inputs, Program, State, to_array
 from flatout.errors import InputError
@@ -38,27 +38,6 @@ EVALUATION_BATCH = 256
 STEPS_PER_DISPATCH = 16
 # Dispatches under way at once: enough to keep the devices busy, few enough to bound the batches that wait.
 RUN_AHEAD = 4
-
-
-@dataclass(kw_only=True, eq=False)
-class Placed:
-    """One split: on the host, and whole on every device where it fits (uint8 [N, H, W, C]); its labels, int32 [N]."""
-
-    samples: Samples
-    table: jax.Array | None
-    labels: np.ndarray
-    transforms: np.ndarray | None = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Prepared:
-    """One batch on the host, padded: see `step.Inputs`."""
-
-    batch: Batch
-    images: np.ndarray
-    labels: np.ndarray
-    weights: np.ndarray
-    transforms: np.ndarray | None
 
 
 class XlaEngine:
@@ -140,15 +119,7 @@ class XlaEngine:
 
     def place(self, samples: Samples) -> Placed:
         """See `Engine.place`. Images lie whole on every device where they fit; simulated ones read from the host."""
-        where = self.recipe.data.placement
-        table = None
-        if self._platform != "cpu" and where in ("auto", "device"):
-            free = min(_free_bytes(device) for device in self.devices)
-            if where == "device" or samples.nbytes <= hardware.MEMORY_SHARE * free:
-                table = self._layout.put_whole(_read_all(samples), self._layout.whole)
-        if table is None and where != "disk" and samples.nbytes <= hardware.MEMORY_SHARE * hardware.free_host_bytes():
-            samples = Samples(images=_read_all(samples), rows=np.arange(len(samples)), labels=samples.labels)
-        return Placed(samples=samples, table=table, labels=samples.labels.astype(np.int32))
+        return feed.place(samples, self._layout, self.devices, self.recipe.data.placement)
 
     def prepare(self, placed: Placed) -> None:
         """See `Engine.prepare`. Exports the model and compiles its step."""
@@ -188,27 +159,12 @@ class XlaEngine:
     def feed(self, placed: Placed, batches: Iterable[Batch]) -> Iterator[Prepared]:
         """See `Engine.feed`."""
         assert self._program is not None
-        size = self._program.batch
-        return prefetch(lambda batch: self._prepared(placed, batch, size, is_training=True), batches)
+        return prefetch(self._reader(placed, self._program.batch, is_training=True), batches)
 
-    def _prepared(self, placed: Placed, batch: Batch, size: int, *, is_training: bool) -> Prepared:
-        """Read this process's part of a batch, padded by its first sample so that the devices get equal parts."""
-        missing = size - len(batch.samples)
-        samples = np.concatenate([batch.samples, np.full(missing, batch.samples[0])]) if missing else batch.samples
-        weights = np.concatenate([batch.weights, np.zeros(missing, np.float32)])
-        own = self._layout.own(size)
-        samples, weights = samples[own], weights[own]
-        if self._class_weights is not None and is_training:
-            weights = weights * self._class_weights[placed.samples.labels[samples]]
-        if placed.table is not None:
-            images = samples.astype(np.int32)
-        else:
-            shape, dtype = placed.samples.images.shape[1:], placed.samples.images.dtype
-            images = placed.samples.read(samples, np.empty((len(samples), *shape), dtype))
-        transforms = placed.transforms[samples] if is_training and placed.transforms is not None else None
-        return Prepared(
-            batch=batch, images=images, labels=placed.labels[samples], weights=weights, transforms=transforms
-        )
+    def _reader(self, placed: Placed, size: int, *, is_training: bool) -> Callable[[Batch], Prepared]:
+        """Return what makes a batch of a split ready for the devices."""
+        own, weights = self._layout.own(size), self._class_weights
+        return lambda batch: feed.prepare(placed, batch, size, own, is_training=is_training, class_weights=weights)
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -314,10 +270,7 @@ class XlaEngine:
         function = self._compile("evaluate", placed)
         size = program.evaluation_batch
         table = () if placed.table is None else (placed.table,)
-        batches = prefetch(
-            lambda batch: self._prepared(placed, batch, size, is_training=False),
-            _in_batches(count, size),
-        )
+        batches = prefetch(self._reader(placed, size, is_training=False), evaluation_batches(count, size))
         results = []
         for prepared in batches:
             arrays = (prepared.images, prepared.labels, prepared.weights)
@@ -405,26 +358,3 @@ def _fetch(array: jax.Array) -> np.ndarray:
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-
-
-def _read_all(samples: Samples) -> np.ndarray:
-    shape = (len(samples), *samples.images.shape[1:])
-    return samples.read(np.arange(len(samples)), np.empty(shape, samples.images.dtype))
-
-
-def _free_bytes(device: Any) -> int:
-    stats = device.memory_stats() or {}
-    return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
-
-
-def _in_batches(count: int, size: int) -> Iterator[Batch]:
-    """Yield every sample once, in batches of one size whatever the split's; see `order.evaluation_batches`."""
-    for batch in evaluation_batches(count, size):
-        missing = size - len(batch.samples)
-        if missing:
-            batch = replace(
-                batch,
-                samples=np.concatenate([batch.samples, np.full(missing, batch.samples[0])]),
-                weights=np.concatenate([batch.weights, np.zeros(missing, np.float32)]),
-            )
-        yield batch
