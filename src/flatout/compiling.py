@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console
 from flatout.engine.xla.chips import Topology
-from flatout.estimate import Work, does_fit, memory_limit, row_of, scaling
+from flatout.estimate import Work, device_memory, row_of, scaling
 from flatout.run import write_json
 
 if TYPE_CHECKING:
     from torch import nn
 
+# The share of a device's memory that programs get at least; the compiler knows how much it really is.
+MEMORY_SHARE = 0.97
 # The search for the largest batch ends when that fills the memory to within this share, or after so many compilations.
 BATCH_TOLERANCE, MOST_COMPILATIONS = 0.05, 6
+# Where a batch does not fit and nothing says by how much, the next is this much smaller.
+SMALLER = 0.8
 # Packages whose version decides what the compiler says.
 _COMPILERS = ("flatout", "torch", "jax", "jaxlib", "torchax", "libtpu")
 
@@ -99,9 +103,9 @@ class _Compiler:
         """Return the largest batch found to fit, which fills the memory to within a twentieth; None if none does.
 
         What a step needs grows almost in proportion to its batch, so each attempt goes where a line through the
-        nearest two says that the memory ends; where that leads nowhere new, to the middle.
+        nearest two says that the memory ends; where that leads nowhere new, to the middle, or a fifth lower.
         """
-        limit, parts = memory_limit(topology), topology.devices
+        limit, parts = MEMORY_SHARE * device_memory(topology), topology.devices
         fits, fails = 0, 0
         known: list[tuple[int, float]] = []
         for _ in range(MOST_COMPILATIONS):
@@ -109,7 +113,7 @@ class _Compiler:
             needed = compiled["needed_bytes"]
             if needed:
                 known.append((batch, needed))
-            if not does_fit(compiled, topology):
+            if not compiled["fits"]:
                 fails = min(fails or batch, batch)
             elif batch > fits:
                 fits = batch
@@ -166,7 +170,11 @@ def _next_batch(known: Sequence[tuple[int, float]], limit: float, fits: int, fai
     batch = int(0.98 * guess) // parts * parts
     low, high = fits or parts - 1, fails or math.inf
     if not low < batch < high:
-        batch = ((fits + fails) // 2 if fails else 2 * max(fits, known[-1][0] if known else parts)) // parts * parts
+        if fits and fails:
+            batch = (fits + fails) // 2
+        else:
+            batch = int(SMALLER * fails) if fails else 2 * max(fits, parts)
+        batch = batch // parts * parts
     return max(batch, parts)
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from flatout.engine.xla.chips import GENERATIONS, Topology
 from flatout.recipe import Recipe
 
-# Share of a chip's memory that a program may take; the runtime keeps some for itself.
-MEMORY_SHARE = 0.95
 # Numbers of chips for which the efficiency is estimated.
 MOST_CHIPS = 256
 
@@ -75,16 +73,6 @@ def device_memory(topology: Topology) -> float:
     return topology.generation.memory_bytes / topology.generation.cores
 
 
-def memory_limit(topology: Topology) -> float:
-    """Return the bytes of a device that a program may take."""
-    return MEMORY_SHARE * device_memory(topology)
-
-
-def does_fit(compiled: Mapping[str, Any], topology: Topology) -> bool:
-    """Return whether a compiled step fits into the memory of each device."""
-    return compiled["fits"] and compiled["needed_bytes"] <= memory_limit(topology)
-
-
 def step_time(compiled: Mapping[str, Any], topology: Topology) -> StepTime:
     """Return how long a compiled step takes by each limit.
 
@@ -111,7 +99,7 @@ def row_of(work: Work, topology: Topology, compiled: Mapping[str, Any], price: f
         "topology": topology.name,
         "chips": topology.chips,
         "devices": topology.devices,
-        "fits": does_fit(compiled, topology),
+        "fits": compiled["fits"],
         "needed_bytes": compiled["needed_bytes"],
         "argument_bytes": compiled["argument_bytes"],
         "temporary_bytes": compiled["temporary_bytes"],

@@ -60,7 +60,7 @@ def normed_net() -> Any:
     x = layers.Add()([x, layers.Conv2D(6, 1)(x)])
     x = layers.Flatten()(layers.MaxPooling2D()(x))
     x = layers.BatchNormalization(scale=False)(layers.Dense(16)(x))
-    return keras.Model(images, layers.Softmax()(layers.Dense(5)(layers.ReLU()(x))))
+    return keras.Model(images, layers.Softmax()(layers.Dense(5)(keras.ops.relu(x))))
 
 
 NETS = {"sigmoid": (pets_net, 2), "softmax": (normed_net, 5)}
@@ -219,6 +219,11 @@ def test_bfloat16_computes_in_less() -> None:
     assert np.abs(narrow - wide).max() > 1e-4
 
 
+def ending_in_an_operation() -> Any:
+    images = keras.Input((12, 12, 1))
+    return keras.Model(images, keras.ops.softmax(layers.Dense(5)(layers.Flatten()(images))))
+
+
 class Own(keras.Model):
     def call(self, x: Any) -> Any:
         return x
@@ -237,6 +242,7 @@ def ending(*last: Any) -> Any:
         (lambda: ending(layers.Dense(5, activity_regularizer="l2")), "adds to the loss by itself"),
         (lambda: ending(layers.Dense(5, kernel_constraint="non_neg")), "regularizers or constraints"),
         (lambda: ending(layers.Dense(5, activation="sigmoid")), "sigmoid over 5 outputs"),
+        (ending_in_an_operation, "keras.ops.softmax: end it in a layer"),
         (lambda: ending(layers.Dense(7)), r"must return logits \[N, 5\]"),
         (lambda: ending(layers.Reshape((144, 1))), "must have one output"),
     ],

@@ -14,7 +14,7 @@ from PIL import Image
 
 from flatout.cli import main
 from flatout.engine.xla.chips import GENERATIONS, Topology, parse_topology
-from flatout.estimate import Work, does_fit, memory_limit, row_of
+from flatout.estimate import Work, row_of
 from flatout.jobs import builtin_jobs, load_job
 
 HAS_COMPILER = all(importlib.util.find_spec(name) for name in ("jax", "libtpu", "torchax", "optax"))
@@ -117,7 +117,7 @@ def test_a_batch_that_does_not_fit_is_reported_with_the_largest_that_does(tmp_pa
     again, _ = run(*asked, str(largest), "--images", "60000000", "--classes", "2", out=tmp_path / "b", **cache)
     (fitting,) = again["topologies"]
     assert fitting["fits"]
-    assert fitting["needed_bytes"] > 0.9 * memory_limit(parse_topology(topology))
+    assert fitting["needed_bytes"] > 0.9 * 16 * 2**30
 
 
 @needs_compiler
@@ -240,8 +240,6 @@ def test_cores_that_are_devices_have_half_a_chip_each() -> None:
     row = row_of(make_work(1000), topology, compiled(flops=23e12, memory_bytes=350e9), None)
     assert row["seconds"]["compute"] == row["seconds"]["memory"] == pytest.approx(1.0)
     assert (row["chips"], row["devices"], row["memory_bytes"]) == (4, 8, 8 * 2**30)
-    assert does_fit(compiled(needed_bytes=7.5 * 2**30), topology)
-    assert not does_fit(compiled(needed_bytes=7.7 * 2**30), topology)
 
 
 @pytest.mark.parametrize("generation", GENERATIONS.values(), ids=GENERATIONS)

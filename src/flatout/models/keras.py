@@ -55,8 +55,8 @@ class KerasModule(nn.Module):
     Padding enters no statistics of a BatchNormalization layer of the model or of models nested in it; where a layer of
     the user's own holds one, the padding of an epoch's last batch does.
 
-    Simulated devices must be asked of JAX before Keras makes a first weight:
-    `jax.config.update("jax_num_cpu_devices", 8)`.
+    Keras starts JAX as it makes the first weight, so simulated devices must be asked for before:
+    `JAX_NUM_CPU_DEVICES=8` in the environment.
 
     Args:
         model: a Sequential or functional `keras.Model`, built, with one input and one output.
@@ -176,7 +176,7 @@ class _Architecture:
 
     def network(self, frozen: Collection[str], precision: str) -> Network:
         """Return the model without its last activation; see `KerasModule.network`."""
-        last = _last_layer(self.original).name if self.left_out else ""
+        last = _last_layer(self.original) if self.left_out else None
         model = _copied(self.original, functools.partial(_for_training, last=last, is_bf16=precision == "bf16"))
         named = _named_weights(model)
         names = {id(variable): name for name, variable in named.items()}
@@ -207,15 +207,15 @@ def _copied(model: Any, copied_layer: Callable[[Any], Any] | None = None) -> Any
     return _keras().models.clone_model(model, clone_function=copied_layer, recursive=True)
 
 
-def _for_training(layer: Any, *, last: str, is_bf16: bool) -> Any:
-    """Return a copy of a layer as flatout trains it; `last` is the layer whose activation is left out."""
+def _for_training(layer: Any, *, last: Any, is_bf16: bool) -> Any:
+    """Return a copy of a layer, or of an operation between layers; the activation of the layer `last` is left out."""
     keras, config = _keras(), layer.get_config()
     kind = {keras.layers.BatchNormalization: _own_layers()[0]}.get(type(layer), type(layer))
-    if is_bf16 and layer.dtype_policy.name == "float32":
+    if is_bf16 and isinstance(layer, keras.layers.Layer) and layer.dtype_policy.name == "float32":
         config["dtype"] = "mixed_bfloat16"
-    if layer.name == last and isinstance(layer, keras.layers.Softmax):
+    if layer is last and isinstance(layer, keras.layers.Softmax):
         kind = _own_layers()[1]
-    elif layer.name == last:
+    elif layer is last:
         config["activation"] = "linear"
     return kind.from_config(config)
 
@@ -263,8 +263,9 @@ def _leaves(model: Any) -> Iterator[Any]:
 
 
 def _last_layer(model: Any) -> Any:
+    """Return the layer, or the operation between layers, whose outputs are the model's."""
     while _is_model(model):
-        model = model.layers[-1]
+        model = getattr(model, "operations", model.layers)[-1]
     return model
 
 
@@ -273,6 +274,10 @@ def _activation(model: Any) -> str:
     keras, layer = _keras(), _last_layer(model)
     if isinstance(layer, keras.layers.Softmax):
         return "softmax"
+    if not isinstance(layer, keras.layers.Layer) and type(layer).__name__ in ("Softmax", "Sigmoid"):
+        raise InputError(
+            f"model: ends in a call of keras.ops.{type(layer).__name__.lower()}: end it in a layer instead"
+        )
     known = {keras.activations.softmax: "softmax", keras.activations.sigmoid: "sigmoid"}
     return known.get(getattr(layer, "activation", None), "")
 
