@@ -70,19 +70,21 @@ def _draw_bars(
 
 def _draw_throughput(axes: "Axes", result: Mapping[str, Any]) -> None:
     _style_panel(axes, "Images per second")
-    curve = result["scaling"]
-    axes.set_xlabel("chips", fontsize=8, color=MUTED)
-    if not curve:
-        axes.text(0.5, 0.5, "does not fit", transform=axes.transAxes, ha="center", color=MUTED)
+    fitting = [row for row in result["topologies"] if row["fits"]]
+    if not fitting:
+        _say(axes, "does not fit")
         return
-    chips = [row["chips"] for row in curve]
-    rates = [row["images_per_second"] for row in curve]
-    generation = result["scaling_of"].partition(":")[0]
-    ideal = [rates[0] * n for n in chips]
-    axes.plot(chips, ideal, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="ideal")
-    axes.plot(chips, rates, color=RIGHT, linewidth=1.8, label=f"{generation}, estimate")
+    curve = result["scaling"]
+    chips = [row["chips"] for row in curve or fitting]
+    generation = (result["scaling_of"] or fitting[0]["topology"]).partition(":")[0]
+    if curve:
+        rates = [row["images_per_second"] for row in curve]
+        ideal = [rates[0] * n for n in chips]
+        axes.plot(chips, ideal, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="ideal")
+        axes.plot(chips, rates, color=RIGHT, linewidth=1.8, label=f"{generation}, estimate")
+        axes.legend(loc="upper left", framealpha=0.85, edgecolor="none", fontsize=8, labelcolor=INK)
     behind = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85, "pad": 0.6}  # a line may pass there
-    for row in (row for row in result["topologies"] if row["fits"]):
+    for row in fitting:
         is_of_curve = row["topology"].partition(":")[0] == generation
         place = (row["chips"], row["images_per_second"])
         axes.plot(*place, "o", color=RIGHT, markerfacecolor=RIGHT if is_of_curve else "#ffffff", markersize=5)
@@ -90,30 +92,38 @@ def _draw_throughput(axes: "Axes", result: Mapping[str, Any]) -> None:
             f"{row['topology']}\n{number(row['images_per_second'])}", place, (0, -26), textcoords="offset points",
             fontsize=7.5, color=INK, ha="center", bbox=behind,
         )  # fmt: skip
+    axes.set_xlabel("chips", fontsize=8, color=MUTED)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(chips, [str(n) for n in chips])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.legend(loc="upper left", framealpha=0.85, edgecolor="none", fontsize=8, labelcolor=INK)
 
 
 def _draw_steps(axes: "Axes", result: Mapping[str, Any]) -> None:
-    _style_panel(axes, "Time of a step by each limit; the longest decides")
+    _style_panel(axes, "Step time by each limit; the longest decides")
     rows = result["topologies"]
-    known = [row["seconds"] for row in rows if "seconds" in row]
-    unit, factor = ("ms", 1e3) if known and max(s["step"] for s in known) >= 1e-3 else ("µs", 1e6)
+    known = [row["seconds"] for row in rows if row["fits"]]
+    if not known:
+        _say(axes, "\n".join(f"{row['topology']}: the largest batch is {row['largest_batch'] or 0:,}" for row in rows))
+        return
+    unit, factor = ("ms", 1e3) if max(s["step"] for s in known) >= 1e-3 else ("µs", 1e6)
     for side, (limit, (name, colour)) in zip((-1, 0, 1), LIMITS.items(), strict=True):
-        places = [index + 0.25 * side for index, row in enumerate(rows) if "seconds" in row]
+        places = [index + 0.25 * side for index, row in enumerate(rows) if row["fits"]]
         bars = axes.bar(places, [factor * s[limit] for s in known], width=0.22, color=colour, label=name)
         axes.bar_label(bars, fmt="{:,.3g}", fontsize=7.5, color=INK, padding=2)
     for index, row in enumerate(rows):
-        if "seconds" not in row:
+        if not row["fits"]:
             axes.text(index, 0, "does not fit", ha="center", va="bottom", fontsize=8, color=WRONG)
     axes.set_xticks(range(len(rows)), [shorten(row["topology"], 14) for row in rows])
     axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.set_xlabel("")
     axes.set_ylabel(unit, fontsize=8, color=MUTED)
-    if known:
-        axes.set_ylim(0, 1.3 * factor * max(s["step"] for s in known))
-        axes.legend(loc="upper left", ncols=3, framealpha=0.85, edgecolor="none", fontsize=8, labelcolor=INK)
+    axes.set_ylim(0, 1.3 * factor * max(s["step"] for s in known))
+    axes.legend(loc="upper left", ncols=3, framealpha=0.85, edgecolor="none", fontsize=8, labelcolor=INK)
+
+
+def _say(axes: "Axes", text: str) -> None:
+    """Put words where there is nothing to draw."""
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=9, color=MUTED)
