@@ -38,14 +38,15 @@ class Run:
 
     Args:
         path: the run folder.
-        model: the module to load the weights into; needed only where the run trained a module given in Python.
+        model: the module, or Keras model, to load the weights into; needed only where the run trained one given in
+            Python.
         allow_code: whether a model that is named as `package.module:factory` may be imported.
 
     Raises:
         InputError: the folder is no run.
     """
 
-    def __init__(self, path: str | Path, *, model: "nn.Module | None" = None, allow_code: bool = False) -> None:
+    def __init__(self, path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> None:
         self.path = Path(path)
         self._given, self._allow_code = model, allow_code
         for name in (RECIPE, WEIGHTS):
@@ -88,11 +89,12 @@ class Run:
     @cached_property
     def model(self) -> "nn.Module":
         """The trained module on the CPU, in evaluation mode; it takes normalised images [N, C, H, W] to logits."""
+        from flatout.models.keras import KerasModule, is_keras
         from flatout.models.load import build
 
         recipe = self.recipe
         if self._given is not None:
-            model = self._given
+            model = KerasModule(self._given) if is_keras(self._given) else self._given
         elif recipe.model.startswith("python:"):
             raise InputError(
                 f"{self.path}: trained a module given in Python ({recipe.model.removeprefix('python:')}); "
@@ -173,7 +175,7 @@ class Run:
         return None
 
 
-def load(path: str | Path, *, model: "nn.Module | None" = None, allow_code: bool = False) -> Run:
+def load(path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> Run:
     """Read a run folder; its `model` is an ordinary torch module on the CPU, whatever it was trained on. See `Run`."""
     return Run(path, model=model, allow_code=allow_code)
 

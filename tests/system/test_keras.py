@@ -140,7 +140,7 @@ def test_an_epoch_equals_a_plain_loops(kind: str, tmp_path: Path) -> None:
     images, labels = data["valid"]
     scores = oracle.predict(normalised(images), verbose=0)
     scores = np.hstack([1 - scores, scores]) if classes == 2 else scores
-    loaded = flatout.load(tmp_path / "run", model=KerasModule(build()))
+    loaded = flatout.load(tmp_path / "run", model=build())
     np.testing.assert_allclose(loaded.probabilities(images), scores, atol=1e-4)
     np.testing.assert_array_equal([int(p.classes[0]) for p in run.predict(images, top=1)], scores.argmax(1))
     assert run.summary["valid_correct"] == (scores.argmax(1) == labels).sum()

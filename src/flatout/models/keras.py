@@ -50,7 +50,7 @@ class KerasModule(nn.Module):
     [B, K]; so far as torch runs it, which is on the CPU, in evaluation and without gradients. `--engine xla` trains it.
 
     Weights are named after layers, numbered as Keras would number them in a new process: `conv2d_1.kernel`. So a run is
-    loaded by `flatout.load(path, model=KerasModule(model))`, with any model of the same build.
+    loaded by `flatout.load(path, model=model)`, with any model of the same build.
 
     Padding enters no statistics of a BatchNormalization layer of the model or of models nested in it; where a layer of
     the user's own holds one, the padding of an epoch's last batch does.

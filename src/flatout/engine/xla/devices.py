@@ -110,7 +110,7 @@ def find(kind: str, indices: Sequence[int]) -> list[Any]:
         if kind == "cpu":
             raise InputError(
                 f"--devices {wanted}xcpu: JAX was started in this process with {len(found)} simulated device(s), "
-                "which cannot change; use a new process"
+                f"which cannot change; start the process with JAX_NUM_CPU_DEVICES={wanted} in its environment"
             )
         raise InputError(f"--devices {wanted}x{kind}: this host has {len(found)} of them")
     return [found[index] for index in indices]
