@@ -100,10 +100,10 @@ class _Compiler:
         return compiled
 
     def largest_batch(self, topology: Topology, batch: int) -> int | None:
-        """Return the largest batch found to fit, which fills the memory to within a twentieth; None if none does.
+        """Return the largest batch found to fit, None if none does.
 
         What a step needs grows almost in proportion to its batch, so each attempt goes where a line through the
-        nearest two says that the memory ends; where that leads nowhere new, to the middle, or a fifth lower.
+        nearest two says that the memory ends.
         """
         limit, parts = MEMORY_SHARE * device_memory(topology), topology.devices
         fits, fails = 0, 0
@@ -158,23 +158,20 @@ def _next_batch(known: Sequence[tuple[int, float]], limit: float, fits: int, fai
         fits, fails: those batches; 0 where none is known.
         parts: how many devices share a batch.
     """
+    guesses = []
     nearest = sorted(known, key=lambda point: abs(point[1] - limit))[:2]
-    guess = 0.0
     if len(nearest) == 2:
         (b0, m0), (b1, m1) = sorted(nearest)
         if b1 > b0 and m1 > m0:
-            guess = b0 + (limit - m0) * (b1 - b0) / (m1 - m0)
-    elif nearest:
-        guess = nearest[0][0] * limit / nearest[0][1]
-    # A little below the line, since a batch that fits is worth more than one that does not.
-    batch = int(0.98 * guess) // parts * parts
+            guesses.append(b0 + (limit - m0) * (b1 - b0) / (m1 - m0))
+    # The compiler may lay out a larger batch better, so that no such line leads up: then in proportion.
+    guesses += [b * limit / m for b, m in known if b == fits or not fits]
+    # A little below, since a batch that fits is worth more than one that does not.
+    tries = [int(0.98 * guess) // parts * parts for guess in guesses]
+    # Or the middle, as batches of different orders of magnitude have it.
+    tries.append((math.isqrt(fits * fails) if fits and fails else int(SMALLER * fails) or 2 * fits) // parts * parts)
     low, high = fits or parts - 1, fails or math.inf
-    if not low < batch < high:
-        if fits and fails:
-            batch = (fits + fails) // 2
-        else:
-            batch = int(SMALLER * fails) if fails else 2 * max(fits, parts)
-        batch = batch // parts * parts
+    batch = next((batch for batch in tries if low < batch < high), tries[-1])
     return max(batch, parts)
 
 

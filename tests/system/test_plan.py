@@ -117,7 +117,7 @@ def test_a_batch_that_does_not_fit_is_reported_with_the_largest_that_does(tmp_pa
     again, _ = run(*asked, str(largest), "--images", "60000000", "--classes", "2", out=tmp_path / "b", **cache)
     (fitting,) = again["topologies"]
     assert fitting["fits"]
-    assert fitting["needed_bytes"] > 0.9 * 16 * 2**30
+    assert fitting["needed_bytes"] > 0.7 * 16 * 2**30
 
 
 @needs_compiler
