@@ -89,11 +89,13 @@ def test_a_whole_pod_and_a_single_chip(tmp_path: Path) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_step_compiles_for_every_generation(tmp_path: Path) -> None:
-    names = [f"{g.name}:{next(s for s in g.slices if s.startswith('2x2'))}" for g in GENERATIONS.values()]
+def test_a_step_compiles_for_other_generations(tmp_path: Path) -> None:
+    """Chips that need a setting of their own, the oldest, and the newest, of which each is two devices."""
+    generations = [GENERATIONS[name] for name in ("v2", "v4", "tpu7x")]
+    names = [f"{g.name}:{next(s for s in g.slices if s.startswith('2x2'))}" for g in generations]
     result, _ = run("mnist-parallel", "--topology", ",".join(names), out=tmp_path / "plan")
     assert [row["topology"] for row in result["topologies"]] == names
-    for row, generation in zip(result["topologies"], GENERATIONS.values(), strict=True):
+    for row, generation in zip(result["topologies"], generations, strict=True):
         assert row["fits"]
         assert (row["chips"], row["devices"]) == (4, 4 * generation.cores)
 
