@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 def do_train(args: argparse.Namespace) -> None:
     """Train a job, a recipe file, or a recipe made for the data."""
     from flatout.console import Console
-    from flatout.engine.choose import engine_for, is_accelerated
+    from flatout.engine.choose import is_accelerated
     from flatout.fitting import train_recipe
     from flatout.resolve import resolve
     from flatout.session import Options
 
-    rank, engine = _rank(), engine_for(args.devices, args.engine)
+    rank, engine = _rank(), _engine(args)
     console = Console(sys.stdout if rank == 0 else None, rank=rank)
     options = Options(
         out=args.out,
@@ -50,6 +51,16 @@ def do_train(args: argparse.Namespace) -> None:
         train_recipe(recipe, data, options, console)
     finally:
         console.close()
+
+
+def _engine(args: argparse.Namespace) -> str:
+    """Return the engine that the flags mean."""
+    from flatout.engine.choose import UNTESTED, engine_for
+
+    if args.allow_untested:
+        # The processes of several devices inherit it.
+        os.environ[UNTESTED] = "1"
+    return engine_for(args.devices, args.engine)
 
 
 def _rank() -> int:
@@ -99,7 +110,7 @@ def do_evaluate(args: argparse.Namespace) -> None:
     from flatout.run import Run
 
     run = Run(args.run, allow_code=args.allow_code)
-    result = evaluate(run, args.data, devices=args.devices, engine=args.engine, console=_side_console(args))
+    result = evaluate(run, args.data, devices=args.devices, engine=_engine(args), console=_side_console(args))
     if _rank() > 0:
         return
     name = "valid" if result["split"] == "valid" else "test"

@@ -141,6 +141,9 @@ def _add_devices(command: argparse.ArgumentParser) -> None:
         "--devices", default="auto", metavar="SPEC", help="auto, cpu, 2xcpu, cuda, 4xcuda, cuda:0,2, mps, 8xtpu"
     )
     command.add_argument("--engine", default="auto", metavar="NAME", help="auto, torch, xla")
+    command.add_argument(
+        "--allow-untested", action="store_true", help="let --engine torch use torch_tpu, which was never tried"
+    )
 
 
 def _add_json(command: argparse.ArgumentParser) -> None:

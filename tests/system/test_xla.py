@@ -166,6 +166,15 @@ def test_what_was_never_tested_needs_a_flag(
     assert "--allow-untested" in capsys.readouterr().err
 
 
+def test_the_flag_goes_past_what_was_never_tested(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLATOUT_ALLOW_UNTESTED", "")
+    assert main(["train", "digits", "--engine", "torch", "--devices", "tpu", "--allow-untested"]) == 2
+    assert os.environ["FLATOUT_ALLOW_UNTESTED"] == "1"
+    assert "torch_tpu is not installed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [
