@@ -180,8 +180,7 @@ def do_scale(args: argparse.Namespace) -> None:
     from flatout.console import Console
     from flatout.scaling import lines_of, scale
 
-    flags = {"epochs": args.epochs, "batch_size": args.batch_size}
-    changes = {key: value for key, value in flags.items() if value is not None} | dict(map(parse_setting, args.set))
+    changes = _given(args, "epochs", "batch_size")
     # Progress goes to stderr: stdout is for the result alone.
     console = Console(sys.stderr)
     try:
@@ -200,14 +199,19 @@ def do_scale(args: argparse.Namespace) -> None:
     _print(args, result, lines_of(result))
 
 
+def _given(args: argparse.Namespace, *keys: str) -> dict[str, Any]:
+    """Return the recipe keys that flags of the same names change; --set comes last."""
+    flags = {key: getattr(args, key) for key in keys}
+    return {key: value for key, value in flags.items() if value is not None} | dict(map(parse_setting, args.set))
+
+
 def do_plan(args: argparse.Namespace) -> None:
     """Compile a job for TPUs that are not there, or measure a few steps on devices that are."""
     from flatout.console import Console
     from flatout.planning import plan
     from flatout.report.plan_text import lines_of
 
-    flags = {"model": args.model, "epochs": args.epochs, "batch_size": args.batch_size}
-    changes = {key: value for key, value in flags.items() if value is not None} | dict(map(parse_setting, args.set))
+    changes = _given(args, "model", "epochs", "batch_size")
     console = Console(sys.stderr)
     try:
         result = plan(

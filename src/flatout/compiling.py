@@ -59,20 +59,11 @@ def build_model(work: Work, allow_code: bool) -> "nn.Module":
     """Return the job's model with fresh weights."""
     from flatout.models.dropout import set_dropout
     from flatout.models.freeze import freeze
-    from flatout.models.load import build
+    from flatout.models.load import build_for
 
-    recipe = work.recipe
-    model = build(
-        recipe.model,
-        num_classes=work.classes,
-        loss=recipe.loss,
-        seed=recipe.seed,
-        allow_code=allow_code,
-        image_size=recipe.image_size,
-        channels=recipe.channels,
-    )
-    freeze(model, recipe.freeze)
-    set_dropout(model, recipe.dropout)
+    model = build_for(work.recipe, num_classes=work.classes, allow_code=allow_code)
+    freeze(model, work.recipe.freeze)
+    set_dropout(model, work.recipe.dropout)
     return model
 
 

@@ -90,7 +90,7 @@ class Run:
     def model(self) -> "nn.Module":
         """The trained module on the CPU, in evaluation mode; it takes normalised images [N, C, H, W] to logits."""
         from flatout.models.keras import KerasModule, is_keras
-        from flatout.models.load import build
+        from flatout.models.load import build_for
 
         recipe = self.recipe
         if self._given is not None:
@@ -101,15 +101,7 @@ class Run:
                 "load it with flatout.load(path, model=YourModule())"
             )
         else:
-            model = build(
-                recipe.model,
-                num_classes=len(self.classes),
-                image_size=recipe.image_size,
-                channels=recipe.channels,
-                loss=recipe.loss,
-                seed=recipe.seed,
-                allow_code=self._allow_code,
-            )
+            model = build_for(recipe, num_classes=len(self.classes), allow_code=self._allow_code)
         try:
             model.load_state_dict(self._weights[0])
         except RuntimeError as error:

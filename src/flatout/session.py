@@ -188,23 +188,16 @@ class Session:
 
         from flatout.models.dropout import set_dropout
         from flatout.models.freeze import freeze
-        from flatout.models.load import build, check_outputs
+        from flatout.models.load import build_for, check_outputs
 
         recipe, module = self.recipe, self.module
-        shape = {"image_size": recipe.image_size, "channels": recipe.channels}
         if module is not None:
             model = copy.deepcopy(module).to("cpu")
             outputs = 1 if recipe.loss == "binary-cross-entropy" else len(pack.classes)
+            shape = {"image_size": recipe.image_size, "channels": recipe.channels}
             check_outputs(model, type(module).__name__, num_outputs=outputs, **shape)
         else:
-            model = build(
-                recipe.model,
-                num_classes=len(pack.classes),
-                loss=recipe.loss,
-                seed=recipe.seed,
-                allow_code=self.options.allow_code,
-                **shape,
-            )
+            model = build_for(recipe, num_classes=len(pack.classes), allow_code=self.options.allow_code)
         freeze(model, recipe.freeze)
         set_dropout(model, recipe.dropout)
         return model

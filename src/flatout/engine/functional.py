@@ -74,7 +74,7 @@ class Function:
         self._mutated = {output: names[id(every[t])] for output, t in signature.buffers_to_mutate.items()}
         self._steps = [node for node in program.graph.nodes if node.op == "call_function"]
         results: Any = program.graph.output_node().args[0]
-        self._results = [_name(argument) for argument in results]
+        self._results = [result.name for result in results]
         self.output_shapes = [tuple(r.meta["val"].shape) for r in results if r.name not in self._mutated]
         self._lowerings = {node: _lowering(node, name) for node in self._steps}
 
@@ -105,15 +105,14 @@ class Function:
             # torch counts in 64 bits, JAX in 32.
             warnings.filterwarnings("ignore", "Explicitly requested dtype")
             self._walk(call, values)
-        results = [values[name] for name in self._results]
         new_buffers = dict(buffers)
         outputs = []
-        for name, result in zip(self._results, results, strict=True):
+        for name in self._results:
             if name in self._mutated:
                 buffer = self._mutated[name]
-                new_buffers[buffer] = result.astype(buffers[buffer].dtype)
+                new_buffers[buffer] = values[name].astype(buffers[buffer].dtype)
             else:
-                outputs.append(result)
+                outputs.append(values[name])
         return (outputs[0] if len(outputs) == 1 else tuple(outputs)), new_buffers
 
     def _walk(self, call: Call, values: dict[str, Any]) -> None:
@@ -219,11 +218,6 @@ def _with_duplicates(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
-
-
-def _name(argument: Any) -> str:
-    assert isinstance(argument, torch.fx.Node)
-    return argument.name
 
 
 def _packet(target: Any) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import InputError
+from flatout.recipe import Recipe
 from flatout.settings import nearest
 
 if TYPE_CHECKING:
@@ -29,6 +30,19 @@ _NETS = {
 def list_names() -> list[str]:
     """Return the names of our own models."""
     return list(_NETS)
+
+
+def build_for(recipe: Recipe, *, num_classes: int, allow_code: bool) -> "nn.Module":
+    """Return a recipe's model with fresh weights; see `build`."""
+    return build(
+        recipe.model,
+        num_classes=num_classes,
+        image_size=recipe.image_size,
+        channels=recipe.channels,
+        loss=recipe.loss,
+        seed=recipe.seed,
+        allow_code=allow_code,
+    )
 
 
 def build(
