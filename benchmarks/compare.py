@@ -20,8 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from flatout.engine.choose import machine
-from flatout.engine.hardware import cpu_threads
+from flatout.engine.devices import machine
+from flatout.engine.eager.device_setup import cpu_threads
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("flatout", "torch", "torchvision", "numpy", "pillow", "simplejpeg")

@@ -24,20 +24,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.augment import epoch_transforms
 from flatout.console import Console
 from flatout.data.feed import Samples
+from flatout.data.load import find, splits_of
 from flatout.data.order import Batch
 from flatout.data.pack import Pack, PackSettings, load_pack
-from flatout.data.prepare import find, splits_of
-from flatout.engine import hardware
 from flatout.engine.base import Ask, Engine
-from flatout.engine.choose import join, machine, make_engine, parse_devices
+from flatout.engine.devices import join, machine, make_engine, parse_devices
+from flatout.engine.eager import device_setup as hardware
 from flatout.jobs import load_job
 from flatout.models.load import build
-from flatout.progress import Progress
+from flatout.numerics.augment import epoch_transforms
 from flatout.recipe import Augment, Momentum, Recipe
-from flatout.train import Callbacks, train
+from flatout.run.loop import Callbacks, train
+from flatout.run.progress import Progress
 
 IMAGENET = {"data.mean": [0.485, 0.456, 0.406], "data.std": [0.229, 0.224, 0.225]}
 RESNET_CLASSES = 1000

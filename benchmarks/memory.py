@@ -98,7 +98,7 @@ def main() -> None:
     few, many = runs
 
     # Only now, as it loads torch, and what this process holds would count as its children's.
-    from flatout.engine.choose import machine
+    from flatout.engine.devices import machine
 
     packages = ("flatout", "torch", "numpy")
     result = {

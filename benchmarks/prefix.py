@@ -17,17 +17,17 @@ from typing import Any
 
 from flatout.console import Console
 from flatout.data.feed import Samples
+from flatout.data.load import find, splits_of
 from flatout.data.pack import Pack, PackSettings, load_pack
-from flatout.data.prepare import find, splits_of
 from flatout.engine.base import Ask
-from flatout.engine.choose import join, machine
-from flatout.engine.torch import TorchEngine
+from flatout.engine.devices import join, machine
+from flatout.engine.eager.engine import TorchEngine
 from flatout.jobs import load_job
 from flatout.models.freeze import freeze
 from flatout.models.load import build
-from flatout.progress import EpochRecord, Progress
 from flatout.recipe import Recipe
-from flatout.train import Callbacks, train
+from flatout.run.loop import Callbacks, train
+from flatout.run.progress import EpochRecord, Progress
 
 CACHED_EPOCHS, UNCACHED_EPOCHS = 3, 2
 SILENT = Callbacks(

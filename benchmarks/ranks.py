@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from compare import HERE, PACKAGES, run_process
-from flatout.engine.choose import machine
-from flatout.engine.hardware import cores
+from flatout.engine.devices import machine
+from flatout.engine.eager.device_setup import cores
 
 # Job -> data set in the data root, epochs, further flags: enough for some tens of seconds on one thread.
 JOBS: dict[str, tuple[str, int, tuple[str, ...]]] = {

@@ -6,17 +6,17 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from flatout.errors import InputError, TrainingFailed
-    from flatout.fitting import fit
     from flatout.recipe import SGD, Adagrad, Adam, AdamW, Augment, Data, Momentum, Optimizer, Recipe, Schedule
-    from flatout.run import Prediction, Run, load
+    from flatout.run.fit import fit
+    from flatout.run.folder import Prediction, Run, load
 
 # Where each public name lives. They are imported when first used: torch takes seconds to load.
 _HOMES = {
     **dict.fromkeys(("InputError", "TrainingFailed"), "flatout.errors"),
-    "fit": "flatout.fitting",
+    "fit": "flatout.run.fit",
     **dict.fromkeys(("SGD", "Momentum", "Adagrad", "Adam", "AdamW"), "flatout.recipe"),
     **dict.fromkeys(("Augment", "Data", "Optimizer", "Recipe", "Schedule"), "flatout.recipe"),
-    **dict.fromkeys(("Prediction", "Run", "load"), "flatout.run"),
+    **dict.fromkeys(("Prediction", "Run", "load"), "flatout.run.folder"),
 }
 
 __all__ = [

@@ -13,16 +13,16 @@ from flatout.recipe import MAX_IMAGE_SIZE
 from flatout.settings import parse_setting
 
 if TYPE_CHECKING:
-    from flatout.hosts import Hosts
+    from flatout.dist.rendezvous import Hosts
 
 
 def do_train(args: argparse.Namespace) -> None:
     """Train a job, a recipe file, or a recipe made for the data."""
     from flatout.console import Console
-    from flatout.engine.choose import is_accelerated
-    from flatout.fitting import train_recipe
-    from flatout.resolve import resolve
-    from flatout.session import Options
+    from flatout.engine.devices import is_accelerated
+    from flatout.run.fit import train_recipe
+    from flatout.run.resolve import resolve
+    from flatout.run.session import Options
 
     rank, engine = _rank(), _engine(args)
     console = Console(sys.stdout if rank == 0 else None, rank=rank)
@@ -55,7 +55,7 @@ def do_train(args: argparse.Namespace) -> None:
 
 def _engine(args: argparse.Namespace) -> str:
     """Return the engine that the flags mean."""
-    from flatout.engine.choose import UNTESTED, engine_for
+    from flatout.engine.devices import UNTESTED, engine_for
 
     if args.allow_untested:
         # The processes of several devices inherit it.
@@ -65,14 +65,14 @@ def _engine(args: argparse.Namespace) -> str:
 
 def _rank() -> int:
     """Return which rank a launcher such as torchrun made this process; 0 where there is none."""
-    from flatout.engine.launched import launched
+    from flatout.dist.env import launched
 
     found = launched()
     return found.rank if found else 0
 
 
 def _hosts(args: argparse.Namespace) -> "Hosts":
-    from flatout.hosts import Hosts
+    from flatout.dist.rendezvous import Hosts
 
     timeout = {} if args.rendezvous_timeout is None else {"timeout": args.rendezvous_timeout}
     return Hosts(nodes=args.nodes, node_rank=args.node_rank, rendezvous=args.rendezvous, **timeout)
@@ -106,8 +106,8 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
 
 def do_evaluate(args: argparse.Namespace) -> None:
     """Test a run again, or on other data."""
-    from flatout.evaluate import evaluate
-    from flatout.run import Run
+    from flatout.run.evaluate import evaluate
+    from flatout.run.folder import Run
 
     run = Run(args.run, allow_code=args.allow_code)
     result = evaluate(run, args.data, devices=args.devices, engine=_engine(args), console=_side_console(args))
@@ -120,7 +120,7 @@ def do_evaluate(args: argparse.Namespace) -> None:
 
 def do_predict(args: argparse.Namespace) -> None:
     """Classify images with a run."""
-    from flatout.run import Run
+    from flatout.run.folder import Run
 
     predictions = Run(args.run, allow_code=args.allow_code).predict(args.files, top=args.top)
     lines = []
@@ -140,9 +140,9 @@ def do_report(args: argparse.Namespace) -> None:
 
 def do_pack(args: argparse.Namespace) -> None:
     """Decode and resize images once, into plain NumPy files."""
-    from flatout.advise import advise
+    from flatout.data.load import find
     from flatout.data.pack import PackSettings, build_pack
-    from flatout.data.prepare import find
+    from flatout.run.advise import advise
 
     if not 1 <= args.size <= MAX_IMAGE_SIZE:
         raise InputError(f"--size {args.size}: must be from 1 to {MAX_IMAGE_SIZE} pixels")
@@ -166,7 +166,7 @@ def do_pack(args: argparse.Namespace) -> None:
 def do_check(args: argparse.Namespace) -> None:
     """Look for unreadable, duplicate and leaked images."""
     from flatout.data.check import check
-    from flatout.data.prepare import find
+    from flatout.data.load import find
     from flatout.data.source import Source
 
     found = find(args.data, args.classes or "")
@@ -178,7 +178,7 @@ def do_check(args: argparse.Namespace) -> None:
 def do_scale(args: argparse.Namespace) -> None:
     """Measure a job on several choices of devices."""
     from flatout.console import Console
-    from flatout.scaling import lines_of, scale
+    from flatout.scale.scale import lines_of, scale
 
     changes = _given(args, "epochs", "batch_size")
     # Progress goes to stderr: stdout is for the result alone.
@@ -208,8 +208,8 @@ def _given(args: argparse.Namespace, *keys: str) -> dict[str, Any]:
 def do_plan(args: argparse.Namespace) -> None:
     """Compile a job for TPUs that are not there, or measure a few steps on devices that are."""
     from flatout.console import Console
-    from flatout.planning import plan
-    from flatout.report.plan_text import lines_of
+    from flatout.plan.plan import plan
+    from flatout.plan.text import lines_of
 
     changes = _given(args, "model", "epochs", "batch_size")
     console = Console(sys.stderr)
@@ -236,7 +236,7 @@ def do_plan(args: argparse.Namespace) -> None:
 
 def do_devices(args: argparse.Namespace) -> None:
     """List what this machine can train on."""
-    from flatout.engine.choose import available, machine
+    from flatout.engine.devices import available, machine
 
     found, here = available(), machine()
     lines = [f"cpu: {here['cpu']}, {found['cpu']} cores, {here['memory_bytes'] / 2**30:.0f} GiB"]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flatout.data.arrays import from_arrays
+from flatout.data.formats.npy import from_arrays
 from flatout.data.recognise import recognise
 from flatout.errors import InputError
 

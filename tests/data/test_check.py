@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flatout.data.arrays import from_arrays
 from flatout.data.check import Sizes, check
+from flatout.data.formats.npy import from_arrays
 from flatout.data.recognise import recognise
 
 RNG = np.random.default_rng(0)

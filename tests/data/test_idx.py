@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from flatout.data.idx import read_idx
+from flatout.data.formats.idx import read_idx
 from flatout.data.recognise import recognise
 from flatout.errors import InputError
 

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.data.split import carve
+from flatout.data.splits import carve
 
 
 @given(

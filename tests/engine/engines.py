@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.dist.world import World
 from flatout.engine.base import Engine
-from flatout.engine.torch import TorchEngine
-from flatout.engine.world import World
+from flatout.engine.eager.engine import TorchEngine
 from flatout.recipe import Recipe
 
 SIMULATED = 8

@@ -7,10 +7,10 @@ from typing import Any, Literal
 import torch
 
 from flatout.console import Console
-from flatout.engine.choose import Devices
-from flatout.engine.launched import launched
-from flatout.engine.world import World
-from flatout.launch import run_on_ranks
+from flatout.dist.env import launched
+from flatout.dist.launcher import run_on_ranks
+from flatout.dist.world import World
+from flatout.engine.devices import Devices
 
 Backend = Literal["memory", "gloo"]
 

@@ -9,9 +9,9 @@ from torch.nn import functional
 from flatout.data.feed import Samples
 from flatout.data.order import training_batches
 from flatout.engine.base import Ask
-from flatout.progress import Progress
 from flatout.recipe import Optimizer, Recipe
-from flatout.train import Callbacks, train
+from flatout.run.loop import Callbacks, train
+from flatout.run.progress import Progress
 from tests.engine.engines import ENGINES, make_engine
 
 SILENT = Callbacks(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.engine.batch_norm import BatchStatistics
+from flatout.engine.eager.batch_norm import BatchStatistics
 
 
 def statistics_of(batch_size: int, count: int) -> BatchStatistics:

@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.data.order import training_batches
-from flatout.engine.torch import TorchEngine
-from flatout.engine.world import World
-from flatout.progress import Progress
+from flatout.dist.world import World
+from flatout.engine.eager.engine import TorchEngine
 from flatout.recipe import Recipe
-from flatout.train import train
+from flatout.run.loop import train
+from flatout.run.progress import Progress
 from tests.engine.ranks import Backend, on_ranks
 from tests.engine.test_against_plain_loop import OPTIMIZERS, SILENT, make_net, make_recipe, make_samples
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.engine.exact import exact_sums
-from flatout.engine.torch import TorchEngine
-from flatout.engine.world import World
+from flatout.dist.world import World
+from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.eager.exact_sums import exact_sums
 from flatout.models.nets import FashionCNN
-from flatout.progress import Progress
-from flatout.train import train
+from flatout.run.loop import train
+from flatout.run.progress import Progress
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import SILENT, make_recipe, make_samples
 

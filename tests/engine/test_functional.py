@@ -17,7 +17,7 @@ make_engine("xla 1", nn.Flatten(), make_recipe())
 import jax  # noqa: E402  (started with the devices that all tests share)
 import jax.numpy as jnp  # noqa: E402
 
-from flatout.engine.functional import Function  # noqa: E402
+from flatout.engine.xla.function import Function  # noqa: E402
 from flatout.engine.xla.lowerings import Counted  # noqa: E402
 from flatout.engine.xla.step import to_array  # noqa: E402
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flatout.engine.prefix import cut_frozen_prefix
-from flatout.engine.torch import TorchEngine
+from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.eager.frozen_prefix import cut_frozen_prefix
 from flatout.models.freeze import freeze, set_train_mode
 from flatout.models.load import build
 from flatout.recipe import Recipe

@@ -17,11 +17,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from flatout import optim
-from flatout.engine.sharding import build_optimizer, shard
-from flatout.engine.state import full_state, load_full_state
+from flatout.engine.eager.fsdp import build_optimizer, shard
+from flatout.engine.eager.state import full_state, load_full_state
 from flatout.errors import InputError
 from flatout.models.freeze import set_train_mode
+from flatout.numerics import optim
 from flatout.recipe import Optimizer
 
 CPU = torch.device("cpu")

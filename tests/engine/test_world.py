@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.engine.gradients import ALIGNMENT
-from flatout.engine.world import World
+from flatout.dist.world import World
+from flatout.engine.eager.grad_reduce import ALIGNMENT
 from flatout.errors import RankLost
 from tests.engine.ranks import Backend, on_ranks, on_ranks_that_part
 

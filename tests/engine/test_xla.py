@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.augment import epoch_transforms
 from flatout.data.order import training_batches
 from flatout.engine.base import Engine
 from flatout.errors import InputError
 from flatout.models.nets import CatsDogsCNN
-from flatout.progress import Progress
+from flatout.numerics.augment import epoch_transforms
 from flatout.recipe import Recipe
-from flatout.train import train
+from flatout.run.loop import train
+from flatout.run.progress import Progress
 from tests.engine import test_data_parallel as parallel
 from tests.engine.engines import XLA, make_engine
 from tests.engine.test_against_plain_loop import OPTIMIZERS, SILENT, make_net, make_recipe, make_samples

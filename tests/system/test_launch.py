@@ -18,12 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
-from flatout import vitals
 from flatout.console import Console
-from flatout.engine.choose import Devices
+from flatout.dist import heartbeat as vitals
+from flatout.dist.launcher import run_on_ranks
+from flatout.dist.rendezvous import Hosts
+from flatout.engine.devices import Devices
 from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
-from flatout.hosts import Hosts
-from flatout.launch import run_on_ranks
 
 # What a run may take to end once something is wrong with it; and its start on a busy machine.
 END_SECONDS, START_SECONDS = 15, 60
@@ -140,8 +140,8 @@ def test_an_error_for_the_user_is_raised_as_it_is(error: Exception) -> None:
 SCRIPT = """
     import sys
     from flatout.console import Console
-    from flatout.engine.choose import Devices
-    from flatout.launch import run_on_ranks
+    from flatout.engine.devices import Devices
+    from flatout.dist.launcher import run_on_ranks
 
     class Model:
         def __init__(self, size):
@@ -440,7 +440,7 @@ def test_hosts_refuse_what_cannot_be(values: dict[str, Any], said: str) -> None:
 ALONE = """
     import os, signal, sys, time
     from pathlib import Path
-    from flatout import vitals
+    from flatout.dist import heartbeat as vitals
 
     folder, rank, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     if rank == 0:

@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from flatout.cli import main
-from flatout.engine.xla.chips import GENERATIONS, Topology, parse_topology
-from flatout.estimate import Work, row_of
 from flatout.jobs import builtin_jobs, load_job
+from flatout.plan.chips import GENERATIONS, Topology, parse_topology
+from flatout.plan.roofline import Work, row_of
 
 HAS_COMPILER = all(importlib.util.find_spec(name) for name in ("jax", "libtpu", "torchax", "optax"))
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs the TPU compiler: pip install 'flatout[tpu]'")
@@ -33,7 +33,7 @@ def run(*arguments: str, out: Path, **environment: str) -> tuple[dict[str, Any],
 
 def gradient_bytes(result: dict[str, Any]) -> int:
     """Return the bytes of the gradients of a job, as 16-bit numbers."""
-    from flatout.compiling import build_model
+    from flatout.plan.compile import build_model
 
     recipe = load_job(result["job"])
     work = Work(recipe=recipe, images=result["images"], classes=result["classes"], about="")
@@ -146,7 +146,7 @@ def test_the_second_time_nothing_is_compiled_nor_imported(tmp_path: Path) -> Non
 @needs_compiler
 def test_what_is_searched_for_in_programs_would_be_found() -> None:
     """Lines as the TPU compiler writes them, from a program that prints in the middle and from one that trains."""
-    from flatout.engine.xla.topology import Collective, collectives, host_transfers, needed_bytes
+    from flatout.plan.topology import Collective, collectives, host_transfers, needed_bytes
 
     text = """
   %get = f32[10]{0:T(128)S(1)} get-tuple-element(%all-reduce.23), index=0, metadata={op_name="all-reduce"}
@@ -181,8 +181,8 @@ def test_a_program_that_prints_waits_for_the_host() -> None:
 import jax, json, numpy as np, sys
 from flatout.engine.xla import devices
 devices.settle_for_compiling()
-from flatout.engine.xla.chips import parse_topology
-from flatout.engine.xla.topology import chips, collectives, host_transfers
+from flatout.plan.chips import parse_topology
+from flatout.plan.topology import chips, collectives, host_transfers
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 mesh = Mesh(np.array(chips(parse_topology("v5e:2x4"))), ("batch",))
 cut, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["batch"], []))
@@ -258,8 +258,8 @@ def test_the_compiler_knows_every_slice_in_the_table() -> None:
     code = """
 from flatout.engine.xla import devices
 devices.settle_for_compiling()
-from flatout.engine.xla.chips import GENERATIONS, parse_topology
-from flatout.engine.xla.topology import chips
+from flatout.plan.chips import GENERATIONS, parse_topology
+from flatout.plan.topology import chips
 for generation in GENERATIONS.values():
     for sides in generation.slices:
         topology = parse_topology(f"{generation.name}:{sides}")
@@ -401,7 +401,7 @@ def test_an_uneven_batch_is_padded_with_a_warning(tmp_path: Path, capsys: pytest
 
 def found(job: str, data: str | None = None, **given: Any) -> tuple[int, int, str]:
     from flatout.console import Console
-    from flatout.planning import find_work
+    from flatout.plan.plan import find_work
 
     work = find_work(job, data, {}, given.get("images"), given.get("classes"), accelerated=False, console=Console(None))
     return work.images, work.classes, work.recipe.model

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from flatout.cli import main
-from flatout.report.scaling_findings import explained_by_rounding
+from flatout.scale.findings import explained_by_rounding
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatout import augment
+from flatout.numerics import augment
 from flatout.recipe import Augment
 
 ONE, ZERO = torch.ones(3), torch.zeros(3)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.data.order import evaluation_batches, steps_per_epoch, training_batches
-from flatout.randomness import Stream, permutation, raw, uniform
+from flatout.numerics.random import Stream, permutation, raw, uniform
 
 
 @given(

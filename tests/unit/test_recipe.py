@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flatout
-from flatout.checkpoint import check_resumable
 from flatout.errors import InputError
 from flatout.jobs import builtin_jobs, load_job
-from flatout.progress import Progress
 from flatout.recipe import Recipe, from_dict, known_keys, load_recipe
+from flatout.run.checkpoint import check_resumable
+from flatout.run.progress import Progress
 from flatout.settings import parse_setting
 
 BASE = Recipe(model="fashion-cnn", image_size=28, epochs=2, batch_size=16)

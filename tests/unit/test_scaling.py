@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from flatout.errors import InputError
-from flatout.report.scaling_chart import draw_scaling
-from flatout.report.scaling_findings import explained_by_rounding, findings
-from flatout.scaling import Choice, compare, lines_of, split_specs
+from flatout.scale.chart import draw_scaling
+from flatout.scale.findings import explained_by_rounding, findings
+from flatout.scale.scale import Choice, compare, lines_of, split_specs
 
 
 def run(devices: str, world_size: int, rate: float, *, threads: int | None = 1, **values: Any) -> dict[str, Any]:

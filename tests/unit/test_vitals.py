@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from flatout import vitals
-from flatout.vitals import Phase, Vital
-from flatout.watchdog import SILENT_SECONDS, STALLED_SECONDS, STARTING_SECONDS, Observer, find_hung, find_silent
+from flatout.dist import heartbeat as vitals
+from flatout.dist.heartbeat import Phase, Vital
+from flatout.dist.watchdog import SILENT_SECONDS, STALLED_SECONDS, STARTING_SECONDS, Observer, find_hung, find_silent
 
 LONG = STALLED_SECONDS + 1
 
@@ -40,7 +40,7 @@ def stalled(rank: int, phase: Phase = Phase.WORKING, *, seconds: float = LONG, *
 def test_another_process_reads_what_a_rank_says() -> None:
     with contextlib.closing(vitals.create(2)) as board:
         code = (
-            "import sys; from flatout import vitals\n"
+            "import sys; from flatout.dist import heartbeat as vitals\n"
             "life = vitals.attach(sys.argv[1], 1, 'cuda:1', rank=5)\n"
             "life.at(2, 17)\n"
             "life._push(vitals.Phase.WAITING)\n"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flatout.randomness import Stream, permutation
+from flatout.numerics.random import Stream, permutation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

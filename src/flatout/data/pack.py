@@ -23,7 +23,7 @@ import numpy as np
 
 from flatout.data import bad_images, pack_files
 from flatout.data.decode import RESIZE_METHOD, BadImage, decode_image, resize_images
-from flatout.data.fingerprint import combined_digest, digest_files
+from flatout.data.digests import combined_digest, digest_files
 from flatout.data.pack_files import DamagedPack
 from flatout.data.source import Found, Source, describe
 from flatout.errors import InputError

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flatout.data.fingerprint import usable_cores
+from flatout.data.digests import usable_cores
 from flatout.errors import InputError
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from flatout.data import arrays, folders, idx, json_triples, manifest
+from flatout.data.formats import folders, idx, json_triples, manifest
+from flatout.data.formats import npy as arrays
 from flatout.data.labels import find_class_list
 from flatout.data.source import Found, Source
 from flatout.errors import InputError
@@ -48,7 +49,7 @@ def from_python(data: object) -> Source:
     Raises:
         InputError: the data is neither, or its images or labels are wrong.
     """
-    from flatout.data import datasets
+    from flatout.data.formats import torch_dataset as datasets
 
     parts = list(data.values()) if isinstance(data, dict) else list(data) if isinstance(data, tuple) else [data]
     if arrays.is_pair(data) or any(arrays.is_pair(part) for part in parts):

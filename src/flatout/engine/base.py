@@ -9,8 +9,8 @@ import numpy as np
 
 from flatout.data.feed import Samples
 from flatout.data.order import Batch
-from flatout.metrics import Counts
-from flatout.record import Recorder
+from flatout.engine.recorder import Recorder
+from flatout.numerics.metrics import Counts
 
 Value = TypeVar("Value")
 

@@ -15,7 +15,7 @@ from flatout.data.pack import cache_folder
 from flatout.errors import InputError
 
 if TYPE_CHECKING:
-    from flatout.engine.world import World
+    from flatout.dist.world import World
 
 INSTALL = "pip install 'flatout[tpu]'"
 # What JAX calls the platforms of our kinds of devices; the host's processors are always wanted beside them.
@@ -35,7 +35,7 @@ def require() -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 if name == "torchax":
-                    from flatout.engine.functional import import_lowerings
+                    from flatout.engine.xla.function import import_lowerings
 
                     import_lowerings()
                 else:

@@ -19,17 +19,18 @@ from torch import nn
 
 from flatout.data.feed import Samples, prefetch
 from flatout.data.order import Batch, evaluation_batches
-from flatout.engine import hardware
+from flatout.dist.world import World
 from flatout.engine.base import Ask, Evaluation, Value
-from flatout.engine.world import World
-from flatout.engine.xla import feed, updates
-from flatout.engine.xla.feed import Placed, Prepared
-from flatout.engine.xla.layout import Layout
+from flatout.engine.eager import device_setup as hardware
+from flatout.engine.recorder import Recorder
+from flatout.engine.xla import input as feed
+from flatout.engine.xla import optim as updates
+from flatout.engine.xla.input import Placed, Prepared
+from flatout.engine.xla.mesh import Layout
 from flatout.engine.xla.step import Inputs, Program, State, to_array
 from flatout.errors import InputError
-from flatout.metrics import Counts
+from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe
-from flatout.record import Recorder
 
 # Images in one evaluation batch at most, as in the torch engine.
 EVALUATION_BATCH = 256

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from flatout.engine.functional import Arrays
+from flatout.engine.xla.function import Arrays
 from flatout.engine.xla.lowerings import Counted
 from flatout.errors import InputError
 from flatout.models.keras import KerasModule, counting

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout import augment, loss
-from flatout.engine.functional import Function
-from flatout.engine.xla import updates
+from flatout.engine.xla import optim as updates
+from flatout.engine.xla.function import Function
 from flatout.engine.xla.keras import KerasFunction
 from flatout.engine.xla.lowerings import Counted
 from flatout.models.freeze import set_train_mode
 from flatout.models.keras import KerasModule
+from flatout.numerics import augment, loss
 from flatout.recipe import Recipe
 
 Arrays = dict[str, jax.Array]

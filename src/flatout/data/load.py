@@ -1,0 +1,120 @@
+"""From whatever the user names to the splits a run trains and tests on."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatout.data.feed import Samples
+from flatout.data.pack import Pack, PackSettings, Progress, cache_folder, load_pack
+from flatout.data.source import Found, Source
+from flatout.data.splits import carve
+from flatout.errors import InputError
+from flatout.recipe import Data, Recipe
+
+# Enough images for mean and standard deviation to three digits.
+MEASURED_IMAGES = 5000
+MEASURED_BYTES_AT_ONCE = 2**24
+
+
+def find(data: Any, classes: str = "") -> Found | Source:
+    """Recognise a path, or read arrays or torch data sets given in Python.
+
+    Raises:
+        InputError: nothing is there, or it is nothing that can be trained on.
+    """
+    from flatout.data.recognise import from_python, recognise
+
+    return recognise(Path(data), classes=classes) if isinstance(data, str | Path) else from_python(data)
+
+
+def load(found: Found | Source, recipe: Recipe, *, cache: bool, report: Progress) -> Pack:
+    """Return the pack that a recipe asks for, from the cache if it is there.
+
+    Raises:
+        InputError: images cannot be read, or data.class_names does not fit.
+    """
+    data = recipe.data
+    settings = PackSettings(
+        size=recipe.image_size,
+        channels=recipe.channels,
+        resize=data.resize,
+        on_bad_image=data.on_bad_image,
+        max_bad_share=data.max_bad_share,
+    )
+    pack = load_pack(found, settings, cache=cache_folder() if cache else None, report=report)
+    numbered = pack.classes == tuple(map(str, range(len(pack.classes))))
+    if data.class_names and not numbered and data.class_names != pack.classes:
+        report.note("data.class_names is not used: the data names its classes itself")
+    if data.class_names and numbered:
+        if len(data.class_names) != len(pack.classes):
+            raise InputError(
+                f"data.class_names names {len(data.class_names)} classes, but the data has {len(pack.classes)}; "
+                "--set data.class_names=[] takes the data's own"
+            )
+        return dataclasses.replace(pack, classes=data.class_names)
+    return pack
+
+
+def splits_of(pack: Pack, data: Data, seed: int) -> dict[str, Samples]:
+    """Return the splits of a pack; what it lacks is carved out of its training images.
+
+    A validation split is carved where there is none, a test split only where there is neither. Both are stratified by
+    class and depend on the labels and the seed alone.
+    """
+    rows = {name: np.arange(start, stop) for name, (start, stop) in pack.splits.items()}
+    wanted = {"test": data.test_fraction, "valid": data.valid_fraction}
+    if len(rows) > 1:
+        del wanted["test"]
+    if "valid" in rows:
+        wanted.clear()
+    total = len(rows["train"])
+    for name, fraction in wanted.items():
+        # The fractions are of all training images, though the second split is carved from what the first left.
+        left = rows["train"]
+        kept, taken = carve(pack.labels[left], fraction * total / len(left), seed, stream=name)
+        if len(taken):
+            rows["train"], rows[name] = left[kept], left[taken]
+    order = [name for name in ("train", "valid", "test") if name in rows]
+    return {name: Samples(images=pack.images, rows=rows[name], labels=pack.labels[rows[name]]) for name in order}
+
+
+def measure(samples: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of each channel, of pixels scaled to 0..1, over evenly spaced images."""
+    positions = np.unique(np.linspace(0, len(samples) - 1, min(len(samples), MEASURED_IMAGES)).astype(np.int64))
+    channels = samples.images.shape[-1]
+    histogram = np.zeros((channels, 256), np.int64)
+    at_once = max(1, MEASURED_BYTES_AT_ONCE // samples.images[:1].nbytes)
+    for start in range(0, len(positions), at_once):
+        chunk = positions[start : start + at_once]
+        images = samples.read(chunk, np.empty((len(chunk), *samples.images.shape[1:]), np.uint8))
+        for channel in range(channels):
+            histogram[channel] += np.bincount(images[..., channel].ravel(), minlength=256)
+    levels, count = np.arange(256) / 255, histogram[0].sum()
+    mean = histogram @ levels / count
+    std = np.sqrt(np.maximum(histogram @ np.square(levels) / count - np.square(mean), 0))
+    return tuple(round(float(m), 4) for m in mean), tuple(round(max(float(s), 1e-4), 4) for s in std)
+
+
+def class_weights(labels: np.ndarray, classes: int) -> np.ndarray:
+    """Return float32 [classes], inverse to the number of samples of each class, and 1 on average over the samples."""
+    counts = np.bincount(labels, minlength=classes)
+    present = counts > 0
+    weights = np.zeros(classes, np.float32)
+    weights[present] = len(labels) / (present.sum() * counts[present])
+    return weights
+
+
+def match_classes(pack: Pack, classes: tuple[str, ...], *, where: Any) -> np.ndarray:
+    """Return the labels of a pack as indices into `classes`, matched by name.
+
+    Raises:
+        InputError: the pack has a class that is not among them.
+    """
+    unknown = [name for name in pack.classes if name not in classes]
+    if unknown:
+        place = where if isinstance(where, str | Path) else "the data"
+        known = ", ".join(classes)
+        raise InputError(f"{place}: class {unknown[0]!r} is not one that the model knows: {known}")
+    return np.array([classes.index(name) for name in pack.classes], np.int64)[pack.labels]

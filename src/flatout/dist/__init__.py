@@ -1,0 +1,1 @@
+"""Processes and hosts: starting them, watching them, adding up between them."""

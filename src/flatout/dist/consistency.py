@@ -1,0 +1,61 @@
+"""What must be the same on all hosts of a run, found out before the first step."""
+
+import hashlib
+import platform
+import socket
+import zlib
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout import __version__
+from flatout.run.checkpoint import FREE_KEYS
+from flatout.errors import InputError
+from flatout.recipe import Recipe
+
+if TYPE_CHECKING:
+    from flatout.data.pack import Pack
+    from flatout.dist.world import World
+
+# Bytes of images compared: all of them, or if there are more, images spread evenly over the pack.
+COMPARED_BYTES = 2**28
+
+
+def agree(world: "World", recipe: Recipe, pack: "Pack") -> None:
+    """Check that all ranks have the same versions, recipe and data.
+
+    Raises:
+        InputError: one has not; the message names it and what differs. Every rank raises the same.
+    """
+    mend = {"version": "install the same version on all hosts", "data": "give all hosts the same data"}
+    facts: dict[tuple[str, str], Any] = {("version", name): version(name) for name in ("torch", "numpy", "safetensors")}
+    facts |= {("version", "flatout"): __version__, ("version", "Python"): platform.python_version()}
+    free = {*FREE_KEYS, "data.path"} - {"epochs", "early_stopping", "micro_batch", "shard"}
+    facts |= {("recipe", key): value for key, value in recipe.flat().items() if key not in free}
+    if world.local_size < world.size:
+        # The ranks of one host read the same file.
+        facts |= {("data", name): value for name, value in _data(pack).items()}
+    everyone = world.gather((socket.gethostname(), facts))
+    first_host, first = everyone[0]
+    for rank, (host, other) in enumerate(everyone):
+        for (kind, name), value in other.items():
+            if value != first[kind, name]:
+                raise InputError(
+                    f"rank {rank} (host {host}) has {kind} {name} = {value!r}, but rank 0 (host {first_host}) has "
+                    f"{first[kind, name]!r}: {mend.get(kind, 'start all hosts with the same recipe and flags')}"
+                )
+
+
+def _data(pack: "Pack") -> dict[str, Any]:
+    count = min(len(pack.images), max(1, COMPARED_BYTES // pack.images[:1].nbytes))
+    checksum = 0
+    for row in np.linspace(0, len(pack.images) - 1, count).astype(np.int64):
+        checksum = zlib.crc32(pack.images[row].data, checksum)
+    labels = hashlib.blake2b(pack.labels.tobytes(), digest_size=8).hexdigest()
+    return {
+        "classes": pack.classes,
+        "splits": {name: stop - start for name, (start, stop) in pack.splits.items()},
+        "labels (digest)": labels,
+        "images (checksum)": checksum,
+    }

@@ -1,0 +1,209 @@
+"""Add up tensors of the CPU ranks of one host through memory that they share.
+
+Every rank writes its numbers into its own row, says so, waits for the others to say so, and adds the rows up in
+the order of the ranks, so that all get the same bits. Rows exist twice and take turns: a rank cannot reach the third
+use before all others have finished the first. Ranks speak over Unix sockets, a byte for each event; a byte takes 2 µs,
+the kernel orders it after the memory written before it, and a rank that dies closes its end, which the others notice at
+once. Nothing has a name in the file system, so that nothing is left behind, however a run ends.
+"""
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from flatout.errors import RankLost
+
+if TYPE_CHECKING:
+    from flatout.dist.world import World
+
+# Bytes of a row for small sums (batch statistics, counts); larger tensors go in pieces.
+ROW_BYTES = 1 << 20
+# Look for the others' bytes for so long before sleeping until one comes: waking up takes 20 to 50 µs.
+SPIN_SECONDS = 0.002
+ALIGNMENT = 64
+
+_SUM, _READY, _DONE = 0, 1, 2
+
+
+class SharedMemory:
+    """The CPU ranks of one host, all of the world."""
+
+    def __init__(self, world: "World") -> None:
+        self.rank, self.size = world.rank, world.size
+        self._vitals, self._barrier = world.vitals, world.barrier
+        self._peers = _connect(world)
+        self._heard = {peer: [0, 0, 0] for peer in self._peers}
+        self._said = [0, 0, 0]
+        has_core_each = len(os.sched_getaffinity(0)) >= self.size if hasattr(os, "sched_getaffinity") else True
+        self._spin = SPIN_SECONDS if has_core_each else 0.0
+        self._rows = self._allocate(2 * self.size * ROW_BYTES).view(2, self.size, ROW_BYTES)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over the ranks, in the order of the ranks."""
+        flat = tensor.detach().reshape(-1)
+        pieces = flat.split(ROW_BYTES // flat.element_size())
+        return torch.cat([self._sum_row(piece) for piece in pieces]).view(tensor.shape)
+
+    def _sum_row(self, values: torch.Tensor) -> torch.Tensor:
+        rows = self._rows[self._said[_SUM] % 2].view(values.dtype)[:, : len(values)]
+        rows[self.rank] = values
+        self.wait(_SUM, self.say(_SUM))
+        return rows.sum(0, dtype=values.dtype)
+
+    def buckets(self, sizes: Sequence[int], dtype: torch.dtype) -> "list[SharedBucket]":
+        """Return a bucket for each number of elements; they are to be started in this order."""
+        each = ALIGNMENT // dtype.itemsize
+        rounded = [-(-size // each) * each for size in sizes]
+        rows = self._allocate(2 * self.size * sum(rounded) * dtype.itemsize).view(dtype)
+        buckets, offset = [], 0
+        for size, room in zip(sizes, rounded, strict=True):
+            end = offset + 2 * self.size * room
+            buckets.append(SharedBucket(self, rows[offset:end].view(2, self.size, room)[:, :, :size]))
+            offset = end
+        return buckets
+
+    def say(self, event: int) -> int:
+        """Tell the other ranks that this one has come to an event; return how often it has."""
+        self._said[event] += 1
+        for peer, connection in self._peers.items():
+            try:
+                connection.send(_BYTES[event])
+            except OSError:
+                raise _lost(peer) from None
+        return self._said[event]
+
+    def wait(self, event: int, times: int) -> None:
+        """Wait until every other rank has come to an event so many times."""
+        for peer, heard in self._heard.items():
+            if heard[event] < times:
+                self._hear(peer, event, times)
+
+    def _hear(self, peer: int, event: int, times: int) -> None:
+        connection, heard = self._peers[peer], self._heard[peer]
+        deadline = time.perf_counter() + self._spin
+        while heard[event] < times:
+            try:
+                if time.perf_counter() < deadline:
+                    said = connection.recv(4096, socket.MSG_DONTWAIT)
+                else:
+                    with self._vitals.waiting():
+                        said = connection.recv(4096)
+            except BlockingIOError:
+                continue
+            except OSError:
+                said = b""
+            if not said:
+                raise _lost(peer)
+            for byte in said:
+                heard[byte] += 1
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """Return uint8 zeros [nbytes] that all ranks see."""
+        # The file comes by the same way as the others' bytes: nobody may still wait for one of those.
+        self._barrier()
+        if self.rank == 0:
+            file = _anonymous_file(nbytes)
+            for connection in self._peers.values():
+                socket.send_fds(connection, [b"m"], [file])
+        else:
+            _, (file, *_), _, _ = socket.recv_fds(self._peers[0], 1, 1)
+        try:
+            return torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
+        finally:
+            os.close(file)
+
+    def close(self) -> None:
+        """Hang up."""
+        for connection in self._peers.values():
+            connection.close()
+
+
+class SharedBucket:
+    """A bucket in shared memory. Every rank adds up its part of the elements, for all."""
+
+    def __init__(self, memory: SharedMemory, rows: torch.Tensor) -> None:
+        self._memory, self._rows, self._turn = memory, rows, 0
+        size = rows.shape[2]
+        self._part = slice(memory.rank * size // memory.size, (memory.rank + 1) * size // memory.size)
+        self._started = self._added = 0
+
+    @property
+    def input(self) -> torch.Tensor:
+        """Where this rank's numbers go, [n]."""
+        return self._rows[self._turn, self._memory.rank]
+
+    def start(self) -> None:
+        """Say that the input is complete."""
+        self._started = self._memory.say(_READY)
+
+    def add(self) -> None:
+        """Do this rank's part of the adding up, once the inputs of all are complete."""
+        self._memory.wait(_READY, self._started)
+        first, *others = self._rows[self._turn, :, self._part]
+        for row in others:
+            first += row
+        self._added = self._memory.say(_DONE)
+
+    def finish(self) -> torch.Tensor:
+        """Wait for the sum, [n]; it stays until the next `start` but one."""
+        self._memory.wait(_DONE, self._added)
+        total = self._rows[self._turn, 0]
+        self._turn = 1 - self._turn
+        return total
+
+
+_BYTES = [bytes([event]) for event in (_SUM, _READY, _DONE)]
+
+
+def _lost(peer: int) -> RankLost:
+    return RankLost(f"rank {peer} is gone")
+
+
+def _connect(world: "World") -> dict[int, socket.socket]:
+    """Return a connection to every other rank."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        if os.path.exists("/proc/self"):  # noqa: PTH110
+            # Linux: an address without a file, which nobody can guess.
+            listener.bind(f"\0flatout-{uuid.uuid4()}")
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="flatout-"))
+            listener.bind(f"{folder}/socket")
+        listener.listen(world.size)
+        addresses = world.gather(listener.getsockname())
+        peers = {}
+        for rank in range(world.rank):
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(addresses[rank])
+            connection.sendall(struct.pack("i", world.rank))
+            peers[rank] = connection
+        for _ in range(world.rank + 1, world.size):
+            connection, _ = listener.accept()
+            (rank,) = struct.unpack("i", connection.recv(4, socket.MSG_WAITALL))
+            peers[rank] = connection
+        # Nobody closes the door before all are in.
+        world.barrier()
+        return dict(sorted(peers.items()))
+
+
+def _anonymous_file(nbytes: int) -> int:
+    """Return a descriptor of a file in memory that no name leads to."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("flatout")
+    else:
+        file, name = tempfile.mkstemp(prefix="flatout-")
+        os.unlink(name)  # noqa: PTH108
+    os.ftruncate(file, max(1, nbytes))
+    if hasattr(os, "posix_fallocate"):
+        # Too little memory is found now, rather than by a bus error in the middle of a step.
+        os.posix_fallocate(file, 0, max(1, nbytes))
+    return file

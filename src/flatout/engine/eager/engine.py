@@ -1,0 +1,468 @@
+"""The torch engine: one device of each rank, CPU, CUDA or MPS.
+
+The path of a batch on the device: take this rank's share, gather rows of the resident images by index (or take the
+streamed ones), augment and normalise, model, loss, gradients, their sum over the ranks, update, counts. Nothing in it
+waits for the device.
+
+Shape letters: N samples, B batch, H height, W width, C channels, K outputs.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import nn
+
+from flatout.data.feed import Samples
+from flatout.data.order import Batch, evaluation_batches
+from flatout.dist.control import Asks
+from flatout.dist.world import ALONE, World
+from flatout.engine.base import Ask, Evaluation, Value
+from flatout.engine.eager import device_setup as hardware
+from flatout.engine.eager import grad_accumulation as memory
+from flatout.engine.eager.batch_norm import BatchStatistics
+from flatout.engine.eager.cuda_graph import CapturedStep, Slots
+from flatout.engine.eager.exact_sums import exact_sums
+from flatout.engine.eager.features import collect_features
+from flatout.engine.eager.frozen_prefix import Cut, cut_frozen_prefix
+from flatout.engine.eager.grad_reduce import GradientSum, OwnGradients, SharedGradients, SlicedGradients
+from flatout.engine.eager.metric_sums import SUMS, Totals, wide_float
+from flatout.engine.eager.split import Inputs, Placed, place, stream, to_device
+from flatout.engine.eager.state import full_state, load_full_state
+from flatout.engine.recorder import Recorder
+from flatout.errors import InputError
+from flatout.models.freeze import set_train_mode
+from flatout.numerics import augment, loss, optim
+from flatout.numerics.metrics import Counts
+from flatout.recipe import Recipe
+
+# Images in one evaluation batch at most. It does not depend on the ranks, so neither do the bits of a prediction.
+EVALUATION_BATCH = 256
+
+
+class TorchEngine:
+    """Trains a module on one torch device, together with the other ranks.
+
+    Args:
+        model: trained in place, after being moved to the device.
+        recipe: what to do; data.mean and data.std must be filled in.
+        world: the ranks, and this one's device; None for the CPU alone.
+        class_weights: float32 [classes], the weight of each class in the loss; None for none.
+        capture: whether the step may be recorded in a CUDA graph.
+        cache_prefix: whether the output of a frozen prefix may be cached.
+        report: takes sentences for the log.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        *,
+        world: World | None = None,
+        class_weights: np.ndarray | None = None,
+        capture: bool = True,
+        cache_prefix: bool = True,
+        report: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        world = world or World()
+        self.recipe, self.device, self.world = recipe, world.device, world
+        self._setup = hardware.prepare(self.device, recipe.precision, ranks_here=world.local_size)
+        self._is_sliced = recipe.shard == "full" and world.is_joined
+        capturable = capture and self.device.type == "cuda" and optim.can_capture(recipe.optimizer)
+        if capturable and (world.backend == "gloo" or self._is_sliced):
+            capturable = False
+            reason = "a sharded model cannot be recorded" if self._is_sliced else "gloo adds gradients on the host"
+            report(f"the step runs without a CUDA graph: {reason}")
+        self._let_compiler_in = optim.keep_compiler_out()
+        self.model = self._spread(model)
+        set_train_mode(self.model)
+        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._asks = Asks(world)
+        self._exact = None
+        if not self._is_sliced and self._setup.precision == "fp32" and recipe.norm == "global":
+            self._exact = exact_sums(self.model, world, self._setup.threads, recipe.batch_size)
+        self._gradients: GradientSum
+        if self._is_sliced:
+            from flatout.engine.eager.fsdp import build_optimizer
+
+            self._optimizer = build_optimizer(recipe.optimizer, self.parameters.values())
+            self._gradients = SlicedGradients(self.model, world)
+        else:
+            self._optimizer = optim.build(recipe.optimizer, self.parameters.values(), capturable=capturable)
+            extras = SUMS + len(self._asks.own)
+            own, trained = OwnGradients(), list(self.parameters.values())
+            self._gradients = SharedGradients(trained, world, extras, self._exact) if world.is_joined else own
+        self._update = optim.plain_step(self._optimizer)
+        mean, std = (torch.tensor(v, device=self.device) for v in (recipe.data.mean, recipe.data.std))
+        # One multiplication and one addition take a pixel 0..255 to its normalised value.
+        self._scale, self._bias = 1 / (255 * std), -mean / std
+        self._class_weights = class_weights
+        self._class_weights_here = None if class_weights is None else torch.from_numpy(class_weights).to(self.device)
+        self._totals = Totals(self.device)
+        self._communication_seconds = 0.0
+        self.recorder: Recorder | None = None
+        self._passes = 0
+        self._keeps_on_host = False
+        self._report = report
+        self._statistics = BatchStatistics(world if recipe.norm == "global" else ALONE, self._exact)
+        self._slots = Slots()
+        self._captured = CapturedStep(self._recorded_step, self._forget_gradients, report) if capturable else None
+        fixed_input = not recipe.augment.is_random
+        may_cut = cache_prefix and fixed_input and not self._is_sliced
+        self._cut: Cut | None = cut_frozen_prefix(self.model) if may_cut else None
+        if self._cut:
+            report(f"the first {self._cut.layers} layers are frozen: their output is computed once and cached")
+
+    def _spread(self, model: nn.Module) -> nn.Module:
+        """Bring the same model to the devices of all ranks, whole or each its slices."""
+        if self._is_sliced:
+            from flatout.engine.eager.fsdp import shard
+
+            self.world.broadcast([*model.parameters(), *model.buffers()])
+            shard(model, self.device)
+            return model
+        model = model.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        self.world.broadcast([*model.parameters(), *model.buffers()])
+        return model
+
+    @property
+    def threads(self) -> int:
+        """See `Engine.threads`."""
+        return self._setup.threads
+
+    @property
+    def device_names(self) -> list[str]:
+        """See `Engine.device_names`."""
+        return [str(self.device)]
+
+    def describe(self) -> list[str]:
+        """See `Engine.describe`."""
+        sentences = self._setup.describe()
+        if self.world.is_joined:
+            how = {"memory": "shared memory", "gloo": "gloo", "nccl": "NCCL"}[self.world.backend]
+            kept = "FSDP2, each with a slice of the model" if self._is_sliced else how
+            sentences.append(f"{self.world.size} ranks; gradients are added up through {kept}")
+        return sentences
+
+    def communication_seconds(self) -> float:
+        """See `Engine.communication_seconds`."""
+        seconds, self._communication_seconds = self._communication_seconds, 0.0
+        return seconds if self.device.type == "cpu" else float("nan") if self.world.is_joined else 0.0
+
+    # --- data -----------------------------------------------------------------------------------------------------
+
+    def place(self, samples: Samples) -> Placed:
+        """See `Engine.place`. Images go to the device if they fit, else stay in memory or on disk."""
+        return place(samples, self.device, self.recipe.data.placement, ranks_here=self.world.local_size)
+
+    def prepare(self, placed: Placed) -> None:
+        """See `Engine.prepare`. The steps need nothing that does not belong to training."""
+
+    def begin_epoch(self, placed: Placed, transforms: np.ndarray | None) -> None:
+        """See `Engine.begin_epoch`. The first time, the frozen prefix is computed."""
+        self._totals.begin_epoch()
+        if transforms is not None:
+            table = torch.from_numpy(transforms)
+            if placed.transforms is None:
+                placed.transforms = table.to(self.device)
+            else:
+                placed.transforms.copy_(table)
+        self._source(placed)
+
+    def feed(self, placed: Placed, batches: Iterable[Batch]) -> Iterator[Inputs]:
+        """See `Engine.feed`."""
+        source = self._source(placed)
+        rank, ranks = self.world.rank, self.world.size
+        wholes: deque[Batch] = deque()
+
+        def shares() -> Iterator[Batch]:
+            for batch in batches:
+                wholes.append(batch)
+                yield batch.part(rank, ranks)
+
+        if source.images is not None:
+            return (self._inputs(source, wholes.popleft(), share, None) for share in shares())
+        streamed = stream(source, shares(), self.device)
+        return (self._inputs(source, wholes.popleft(), share, images) for share, images in streamed)
+
+    def _inputs(self, source: Placed, whole: Batch, share: Batch, images: torch.Tensor | None) -> Inputs:
+        weights = whole.weights
+        if self._class_weights is not None:
+            weights = weights * self._class_weights[source.samples.labels[whole.samples]]
+        return Inputs(
+            batch=share,
+            samples=to_device(share.samples, self.device),
+            weights=to_device(share.weights, self.device),
+            total=whole.count,
+            total_weight=to_device(weights.sum(dtype=np.float32, keepdims=True), self.device)[0],
+            images=images,
+        )
+
+    def _source(self, placed: Placed) -> Placed:
+        """Return the split as the trained part of the model reads it: images, or the frozen prefix's output."""
+        if self._cut is None:
+            return placed
+        if placed.features is None:
+            placed.features = self._compute_features(placed, self._cut.prefix)
+        return placed.features
+
+    @torch.no_grad()
+    def _compute_features(self, placed: Placed, prefix: nn.Module) -> Placed:
+        """Run the frozen prefix over a split, each rank over its part."""
+
+        def outputs() -> Iterator[torch.Tensor]:
+            for _, images in self._batches(placed, in_step=True):
+                with self._setup.autocast():
+                    yield prefix(augment.apply(images, None, self._scale, self._bias))
+
+        return collect_features(outputs(), placed, self.recipe.data.placement, self.world)
+
+    def _evaluation_batch(self, placed: Placed) -> int:
+        return min(EVALUATION_BATCH, self.recipe.batch_size, len(placed.samples))
+
+    def _batches(self, placed: Placed, *, in_step: bool = False) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Yield this rank's images in padded batches on the device: every `size`-th batch of the split.
+
+        Args:
+            placed: the split.
+            in_step: whether every rank gets as many batches, those too many without a sample that counts.
+        """
+        rank, ranks = self.world.rank, self.world.size
+        batches = list(evaluation_batches(len(placed.samples), self._evaluation_batch(placed)))
+        own = batches[rank::ranks]
+        if in_step and len(own) < -(-len(batches) // ranks):
+            own.append(Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0))
+        resident = placed.images
+        for batch, images in (
+            stream(placed, own, self.device)
+            if resident is None
+            else ((batch, resident[to_device(batch.samples, self.device)]) for batch in own)
+        ):
+            yield batch, images
+            self.world.moves()
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def train_step(
+        self, placed: Placed, inputs: Inputs, learning_rate: float, seed: int, ask: Ask = Ask.NOTHING
+    ) -> None:
+        """See `Engine.train_step`."""
+        began = self.world.seconds
+        source = self._source(placed)
+        if self._passes == 0:
+            self._passes = self._count_passes(source, inputs)
+            if self._passes > 1:
+                # The passes of a step are pieces of their own, which depend on the ranks.
+                self._exact = self._statistics.exact = None
+        if self.recorder:
+            self._record(source, inputs.batch, self.recorder)
+        # Ranks drop different things: each has other samples.
+        torch.manual_seed((seed + self.world.rank) % 2**63)
+        optim.set_learning_rate(self._optimizer, learning_rate)
+        self._asks.put(ask)
+        if self._captured is None or inputs.batch.count < len(inputs.batch.samples):
+            self._forget_gradients()
+            self._step(source, inputs)
+        else:
+            self._slots.fill(source, inputs)
+            self._captured()
+        self._asks.take_answer()
+        self._communication_seconds += self.world.seconds - began
+
+    def _record(self, source: Placed, batch: Batch, recorder: Recorder) -> None:
+        samples = batch.samples[: batch.count]
+        table = source.transforms
+        recorder.step(samples, None if table is None else table[to_device(samples, self.device)].cpu().numpy())
+
+    def asked(self) -> Ask:
+        """See `Engine.asked`."""
+        return self._asks.asked()
+
+    def _step(self, source: Placed, inputs: Inputs) -> None:
+        self._gradients.begin()
+        sums = torch.zeros(SUMS, device=self.device)
+        for number in range(self._passes):
+            self._gradients.is_last_pass = number == self._passes - 1
+            sums += self._pass(source, inputs.part(number, self._passes))
+        sums = self._gradients.finish(torch.cat([sums, self._asks.own]))
+        self._asks.total.copy_(sums[SUMS:])
+        self._update()
+        self._totals.add(sums)
+
+    def _pass(self, source: Placed, inputs: Inputs) -> torch.Tensor:
+        """Compute the gradients of some of the step's samples; return their sums, float32 [SUMS]."""
+        statistics = self._statistics
+        statistics.batch_size, statistics.count = len(inputs.batch.samples), inputs.batch.count
+        statistics.total = inputs.total
+        if self._exact:
+            self._exact.begin(min(self.recipe.batch_size, len(source.samples)))
+        labels = source.labels.index_select(0, inputs.samples)
+        weights = inputs.weights
+        if self._class_weights_here is not None:
+            weights = weights * self._class_weights_here.index_select(0, labels)
+        with self._setup.autocast(), self._statistics, self._saved():
+            logits = self._training_logits(source, inputs)
+            losses = loss.per_sample(logits, labels, self.recipe.loss, self.recipe.label_smoothing)
+            loss_sum = (losses * weights).sum()
+        (loss_sum / inputs.total_weight).backward()
+        real = inputs.weights > 0
+        right = (loss.predicted(logits.detach()) == labels) & real
+        return torch.stack([loss_sum.detach(), weights.sum(), right.sum().float(), real.sum().float()])
+
+    def _saved(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context that decides where activations wait for the backward pass."""
+        if self._keeps_on_host:
+            return torch.autograd.graph.save_on_cpu(pin_memory=True)
+        return contextlib.nullcontext()
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def _count_passes(self, source: Placed, inputs: Inputs) -> int:
+        """Return in how many passes all ranks compute their shares: as few as fit into the memory of each.
+
+        Raises:
+            InputError: `micro_batch` would change what batch normalisation sees.
+            TrainingFailed: not even the smallest pass fits.
+        """
+        share, wanted = len(inputs.batch.samples), self.recipe.micro_batch
+        if not wanted and (self._is_sliced or not memory.is_limited(self.device)):
+            return 1
+        passes = self._fitting_passes(source, inputs)
+        if self._statistics.was_used and passes != 1 and not wanted and self.device.type == "cuda":
+            self._keeps_on_host = True
+            passes = self._fitting_passes(source, inputs)
+        if self._statistics.was_used and passes > 1 and wanted:
+            raise InputError(
+                f"micro_batch = {wanted}: the model uses batch normalisation, which needs all {share} samples of a "
+                "device together; leave micro_batch out"
+            )
+        if passes == 0 or (self._statistics.was_used and passes > 1):
+            raise memory.no_room(share, whole=self._statistics.was_used)
+        if self._keeps_on_host:
+            self._report("what the backward pass needs waits in the host's memory: the device's does not suffice")
+        if passes > 1:
+            self._report(f"each step takes {passes} passes of up to {-(-share // passes)} samples on each device")
+        return passes
+
+    def _fitting_passes(self, source: Placed, inputs: Inputs) -> int:
+        """Return the passes that the rank with least room needs; 0 if one of them cannot do it at all."""
+        share = len(inputs.batch.samples)
+        if self._is_sliced:
+            # An attempt on one rank alone would wait for the others' slices.
+            samples = min(self.recipe.micro_batch, share)
+        else:
+            most = min(self.recipe.micro_batch or share, share)
+            samples = memory.largest_pass(lambda n: self._try_pass(source, inputs, n), most)
+        needs = self.world.gather(-(-share // samples) if samples else 0)
+        return max(needs) if min(needs) else 0
+
+    def _try_pass(self, source: Placed, inputs: Inputs, samples: int) -> None:
+        """Compute one pass without telling the other ranks, and leave no trace of it."""
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        statistics, self._statistics = self._statistics, BatchStatistics()
+        self._gradients.is_last_pass = False
+        # Room for what the optimizer will keep for each weight, and for the gradients on their way.
+        ballast = [torch.empty_like(p) for p in self.parameters.values() for _ in range(memory.COPIES_OF_WEIGHTS)]
+        try:
+            self._pass(source, inputs.part(0, -(-len(inputs.batch.samples) // samples)))
+        finally:
+            statistics.was_used |= self._statistics.was_used
+            self._statistics = statistics
+            self._forget_gradients()
+            ballast.clear()
+            with torch.no_grad():
+                for buffer, value in zip(self.model.buffers(), buffers, strict=True):
+                    buffer.copy_(value)
+
+    def _training_logits(self, source: Placed, inputs: Inputs) -> torch.Tensor:
+        images = inputs.images if source.images is None else source.images.index_select(0, inputs.samples)
+        assert images is not None
+        if self._cut is not None:
+            return self._cut.train_suffix(images.movedim(-1, 1))
+        transforms = None if source.transforms is None else source.transforms.index_select(0, inputs.samples)
+        return self.model(augment.apply(images, transforms, self._scale, self._bias))
+
+    def _forget_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _recorded_step(self) -> None:
+        source, inputs = self._slots.contents()
+        self._step(source, inputs)
+
+    def share(self, value: Value) -> Value:
+        """See `Engine.share`."""
+        return self.world.share(value)
+
+    def counts(self) -> tuple[Counts, int | None]:
+        """See `Engine.counts`."""
+        with self.world.vitals.waiting():
+            return self._totals.fetch()
+
+    # --- evaluation -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, placed: Placed, *, with_probabilities: bool = False) -> Evaluation:
+        """See `Engine.evaluate`. Losses are those of the recipe, without class weights."""
+        self._agree_on_buffers()
+        source, count = self._source(placed), len(placed.samples)
+        loss_sum = torch.zeros((), dtype=wide_float(self.device), device=self.device)
+        correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        probabilities: list[tuple[Batch, torch.Tensor]] = []
+        network = self._cut.eval_suffix if self._cut else self.model.eval()
+        for batch, images in self._batches(source, in_step=self._is_sliced):
+            with self._setup.autocast():
+                x = images.movedim(-1, 1) if self._cut else augment.apply(images, None, self._scale, self._bias)
+                logits = network(x)[: batch.count]
+            labels = source.labels[to_device(batch.samples[: batch.count], self.device)]
+            loss_sum += loss.per_sample(logits, labels, self.recipe.loss, self.recipe.label_smoothing).sum()
+            correct += (loss.predicted(logits) == labels).sum()
+            if with_probabilities:
+                probabilities.append((batch, loss.probabilities(logits)))
+        set_train_mode(self.model)
+        loss_sum, correct = self.world.sum(loss_sum), self.world.sum(correct)
+        counts = Counts(loss_sum=float(loss_sum), weight_sum=float(count), correct=int(correct), count=count)
+        return Evaluation(
+            counts=counts, probabilities=self._collect(probabilities, count) if with_probabilities else None
+        )
+
+    def _collect(self, probabilities: list[tuple[Batch, torch.Tensor]], count: int) -> np.ndarray:
+        """Bring the ranks' probabilities together, [count, K] in the order of the split."""
+        classes = max(self.world.gather(probabilities[0][1].shape[1] if probabilities else 0))
+        table = torch.zeros((count, classes), device=self.device)
+        for batch, rows in probabilities:
+            start = int(batch.samples[0])
+            table[start : start + batch.count] = rows
+        return self.world.sum(table).cpu().numpy()
+
+    @torch.no_grad()
+    def _agree_on_buffers(self) -> None:
+        """Make buffers equal on all ranks: the mean of their own statistics, or what rank 0 has."""
+        if not self.world.is_joined:
+            return
+        buffers = list(self.model.buffers())
+        if self.recipe.norm == "per-device":
+            for buffer in (b for b in buffers if b.is_floating_point()):
+                buffer.copy_(self.world.sum(buffer / self.world.size))
+        self.world.broadcast(buffers)
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """See `Engine.state`."""
+        self._agree_on_buffers()
+        return full_state(self.model, self._optimizer, self.parameters)
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """See `Engine.load_state`."""
+        load_full_state(self.model, self._optimizer, self.parameters, state)
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._setup.restore()
+        self._let_compiler_in()
+
+    def peak_memory_bytes(self) -> int | None:
+        """See `Engine.peak_memory_bytes`."""
+        return hardware.peak_memory_bytes(self.device)

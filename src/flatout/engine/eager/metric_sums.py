@@ -1,0 +1,46 @@
+"""What the steps count, added up on the device."""
+
+import torch
+
+from flatout.numerics.metrics import Counts
+
+# What every step adds up over its samples: loss times weight, weight, right predictions, samples.
+SUMS = 4
+
+
+def wide_float(device: torch.device) -> torch.dtype:
+    """Return the type for long sums; MPS has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class Totals:
+    """Sums on the device since they were last fetched."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(2, dtype=wide_float(device), device=device)
+        self._numbers = torch.zeros(2, dtype=torch.int64, device=device)
+        self._step = torch.zeros((), dtype=torch.int64, device=device)
+        self._first_bad_step = torch.full((), -1, dtype=torch.int64, device=device)
+
+    def begin_epoch(self) -> None:
+        """Count steps from 0 again."""
+        self._step.zero_()
+        self._first_bad_step.fill_(-1)
+
+    def add(self, sums: torch.Tensor) -> None:
+        """Add the sums of a step, [SUMS], without waiting for them."""
+        self._sums += sums[:2]
+        self._numbers += sums[2:SUMS].long()
+        is_first_bad = ~torch.isfinite(sums[0]) & (self._first_bad_step < 0)
+        self._first_bad_step.copy_(torch.where(is_first_bad, self._step, self._first_bad_step))
+        self._step += 1
+
+    def fetch(self) -> tuple[Counts, int | None]:
+        """See `Engine.counts`."""
+        loss_sum, weight_sum = self._sums.tolist()
+        correct, count = self._numbers.tolist()
+        bad = int(self._first_bad_step)
+        self._sums.zero_()
+        self._numbers.zero_()
+        result = Counts(loss_sum=loss_sum, weight_sum=weight_sum, correct=correct, count=count)
+        return result, bad if bad >= 0 else None

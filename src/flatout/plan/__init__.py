@@ -1,0 +1,1 @@
+"""Estimate speed and memory on devices that are not there."""

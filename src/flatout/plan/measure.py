@@ -1,0 +1,244 @@
+"""Measure a few real steps of a job on devices of this machine: what `flatout plan --devices` does.
+
+The images are random: what a step computes does not depend on them. Each SPEC is measured in processes of its own,
+with the engine that training would use, for a time that does not depend on the job unless a single step takes longer.
+"""
+
+import time
+from collections.abc import Generator, Mapping
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout.console import Console
+from flatout.data.order import training_batches
+from flatout.errors import InputError
+from flatout.numerics.augment import epoch_transforms
+from flatout.plan.compile import build_model
+from flatout.plan.roofline import Work
+from flatout.scale.scale import split_specs, spread
+
+if TYPE_CHECKING:
+    from flatout.data.feed import Samples
+    from flatout.dist.world import World
+    from flatout.engine.base import Engine
+    from flatout.engine.devices import Devices
+
+# Random images to train on: at least so many batches, at most so many bytes beyond those.
+FEWEST_BATCHES, SAMPLE_BYTES = 4, 2**26
+# How often the rate is measured, for how long each time, and when no further measurement is begun.
+REPEATS, REPEAT_SECONDS, LIMIT_SECONDS = 5, 1.5, 12.0
+# What a measurement must take for the number of steps to be judged by it.
+BELIEVED_SECONDS = 0.3
+# Where one batch takes longer than this, frozen layers included, one batch is all that is measured.
+SLOW_SECONDS = 3.0
+
+
+def parse_choices(devices: str, engine: str) -> "dict[str, Devices]":
+    """Turn `cpu,2xcpu` into the devices of each SPEC.
+
+    Raises:
+        InputError: a SPEC does not parse or names more than there is, or there is no such engine.
+    """
+    from flatout.engine.devices import engine_for, parse_devices
+
+    return {spec: parse_devices(spec, engine_for(spec, engine)) for spec in split_specs(devices)}
+
+
+def measure(
+    work: Work, choices: "Mapping[str, Devices]", *, allow_code: bool, console: Console
+) -> list[dict[str, Any]]:
+    """Return a row for each SPEC: see `docs/plan.md`.
+
+    Raises:
+        InputError: the model cannot be built, or the batch is smaller than the number of processes.
+        TrainingFailed: the devices failed, or memory did not suffice.
+    """
+    return [_row(work, spec, devices.engine, allow_code, console) for spec, devices in choices.items()]
+
+
+def _row(work: Work, spec: str, engine: str, allow_code: bool, console: Console) -> dict[str, Any]:
+    """Measure one SPEC."""
+    from flatout.dist.launcher import run_on_ranks
+    from flatout.engine.devices import plan
+
+    recipe = work.recipe
+    chosen = plan(spec, recipe, work.images, lambda: build_model(work, allow_code), engine)
+    if chosen.reason:
+        console.note(chosen.reason)
+    ranks = chosen.devices.ranks
+    if work.batch < len(ranks.names):
+        raise InputError(
+            f"--devices {spec}: batch_size = {work.batch} is less than one sample for each of the "
+            f"{len(ranks.names)} processes; use a larger batch or fewer devices"
+        )
+    console.note(f"{spec}: measuring steps of {work.batch:,} images")
+    arguments = (work, str(chosen.devices), engine, allow_code)
+    measured = run_on_ranks(_on_rank, arguments, devices=ranks, threads=chosen.threads, console=console)
+    jobs = [measured["once_seconds"] * work.images + seconds * work.steps for seconds in measured["step_seconds"]]
+    return {
+        "devices": spec,
+        "kind": chosen.devices.kind,
+        "engine": engine,
+        "processes": len(ranks.names),
+        "threads_per_process": measured["threads"],
+        "runs_on": measured["runs_on"],
+        "step_seconds": spread(measured["step_seconds"]),
+        "images_per_second": spread([work.images_trained / seconds for seconds in jobs]),
+        "job_seconds": spread(jobs),
+        "once_seconds": measured["once_seconds"] * work.images,
+        "warmup_seconds": measured["warmup_seconds"],
+        "peak_device_bytes": measured["peak_device_bytes"],
+        "peak_rss_bytes": measured["peak_rss_bytes"],
+        "repeats": len(jobs),
+        "steps_each": measured["steps_each"],
+        "images_measured": measured["images"],
+        "image_bytes": image_bytes(work) * work.images,
+    }
+
+
+def _on_rank(console: Console, work: Work, devices: str, engine: str, allow_code: bool) -> dict[str, Any]:
+    """Measure in a process that `run_on_ranks` started; all return the same."""
+    from flatout.engine.devices import make_engine
+
+    began = time.perf_counter()
+    world = _join(devices, engine)
+    try:
+        made = make_engine(
+            build_model(work, allow_code), work.recipe, engine=engine, devices=devices, world=world, report=console.note
+        )
+        try:
+            return _Measurement(work, made, world, began).run()
+        finally:
+            made.close()
+    finally:
+        world.leave()
+
+
+def _join(devices: str, engine: str) -> "World":
+    """Meet the other processes; a process that is the only one computes as training in one process does."""
+    import torch
+
+    from flatout.dist.env import launched
+    from flatout.dist.world import World
+    from flatout.engine.devices import join
+
+    found = launched()
+    if found is not None and found.size > 1:
+        return join(devices, engine)
+    return World(device=torch.device("cpu" if engine == "xla" else devices))
+
+
+class _Measurement:
+    """Runs steps and takes the time; every process of the run does the same steps.
+
+    Args:
+        work: the job.
+        engine: fresh.
+        world: the processes; the first one's clock decides for all.
+        began: when the process began, by time.perf_counter.
+    """
+
+    def __init__(self, work: Work, engine: "Engine", world: "World", began: float) -> None:
+        self._work, self._engine, self._world, self._began = work, engine, world, began
+        self._steps: Generator[None, None, None] | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Warm up, measure, and return the figures."""
+        from flatout.engine.devices import spec_of
+        from flatout.engine.eager import device_setup as hardware
+
+        images = self._work.batch
+        once = self._warm_up(images)
+        steps, seconds = 1, self._step_seconds(1)
+        if once + seconds < SLOW_SECONDS:
+            images = sample_size(self._work)
+            once, seconds = self._warm_up(images), self._step_seconds(1)
+        while steps * seconds < BELIEVED_SECONDS:
+            steps *= 2
+            seconds = self._step_seconds(steps)
+        steps = max(1, round(REPEAT_SECONDS / seconds))
+        warmup_seconds = time.perf_counter() - self._began
+        found: list[float] = []
+        while len(found) < REPEATS and steps * sum(found) < LIMIT_SECONDS:
+            found.append(self._step_seconds(steps))
+        gather = self._world.gather
+        return {
+            "threads": self._engine.threads,
+            "runs_on": spec_of([name for names in gather(self._engine.device_names) for name in names]),
+            "step_seconds": found,
+            "steps_each": steps,
+            "once_seconds": once / images,
+            "warmup_seconds": warmup_seconds,
+            "images": images,
+            "peak_rss_bytes": sum(gather(hardware.peak_rss_bytes())),
+            "peak_device_bytes": max(gather(self._engine.peak_memory_bytes() or 0)) or None,
+        }
+
+    def _warm_up(self, images: int) -> float:
+        """Place so many images and take a step; return the seconds of what the engine does with images only once."""
+        placed = self._engine.place(random_samples(self._work, images))
+        self._engine.prepare(placed)
+        # The output of frozen layers is cached when an epoch begins for the first time.
+        first, again = (self._begin_seconds(placed, images, epoch) for epoch in range(2))
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = self._endless_steps(placed, images)
+        self._step_seconds(1)
+        return self._world.share(max(0.0, first - again))
+
+    def _begin_seconds(self, placed: Any, images: int, epoch: int) -> float:
+        began = time.perf_counter()
+        self._engine.begin_epoch(placed, self._transforms(images, epoch))
+        self._engine.counts()
+        return time.perf_counter() - began
+
+    def _step_seconds(self, steps: int) -> float:
+        """Take some steps, wait for them, and return the time of one."""
+        assert self._steps is not None
+        began = time.perf_counter()
+        for _ in islice(self._steps, steps):
+            pass
+        self._engine.counts()
+        return self._world.share((time.perf_counter() - began) / steps)
+
+    def _endless_steps(self, placed: Any, images: int) -> Generator[None, None, None]:
+        """Train epoch by epoch as the training loop does, one step at a time."""
+        recipe, engine = self._work.recipe, self._engine
+        for epoch in count():
+            engine.begin_epoch(placed, self._transforms(images, epoch))
+            batches = training_batches(recipe.seed, epoch, images, recipe.batch_size, recipe.drop_last)
+            for number, inputs in enumerate(engine.feed(placed, batches)):
+                # At a rate of 0 the weights stay as they are: random labels could drive them out of bounds.
+                engine.train_step(placed, inputs, 0.0, number)
+                engine.asked()
+                self._world.at(epoch, number + 1)
+                yield
+            engine.counts()
+
+    def _transforms(self, images: int, epoch: int) -> "np.ndarray | None":
+        return epoch_transforms(self._work.recipe.augment, self._work.recipe.seed, epoch, images)
+
+
+def sample_size(work: Work) -> int:
+    """Return how many random images stand for those of the job: whole batches, or as many as the job has."""
+    batch_bytes = work.batch * image_bytes(work)
+    return min(work.images, work.batch * max(FEWEST_BATCHES, SAMPLE_BYTES // batch_bytes))
+
+
+def image_bytes(work: Work) -> int:
+    """Return the size of one image, as it is kept."""
+    return work.recipe.image_size**2 * work.recipe.channels
+
+
+def random_samples(work: Work, images: int) -> "Samples":
+    """Return so many random images of the recipe's shape, and labels."""
+    from flatout.data.feed import Samples
+
+    size, rng = work.recipe.image_size, np.random.default_rng(work.recipe.seed)
+    return Samples(
+        images=rng.integers(0, 256, (images, size, size, work.recipe.channels), dtype=np.uint8),
+        rows=np.arange(images),
+        labels=rng.integers(0, work.classes, images),
+    )

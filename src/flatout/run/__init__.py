@@ -1,0 +1,1 @@
+"""One run: from the user's request to a finished run folder."""

@@ -1,0 +1,84 @@
+"""Evaluate a finished run, on its own test data or on other data."""
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout.console import Console
+from flatout.data.feed import Samples
+from flatout.errors import InputError
+
+if TYPE_CHECKING:
+    from flatout.dist.world import World
+    from flatout.run.folder import Run
+
+
+def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Console) -> dict[str, Any]:
+    """See `Run.evaluate`. Several devices have a process each, as in training."""
+    from flatout.dist.env import launched
+    from flatout.dist.launcher import run_on_ranks
+    from flatout.engine.devices import engine_for, join, parse_devices
+    from flatout.engine.eager.device_setup import cpu_threads
+
+    engine = engine_for(devices, engine)
+    if devices == "auto" and launched() is None:
+        # One device does: starting a process for each would take longer than they would save.
+        devices = str(parse_devices("auto", engine).first)
+    chosen = parse_devices(devices, engine)
+    if launched() is None and len(chosen.ranks.names) > 1:
+        return run_on_ranks(
+            _evaluate_on_rank,
+            (run, data, devices, engine),
+            devices=chosen,
+            threads=cpu_threads(len(chosen.names)),
+            console=console,
+        )
+    world = join(devices, engine)
+    try:
+        return _evaluate(run, data, world, devices=devices, engine=engine, console=console)
+    finally:
+        world.leave()
+
+
+def _evaluate_on_rank(console: Console, run: "Run", data: Any, devices: str, engine: str) -> dict[str, Any]:
+    return evaluate(run, data, devices=devices, engine=engine, console=console)
+
+
+def _evaluate(run: "Run", data: Any, world: "World", *, devices: str, engine: str, console: Console) -> dict[str, Any]:
+    from flatout.data.load import find, load, match_classes, splits_of
+    from flatout.engine.devices import make_engine, spec_of
+
+    recipe = run.recipe
+    other = data is not None
+    if not other and not recipe.data.path:
+        raise InputError(f"{run.path}: its data was given in Python; say what to evaluate on")
+    found = find(data if other else recipe.data.path, recipe.data.classes)
+    # The cache lets one process of each host make the pack, and the others find it.
+    with world.vitals.alone("making the pack"):
+        pack = world.in_turn(lambda: load(found, recipe, cache=True, report=console), first=world.local_rank == 0)
+    console.finish()
+    console.note(pack.describe())
+    labels = match_classes(pack, run.classes, where=data if other else recipe.data.path)
+    if other and len(pack.splits) == 1:
+        split, samples = "all", Samples(images=pack.images, rows=np.arange(len(labels)), labels=labels)
+    else:
+        splits = splits_of(pack, recipe.data, recipe.seed)
+        split = next((name for name in ("test", "valid") if name in splits), "train")
+        rows = splits[split].rows
+        samples = Samples(images=pack.images, rows=rows, labels=labels[rows])
+    # The engine trains nothing here, so what is frozen does not matter, and nothing is worth caching.
+    # It works on a copy, since it moves the model to a device and changes its mode.
+    model = copy.deepcopy(run.model)
+    built = make_engine(
+        model, recipe, engine=engine, devices=devices, world=world, report=console.note, cache_prefix=False
+    )
+    try:
+        counts = built.evaluate(built.place(samples)).counts
+    finally:
+        built.close()
+    name = "valid" if split == "valid" else "test"
+    figures = {"loss": counts.loss, "accuracy": counts.accuracy, "correct": counts.correct, "count": counts.count}
+    named = {f"{name}_{key}": value for key, value in figures.items()}
+    devices = spec_of([name for names in world.gather(built.device_names) for name in names])
+    return {"run": str(run.path), "split": split, **named, "devices": devices, "engine": engine}

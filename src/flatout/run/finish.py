@@ -1,0 +1,232 @@
+"""The end of a run: the chosen weights, their evaluation, and the files that explain them."""
+
+import dataclasses
+import io
+import json
+import platform
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout import __version__
+from flatout.data.feed import Samples
+from flatout.files import write_atomically
+from flatout.numerics.random import Stream, permutation
+from flatout.run import folder as run_folder
+from flatout.run.progress import Progress
+
+if TYPE_CHECKING:
+    from flatout.data.pack import Pack
+    from flatout.engine.base import Engine, Evaluation
+    from flatout.run.session import Session
+
+# The pictures of a report: a grid of 5x5 chosen at random, and as many of the most confident mistakes.
+PICTURES = 25
+
+
+def finish(
+    session: "Session",
+    engine: "Engine",
+    pack: "Pack",
+    placed: dict[str, Any],
+    splits: dict[str, Samples],
+    progress: Progress,
+    ended: str,
+) -> None:
+    """Write weights, summary, predictions, pictures and report; every process evaluates, the main one writes.
+
+    Args:
+        session: the run; its folder, times and notes.
+        engine: holds the last weights; afterwards the chosen ones.
+        pack: for class names.
+        placed: the splits to evaluate, as the engine placed them.
+        splits: the same splits on the host.
+        progress: the loop's results.
+        ended: why training ended early; empty if it did not.
+    """
+    if progress.best:
+        engine.load_state({**engine.state(), **progress.best})
+    began = time.perf_counter()
+    shown = next((name for name in ("test", "valid") if name in placed), None)
+    results = {name: engine.evaluate(split, with_probabilities=name == shown) for name, split in placed.items()}
+    progress.evaluate_seconds += time.perf_counter() - began
+    state = engine.state()
+    memory = _memory(session, engine)
+    if session.world.is_main:
+        with session.world.vitals.alone("writing the report"):
+            _write_weights(session, state, pack)
+            if shown:
+                _write_predictions(session, shown, results[shown], splits[shown])
+            summary = _summary(session, engine, pack, results, splits, progress, ended) | memory
+            _write_report(session, summary, progress)
+    # No process ends before the run is whole.
+    session.world.barrier()
+
+
+def _write_report(session: "Session", summary: dict[str, Any], progress: Progress) -> None:
+    from flatout.report.page import draw_all
+    from flatout.report.verdict import verdict
+
+    summary["verdict"] = verdict(summary, [dataclasses.asdict(r) for r in progress.history], session.recipe)
+    run_folder.write_json(session.out / run_folder.SUMMARY, summary)
+    began = time.perf_counter()
+    draw_all(session.out)
+    summary["time_seconds"]["pictures"] = time.perf_counter() - began
+    summary["wall_seconds"] = time.perf_counter() - session.began
+    run_folder.write_json(session.out / run_folder.SUMMARY, summary)
+    _say(session, summary)
+
+
+def _memory(session: "Session", engine: "Engine") -> dict[str, int | None]:
+    """Return the host memory of all processes together, and the most of any device."""
+    from flatout.engine.eager.device_setup import peak_rss_bytes
+
+    peaks = session.world.gather((peak_rss_bytes(), engine.peak_memory_bytes()))
+    device = [d for _, d in peaks if d is not None]
+    return {"peak_rss_bytes": sum(host for host, _ in peaks), "peak_device_bytes": max(device) if device else None}
+
+
+def _write_weights(session: "Session", state: dict[str, Any], pack: "Pack") -> None:
+    from flatout.models.weights import save_tensors
+
+    recipe = session.recipe
+    tensors = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
+    metadata = {
+        "format": "pt",
+        "flatout": __version__,
+        "model": recipe.model,
+        "classes": json.dumps(pack.classes),
+        "image_size": str(recipe.image_size),
+        "channels": str(recipe.channels),
+        "mean": json.dumps(recipe.data.mean),
+        "std": json.dumps(recipe.data.std),
+        "resize": recipe.data.resize,
+        "loss": recipe.loss,
+    }
+    save_tensors(session.out / run_folder.WEIGHTS, tensors, metadata)
+
+
+def _write_predictions(session: "Session", split: str, result: "Evaluation", samples: Samples) -> None:
+    """Keep every probability and the few images that the pictures show, so that a report needs no data."""
+    probabilities, labels = result.probabilities, samples.labels
+    assert probabilities is not None
+    predicted = np.where(np.isfinite(probabilities).all(axis=1), probabilities.argmax(axis=1), -1)
+    grid = np.sort(permutation(session.recipe.seed, Stream.PICTURES, 0, len(labels))[:PICTURES])
+    wrong = np.flatnonzero(predicted != labels)
+    confidence = np.nan_to_num(probabilities[wrong].max(axis=1)) if len(wrong) else np.empty(0)
+    mistakes = wrong[np.argsort(-confidence, kind="stable")[:PICTURES]]
+    sample, positions = np.unique(np.concatenate([grid, mistakes]), return_inverse=True)
+    images = samples.read(sample, np.empty((len(sample), *samples.images.shape[1:]), np.uint8))
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer,
+        split=np.array(split),
+        probabilities=probabilities.astype(np.float32),
+        labels=labels,
+        sample=sample,
+        images=images,
+        grid=positions[: len(grid)],
+        mistakes=positions[len(grid) :],
+    )
+    write_atomically(session.out / run_folder.PREDICTIONS, buffer.getvalue())
+
+
+def _summary(
+    session: "Session",
+    engine: "Engine",
+    pack: "Pack",
+    results: "dict[str, Evaluation]",
+    splits: dict[str, Samples],
+    progress: Progress,
+    ended: str,
+) -> dict[str, Any]:
+    from flatout.engine.devices import machine
+
+    recipe = session.recipe
+    chosen = progress.best_epoch if progress.best else len(progress.history)
+    record = progress.history[chosen - 1] if chosen else None
+    figures: dict[str, Any] = {"train_loss": record.train_loss if record else None}
+    figures["train_accuracy"] = record.train_accuracy if record else None
+    for name in ("valid", "test"):
+        counts = results[name].counts if name in results else None
+        figures[f"{name}_loss"] = counts.loss if counts else None
+        figures[f"{name}_accuracy"] = counts.accuracy if counts else None
+        figures[f"{name}_correct"] = counts.correct if counts else None
+        figures[f"{name}_count"] = counts.count if counts else None
+    class_counts = {
+        f"{n}_class_counts": np.bincount(s.labels, minlength=len(pack.classes)).tolist() for n, s in splits.items()
+    }
+    if "test" in results and (probabilities := results["test"].probabilities) is not None:
+        predicted = probabilities.argmax(axis=1)
+        class_counts["test_predicted_counts"] = np.bincount(predicted, minlength=len(pack.classes)).tolist()
+    seconds = session.seconds | {"train": progress.train_seconds, "evaluate": progress.evaluate_seconds}
+    trained_for = progress.train_seconds
+    return {
+        "job": recipe.job,
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "model": recipe.model,
+        "engine": session.options.engine,
+        "devices": session.devices,
+        "world_size": session.device_count,
+        "threads_per_rank": engine.threads,
+        "batch_size": recipe.batch_size,
+        "epochs": recipe.epochs,
+        "epochs_trained": progress.epoch,
+        "best_epoch": progress.best_epoch or None,
+        "seed": recipe.seed,
+        "parameters": session.parameters,
+        "trained_parameters": session.trained_parameters,
+        "classes": list(pack.classes),
+        **{f"{name}_images": len(samples) for name, samples in splits.items()},
+        "images_trained": progress.images_trained,
+        "images_per_second": progress.images_trained / trained_for if trained_for else None,
+        "train_seconds": trained_for,
+        "setup_seconds": session.setup_seconds,
+        "wall_seconds": time.perf_counter() - session.began,
+        **figures,
+        **class_counts,
+        "input_wait_fraction": progress.wait_seconds / trained_for if trained_for else None,
+        "communication_fraction": _communication(progress),
+        "warmup_seconds": progress.warmup_seconds,
+        "stopped": ended or None,
+        "notes": session.notes,
+        "time_seconds": seconds,
+        "pack_was_cached": pack.was_cached,
+        "skipped_images": pack.skipped,
+        "machine": machine(),
+        "runs_on": engine.describe(),
+        "versions": _versions(),
+    }
+
+
+def _communication(progress: Progress) -> float | None:
+    """Return the share of the training time spent on adding up; None where the device does that by itself."""
+    if not progress.train_seconds or not np.isfinite(progress.communication_seconds):
+        return None
+    return progress.communication_seconds / progress.train_seconds
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    packages = ("torch", "numpy", "timm", "pillow", "simplejpeg", "safetensors")
+    return {"flatout": __version__, "python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def _say(session: "Session", summary: dict[str, Any]) -> None:
+    say = session.console.note
+    for name in ("test", "valid"):
+        if summary[f"{name}_count"]:
+            share, right, count = (summary[f"{name}_{key}"] for key in ("accuracy", "correct", "count"))
+            say(f"{name} accuracy {share:.4f} ({right:,} of {count:,} right)")
+            break
+    if summary["images_per_second"]:
+        say(
+            f"trained {summary['images_trained']:,} images in {summary['train_seconds']:.1f} s: "
+            f"{summary['images_per_second']:,.0f} per second"
+        )
+    for sentence in summary["verdict"]:
+        say(sentence)
+    say(f"report: {session.out / run_folder.REPORT}")

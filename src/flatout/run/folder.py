@@ -1,0 +1,195 @@
+"""A run folder: what a training run leaves behind, read back as an object."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout.errors import InputError
+from flatout.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+RECIPE, METRICS, SUMMARY, WEIGHTS = "recipe.toml", "metrics.jsonl", "summary.json", "weights.safetensors"
+PREDICTIONS, CHECKPOINTS, REPORT = "predictions.npz", "checkpoints", "report.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The most probable classes of one image, best first."""
+
+    file: str
+    classes: tuple[str, ...]
+    probabilities: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        pairs = zip(self.classes, self.probabilities, strict=True)
+        return {"file": self.file, "predictions": [{"class": c, "probability": p} for c, p in pairs]}
+
+
+class Run:
+    """A finished or interrupted run.
+
+    Args:
+        path: the run folder.
+        model: the module, or Keras model, to load the weights into; needed only where the run trained one given in
+            Python.
+        allow_code: whether a model that is named as `package.module:factory` may be imported.
+
+    Raises:
+        InputError: the folder is no run.
+    """
+
+    def __init__(self, path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> None:
+        self.path = Path(path)
+        self._given, self._allow_code = model, allow_code
+        for name in (RECIPE, WEIGHTS):
+            if not (self.path / name).is_file():
+                raise InputError(f"{self.path}: not a run folder with weights: {name} is missing")
+
+    def __repr__(self) -> str:
+        accuracy = self.summary.get("test_accuracy") or self.summary.get("valid_accuracy")
+        return f"Run({str(self.path)!r}, model={self.recipe.model!r}, accuracy={accuracy})"
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The complete recipe."""
+        return load_recipe(self.path / RECIPE)
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The content of summary.json."""
+        try:
+            return json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self.path / SUMMARY}: cannot be read: {error}") from None
+
+    @cached_property
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, one for each epoch."""
+        return [json.loads(line) for line in (self.path / METRICS).read_text(encoding="utf-8").splitlines()]
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:
+        """Class names, in the order of the outputs."""
+        return tuple(json.loads(self._weights[1]["classes"]))
+
+    @cached_property
+    def _weights(self) -> tuple[dict[str, Any], dict[str, str]]:
+        from flatout.models.weights import read_weights
+
+        return read_weights(self.path / WEIGHTS)
+
+    @cached_property
+    def model(self) -> "nn.Module":
+        """The trained module on the CPU, in evaluation mode; it takes normalised images [N, C, H, W] to logits."""
+        from flatout.models.keras import KerasModule, is_keras
+        from flatout.models.load import build_for
+
+        recipe = self.recipe
+        if self._given is not None:
+            model = KerasModule(self._given) if is_keras(self._given) else self._given
+        elif recipe.model.startswith("python:"):
+            raise InputError(
+                f"{self.path}: trained a module given in Python ({recipe.model.removeprefix('python:')}); "
+                "load it with flatout.load(path, model=YourModule())"
+            )
+        else:
+            model = build_for(recipe, num_classes=len(self.classes), allow_code=self._allow_code)
+        try:
+            model.load_state_dict(self._weights[0])
+        except RuntimeError as error:
+            raise InputError(f"{self.path / WEIGHTS}: does not fit the model: {error}") from None
+        return model.eval()
+
+    def evaluate(self, data: Any = None, *, devices: str = "auto", engine: str = "auto") -> dict[str, Any]:
+        """Return `test_loss`, `test_accuracy`, `test_correct`, `test_count` on the run's test data, or on other data.
+
+        Where only a validation split exists, the names say `valid`.
+
+        Args:
+            data: as for `fit`; where it has a test split that is used, else a validation split, else all of it.
+            devices: a device SPEC.
+            engine: `torch`, `xla` or `auto`.
+        """
+        from flatout.console import Console
+        from flatout.run.evaluate import evaluate
+
+        return evaluate(self, data, devices=devices, engine=engine, console=Console())
+
+    def predict(self, images: Any, *, top: int = 5) -> list[Prediction]:
+        """Classify images: files, folders of files, or an array uint8 [N, H, W, C] (also [N, H, W] and one image).
+
+        Raises:
+            InputError: a file is missing or cannot be read as an image.
+        """
+        from flatout.run.predict import predict
+
+        return predict(self, images, top=top)
+
+    def probabilities(self, pixels_NHWC: np.ndarray) -> np.ndarray:
+        """Return class probabilities, float32 [N, K], of uint8 images of the model's size."""
+        import torch
+
+        from flatout.numerics import augment, loss
+
+        mean, std = (torch.tensor(values) for values in (self.recipe.data.mean, self.recipe.data.std))
+        results, model = [], self.model.eval()
+        with torch.no_grad():
+            for start in range(0, len(pixels_NHWC), self.recipe.batch_size):
+                batch = torch.from_numpy(np.ascontiguousarray(pixels_NHWC[start : start + self.recipe.batch_size]))
+                logits = model(augment.apply(batch, None, 1 / (255 * std), -mean / std))
+                results.append(loss.probabilities(logits).numpy())
+        return np.concatenate(results)
+
+    def show(self) -> Any:
+        """Show the report: in a notebook in the cell, else its path is printed."""
+        from flatout.console import in_notebook
+
+        report = self.path / REPORT
+        if in_notebook():
+            from html import escape
+
+            from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
+
+            # A frame of its own keeps the page's style out of the notebook's.
+            page = escape(report.read_text(encoding="utf-8"))
+            frame = f'<iframe srcdoc="{page}" style="width:100%;height:50em;border:0"></iframe>'
+            # IPython warns of what begins with a frame; its own, though, only shows addresses.
+            return display(HTML(f"<div>{frame}</div>"))
+        print(report)
+        return None
+
+
+def load(path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> Run:
+    """Read a run folder; its `model` is an ordinary torch module on the CPU, whatever it was trained on. See `Run`."""
+    return Run(path, model=model, allow_code=allow_code)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON through a temporary file, so that the file is always whole; NaN becomes null."""
+    from flatout.files import write_atomically
+
+    write_atomically(path, (json.dumps(_finite(content), indent=2) + "\n").encode())
+
+
+def write_metrics(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Write all lines of metrics.jsonl through a temporary file."""
+    from flatout.files import write_atomically
+
+    write_atomically(path, "".join(json.dumps(_finite(record)) + "\n" for record in records).encode())
+
+
+def _finite(value: Any) -> Any:
+    """Return plain values in which what JSON cannot say, NaN and infinity, is None."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value

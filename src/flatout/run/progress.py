@@ -1,0 +1,90 @@
+"""How far a run has come: what the loop counts, a checkpoint keeps and metrics.jsonl shows."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.numerics.metrics import NO_COUNTS, Counts
+
+# Steps in which memory is claimed, algorithms are chosen and a GPU's step is recorded.
+FIRST_STEPS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """One line of metrics.jsonl. Losses are means, accuracies fractions; None where a split is missing."""
+
+    epoch: int
+    step: int
+    learning_rate: float
+    train_loss: float
+    train_accuracy: float
+    valid_loss: float | None
+    valid_accuracy: float | None
+    test_loss: float | None
+    test_accuracy: float | None
+    images: int
+    seconds: float
+    images_per_second: float
+
+
+@dataclass(kw_only=True, eq=False)
+class Progress:
+    """How far a run has come: with the engine's state, all that a checkpoint needs.
+
+    Attributes:
+        epoch, step: finished epochs, and finished steps of the next one.
+        history: a record of every finished epoch.
+        counts: sums over the finished steps of the unfinished epoch.
+        best_epoch: the best epoch by validation, from 1; 0 for none.
+        best: the engine's state after it, model tensors only, where the recipe keeps the best; else empty.
+        train_seconds, evaluate_seconds, wait_seconds, communication_seconds: time in training epochs; in evaluation;
+            of the former, waiting for input; and adding up with other processes, waiting for them included.
+        first_seconds, first_images: time and images of the first `FIRST_STEPS` steps, which warm up.
+        epoch_seconds: the part of train_seconds spent in the unfinished epoch.
+        images_trained: images in all finished steps.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    history: list[EpochRecord] = field(default_factory=list)
+    counts: Counts = NO_COUNTS
+    best_epoch: int = 0
+    best: dict[str, Any] = field(default_factory=dict)
+    train_seconds: float = 0.0
+    evaluate_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    first_seconds: float = 0.0
+    first_images: int = 0
+    first_steps: int = 0
+    epoch_seconds: float = 0.0
+    images_trained: int = 0
+
+    def note_first_steps(self) -> None:
+        """Keep time and images of the first steps apart."""
+        if self.first_steps < FIRST_STEPS:
+            self.first_steps += 1
+            self.first_seconds, self.first_images = self.train_seconds, self.images_trained
+
+    @property
+    def warmup_seconds(self) -> float | None:
+        """What the first steps took beyond the rate of the others; None where there were no others."""
+        images, seconds = self.images_trained - self.first_images, self.train_seconds - self.first_seconds
+        if self.first_steps < FIRST_STEPS or images <= 0 or seconds <= 0:
+            return None
+        return max(0.0, self.first_seconds - self.first_images * seconds / images)
+
+
+def to_plain(progress: Progress) -> dict[str, Any]:
+    """Return the progress without tensors as plain values, for a checkpoint."""
+    fields = {f.name: getattr(progress, f.name) for f in dataclasses.fields(progress) if f.name != "best"}
+    fields["history"] = [dataclasses.asdict(record) for record in progress.history]
+    fields["counts"] = dataclasses.asdict(progress.counts)
+    return fields
+
+
+def from_plain(fields: dict[str, Any], best: dict[str, Any]) -> Progress:
+    """Return the progress that `to_plain` wrote."""
+    history = [EpochRecord(**record) for record in fields["history"]]
+    return Progress(**{**fields, "history": history, "counts": Counts(**fields["counts"]), "best": best})

@@ -1,0 +1,96 @@
+"""From the JOB and DATA that a user names to a recipe and the data it trains on."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout.console import Console
+from flatout.errors import InputError
+from flatout.jobs import builtin_jobs, load_job
+from flatout.recipe import Recipe, load_recipe
+from flatout.settings import nearest
+
+if TYPE_CHECKING:
+    from flatout.data.source import Found, Source
+
+
+def resolve(
+    job: str | Path | Recipe | None, data: Any, changes: Mapping[str, Any], *, accelerated: bool, console: Console
+) -> "tuple[Recipe, Found | Source]":
+    """Return the recipe and the recognised data.
+
+    Args:
+        job: a built-in job, a recipe file, a path of data, a Recipe, or None for a recipe made from the data.
+        data: a path or data given in Python; None takes what the recipe names, or downloads what the job is about.
+        changes: dotted recipe keys to override.
+        accelerated: whether there is more than a CPU to train on; a recipe made from data then is more ambitious.
+        console: told what was made, found and downloaded.
+
+    Raises:
+        InputError: the job or the data cannot be found, or a change does not fit.
+    """
+    from flatout.data.load import find
+
+    recipe = _named_recipe(job)
+    if "data.path" in changes and (data is not None or recipe is None):
+        raise InputError(f"data.path = {changes['data.path']!r}: the data is named twice; leave one out")
+    if recipe is None and job is not None:
+        if data is not None:
+            raise InputError(f"{job} is data, and --data names other data: give one of the two")
+        data = str(job)
+    if recipe is None:
+        from flatout.run.advise import advise
+
+        if data is None:
+            raise InputError("no job and no data: name one of them")
+        found = find(data, str(changes.get("data.classes", "")))
+        recipe, reasons = advise(found, _plain(data), accelerated=accelerated)
+        chosen = {key.partition(".")[0] for key in changes} | set(changes)
+        console.note("no recipe was named, so one is made from what is there:")
+        for key, reason in reasons.items():
+            if key not in chosen:
+                console.note(f"  {reason}")
+        return recipe.override(changes), found
+    recipe = recipe.override(changes)
+    if data is None:
+        data = recipe.data.path or _public_data(recipe, console)
+    if path := _plain(data):
+        recipe = recipe.override({"data.path": path})
+    return recipe, find(data, recipe.data.classes)
+
+
+def _named_recipe(job: str | Path | Recipe | None) -> Recipe | None:
+    """Return the recipe that a job names; None for no job, or for one that is the path of data."""
+    if job is None or isinstance(job, Recipe):
+        return job
+    path = Path(job)
+    if str(job) in builtin_jobs():
+        return load_job(str(job))
+    if path.suffix == ".toml":
+        recipe = load_recipe(path)
+        inner = recipe.data.path
+        if inner and not inner.startswith("sklearn:") and not Path(inner).is_absolute():
+            # A recipe means the same from whichever folder it is run.
+            return recipe.override({"data.path": str(path.parent / inner)})
+        return recipe
+    if not path.exists() and not str(job).startswith("sklearn:"):
+        raise InputError(f"no job, recipe file or data called {str(job)!r}; {nearest(str(job), builtin_jobs())}")
+    return None
+
+
+def _plain(data: Any) -> str:
+    """Return the absolute path to write into the recipe; empty for data given in Python."""
+    if not isinstance(data, str | Path):
+        return ""
+    return str(data) if str(data).startswith("sklearn:") else str(Path(data).absolute())
+
+
+def _public_data(recipe: Recipe, console: Console) -> str:
+    from flatout.data import download
+    from flatout.data.pack import cache_folder
+
+    name = download.PUBLIC_NAMES.get(recipe.job)
+    if name is None:
+        where = download.where_to_get(recipe.job) if recipe.job in builtin_jobs() else "name it with --data PATH"
+        raise InputError(f"job {recipe.job} has no data: {where}")
+    return str(download.download(download.PUBLIC[name], cache_folder() / "downloads" / name, console.note))

@@ -1,0 +1,1 @@
+"""Throughput against the number of devices."""

@@ -1,0 +1,354 @@
+"""`flatout scale`: the same recipe on each of several choices of devices, measured and compared.
+
+Every run is a process of its own, started as the user would start it, so that none inherits another's warm caches or
+memory. Repeats are interleaved (A B A B): a machine that grows slower meanwhile slows all choices alike.
+"""
+
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from flatout import __version__
+from flatout.console import Console, duration
+from flatout.errors import InputError, Stopped, TrainingFailed
+from flatout.files import write_atomically
+from flatout.recipe import Recipe
+from flatout.run.folder import RECIPE, Run, write_json
+from flatout.scale.chart import draw_scaling
+from flatout.scale.findings import findings
+
+RESULT, CHART = "scaling.json", "scaling.png"
+LAST_LINES = 10  # of a run that failed without a message
+
+# What is compared of a run: medians over the repeats, with the least and the most.
+FIGURES = (
+    "images_per_second",
+    "epoch_seconds",
+    "train_seconds",
+    "warmup_seconds",
+    "setup_seconds",
+    "wall_seconds",
+    "communication_fraction",
+    "input_wait_fraction",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One SPEC to measure: its kind of device, and the batch it trains with."""
+
+    spec: str
+    kind: str
+    batch_size: int
+
+    def folder(self, repeat: int) -> str:
+        """Return the name of the run folder of a repeat, counted from 1."""
+        return f"{re.sub(r'[:,]', '-', self.spec)}-{repeat}"
+
+
+def split_specs(text: str) -> list[str]:
+    """Split `cpu,cuda:0,2,4xcuda` at its commas; numbers alone belong to the SPEC before them, as in `cuda:0,2`.
+
+    Raises:
+        InputError: a SPEC is empty or named twice.
+    """
+    specs: list[str] = []
+    for part in (part.strip() for part in text.split(",")):
+        if part.isdecimal() and specs and ":" in specs[-1]:
+            specs[-1] += f",{part}"
+        else:
+            specs.append(part)
+    if not all(specs):
+        raise InputError(f"--devices {text}: an empty SPEC between commas; write it as cpu,2xcpu")
+    for spec in specs:
+        if specs.count(spec) > 1:
+            raise InputError(f"--devices {text}: {spec} is named twice; --repeats N measures every SPEC N times")
+    return specs
+
+
+def scale(
+    job: str,
+    data: str | None,
+    changes: Mapping[str, Any],
+    *,
+    devices: str,
+    out: Path | None,
+    repeats: int,
+    weak: bool,
+    console: Console,
+) -> dict[str, Any]:
+    """Train the job on each SPEC, `repeats` times; write scaling.json and scaling.png; return the former's content.
+
+    Args:
+        job: a built-in job, a recipe file or the path of data.
+        data: the path of the data; None takes the job's.
+        changes: dotted recipe keys to override.
+        devices: SPECs separated by commas.
+        out: a new or empty folder; None for a new one under `runs/`.
+        repeats: runs of every SPEC.
+        weak: keep the batch per device, rather than the global batch.
+        console: told how far it has come.
+
+    Raises:
+        InputError: something given is wrong, or a run says so; the message then names its SPEC.
+        TrainingFailed: a run failed. What was measured before is in scaling.json.
+        Stopped: a run was stopped by a signal of its own.
+    """
+    from flatout.data.load import load
+    from flatout.engine.devices import engine_for, parse_devices
+    from flatout.run.resolve import resolve
+
+    if repeats < 1:
+        raise InputError(f"--repeats {repeats}: must be at least 1")
+    chosen = {spec: parse_devices(spec, engine_for(spec, "auto")) for spec in split_specs(devices)}
+    if weak and "auto" in chosen:
+        raise InputError("--weak: auto chooses the number of devices by itself; name it, as in 2xcpu or 4xcuda")
+    check_free(out)
+    accelerated = all(choice.kind != "cpu" for choice in chosen.values())
+    recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
+    choices = [
+        Choice(spec=spec, kind=d.kind, batch_size=recipe.batch_size * (len(d.indices) if weak else 1))
+        for spec, d in chosen.items()
+    ]
+    # Decoded here, so that the first run's total does not hold what the others find in the cache.
+    load(found, recipe, cache=True, report=console)
+    console.finish()
+    out = out or Path("runs") / f"scale-{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}"
+    _write_recipe(out, recipe)
+    result = _measure(choices, repeats, out, _head(recipe, repeats, weak), console)
+    result["findings"] = findings(result)
+    write_json(out / RESULT, result)
+    draw_scaling(out / CHART, result)
+    return {**result, "out": str(out)}
+
+
+def _head(recipe: Recipe, repeats: int, weak: bool) -> dict[str, Any]:
+    """Return what scaling.json says of the measurement as a whole."""
+    from flatout.engine.devices import machine
+
+    return {
+        "scaling": "weak" if weak else "strong",
+        "repeats": repeats,
+        **{key: getattr(recipe, key) for key in ("job", "model", "batch_size", "epochs", "norm")},
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine(),
+        "version": __version__,
+    }
+
+
+def _measure(
+    choices: Sequence[Choice], repeats: int, out: Path, head: Mapping[str, Any], console: Console
+) -> dict[str, Any]:
+    """Train every choice `repeats` times; scaling.json is whole after every run, whatever ends this process."""
+    runs: list[dict[str, Any]] = []
+
+    def result(ended: str | None) -> dict[str, Any]:
+        return {**head, **compare(choices, runs), "ended": ended}
+
+    try:
+        for repeat in range(1, repeats + 1):
+            for choice in choices:
+                name, folder = f"{choice.spec}, run {repeat} of {repeats}", out / choice.folder(repeat)
+                console.note(f"{name}: {folder}")
+                _train(choice, name, out / RECIPE, folder)
+                runs.append(_measured(choice, repeat, folder))
+                console.note(f"{name}: {_in_short(runs[-1])}")
+                write_json(out / RESULT, result("not finished"))
+    except BaseException as error:
+        known = isinstance(error, InputError | TrainingFailed)
+        write_json(out / RESULT, result(str(error) if known else "stopped"))
+        if runs:
+            console.note(f"what was measured so far is in {out / RESULT}")
+        raise
+    return result(None)
+
+
+def check_free(out: Path | None) -> None:
+    """Raise InputError where a folder to write to holds something already."""
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out}: exists and is not an empty folder; choose another --out")
+
+
+def _write_recipe(out: Path, recipe: Recipe) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{out}: cannot be written: {error.strerror}; choose another --out") from None
+    head = f"Measured by flatout scale; train it once: flatout train {RECIPE}"
+    write_atomically(out / RECIPE, recipe.to_toml(head).encode())
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+def _train(choice: Choice, name: str, recipe: Path, out: Path) -> None:
+    """Train in a process of its own; raise what it ended with, its message under the name of the run."""
+    # -P: a random.py in the current folder is none of our imports.
+    command = [sys.executable, "-P", "-m", "flatout", "train", str(recipe), "--devices", choice.spec]
+    command += ["--batch-size", str(choice.batch_size), "--out", str(out)]
+    watched = sys.stderr.isatty()
+    with tempfile.TemporaryFile() as errors:
+        # A session of its own: Ctrl-C then reaches the run through us, once, rather than from the terminal as well.
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=2 if watched else subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+        code = _wait(child)
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip()
+    if code == 0:
+        return
+    told = re.search(r"^flatout: (.*)", said, re.MULTILINE | re.DOTALL)
+    message = told[1] if told else "\n".join([f"ended with exit code {code}", *said.splitlines()[-LAST_LINES:]])
+    if code == 2:
+        raise InputError(f"{name}: {message}")
+    if code > 128:
+        raise Stopped(code - 128)
+    if code < 0:
+        message = f"killed by {signal.Signals(-code).name}"
+    raise TrainingFailed(f"{name}: {message}")
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    """Wait for the run; what stops this process is passed on to it, and it may finish its checkpoint before we go."""
+    stopped: BaseException | None = None
+    while True:
+        try:
+            code = child.wait()
+        except BaseException as error:
+            child.send_signal(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+            stopped = stopped or error
+            continue
+        if stopped is not None:
+            raise stopped
+        return code
+
+
+def _measured(choice: Choice, repeat: int, folder: Path) -> dict[str, Any]:
+    """Return the figures of a finished run."""
+    run = Run(folder)
+    summary = run.summary
+    epochs = [line["seconds"] for line in run.history]
+    epoch_seconds = statistics.median(epochs[1:] or epochs)
+    warmup = summary.get("warmup_seconds")
+    if warmup is None and len(epochs) > 1:
+        # Too few steps to tell the first ones apart: the first epoch against the others.
+        warmup = max(0.0, epochs[0] - epoch_seconds)
+    split = "test" if summary["test_count"] else "valid"
+    figures: dict[str, Any] = {name: summary.get(name) for name in FIGURES}
+    return {
+        "devices": choice.spec,
+        "repeat": repeat,
+        "folder": folder.name,
+        "batch_size": choice.batch_size,
+        "world_size": summary["world_size"],
+        "threads_per_rank": summary.get("threads_per_rank"),
+        **figures,
+        "epoch_seconds": epoch_seconds,
+        "warmup_seconds": warmup,
+        "epoch_seconds_each": epochs,
+        "images_trained": summary["images_trained"],
+        "stopped": summary["stopped"],
+        "split": split,
+        **{name: summary[f"{split}_{name}"] for name in ("accuracy", "correct", "count", "loss")},
+        "runs_on": summary["runs_on"],
+    }
+
+
+def _in_short(run: Mapping[str, Any]) -> str:
+    rate = f"{run['images_per_second']:,.0f} images per second, " if run["images_per_second"] else ""
+    return f"{rate}training {duration(run['train_seconds'])}, everything {duration(run['wall_seconds'])}"
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def compare(choices: Sequence[Choice], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return `specs`, a row of figures for each choice that was measured, and `runs`, as they came.
+
+    A figure is {median, min, max} over the repeats, or None where it was not measured. `speed_up` and `efficiency` are
+    against `base`, the SPEC of the same kind with the fewest devices: speed-up is the ratio of the images per second,
+    efficiency the speed-up divided by the ratio of the numbers of devices (processes, on CPUs).
+    """
+    rows: list[dict[str, Any]] = []
+    for choice in choices:
+        mine = [run for run in runs if run["devices"] == choice.spec]
+        if not mine:
+            continue
+        last = mine[-1]
+        row = {"devices": choice.spec, "kind": choice.kind, "batch_size": choice.batch_size}
+        row |= {key: last[key] for key in ("world_size", "threads_per_rank", "split", "count")}
+        row |= {name: spread([run[name] for run in mine]) for name in FIGURES}
+        row |= {"accuracy": spread([run["accuracy"] for run in mine]), "correct": [run["correct"] for run in mine]}
+        rows.append(row)
+    for row in rows:
+        base = min((other for other in rows if other["kind"] == row["kind"]), key=lambda other: other["world_size"])
+        rates = [r["images_per_second"] for r in (row, base)]
+        speed_up = rates[0]["median"] / rates[1]["median"] if all(rates) else None
+        row["base"], row["speed_up"] = base["devices"], speed_up
+        row["efficiency"] = speed_up / (row["world_size"] / base["world_size"]) if speed_up else None
+    return {"specs": rows, "runs": list(runs)}
+
+
+def spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Return {median, min, max} of what was measured; None if nothing was."""
+    known = [value for value in values if value is not None]
+    return {"median": statistics.median(known), "min": min(known), "max": max(known)} if known else None
+
+
+# --- shown ------------------------------------------------------------------------------------------------------------
+
+
+def lines_of(result: Mapping[str, Any]) -> list[str]:
+    """Return the table, a column for each SPEC, and the findings, as lines; `result` is what `scale` returned."""
+    columns = [_cells(row) for row in result["specs"]]
+    head = list(columns[0])
+    widths = [max(map(len, cells.values())) for cells in columns]
+    table = []
+    for name in head:
+        cells = (cells[name].rjust(width) for cells, width in zip(columns, widths, strict=True))
+        table.append("   ".join((name.ljust(max(map(len, head))), *cells)))
+    return [*table, "", *result["findings"], f"{result['out']}: {RESULT}, {CHART} and a folder for each run"]
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+    def seconds(name: str) -> str:
+        return duration(row[name]["median"]) if row[name] else "-"
+
+    def share(name: str) -> str:
+        return f"{row[name]['median']:.1%}" if row[name] else "-"
+
+    def percent(value: float | None) -> str:
+        return f"{value:.0%}" if value is not None else "-"
+
+    rate, threads = row["images_per_second"], row["threads_per_rank"]
+    answers = sorted({n for n in row["correct"] if n is not None})
+    right = "..".join(f"{n:,}" for n in dict.fromkeys((answers[0], answers[-1]))) if answers else "-"
+    return {
+        "devices": row["devices"],
+        "processes x threads": f"{row['world_size']} x {threads}" if threads else f"{row['world_size']}",
+        "batch": f"{row['batch_size']:,}",
+        "images per second": f"{rate['median']:,.0f}" if rate else "-",
+        "  least to most": f"{rate['min']:,.0f} to {rate['max']:,.0f}" if rate else "-",
+        "speed-up": f"{row['speed_up']:.2f}" if row["speed_up"] else "-",
+        "efficiency": percent(row["efficiency"]),
+        "  against": row["base"],
+        "time per epoch": f"{row['epoch_seconds']['median']:.3g} s",
+        "training time": seconds("train_seconds"),
+        "  of it warm-up": seconds("warmup_seconds"),
+        "everything included": seconds("wall_seconds"),
+        "communication": share("communication_fraction"),
+        "waiting for input": share("input_wait_fraction"),
+        f"{row['split']} images right": f"{right} of {row['count']:,}" if answers else "-",
+    }
