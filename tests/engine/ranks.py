@@ -41,7 +41,7 @@ def _launch(size: int, call: Callable[..., Any], function: Callable[..., Any], a
 
 def _answers_of_all(console: Console, function: Callable[..., Any], args: Sequence[Any], backend: str) -> list[Any]:
     world = _join(backend)
-    answers = world.gather(function(world, *args))
+    answers = world.all_gather_object(function(world, *args))
     world.leave()
     return answers
 

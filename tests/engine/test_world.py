@@ -33,21 +33,21 @@ def exercise(world: World) -> dict[str, Any]:
     for dtype, shape in itertools.product(DTYPES, SUMS):
         mine = numbers(world.rank, shape, dtype)
         before = mine.clone()
-        got[f"sum {dtype} {shape}"] = world.sum(mine)
+        got[f"sum {dtype} {shape}"] = world.all_reduce(mine)
         assert torch.equal(mine, before)
-    got["large"] = float(world.sum(torch.full((1_000_000,), world.rank + 1.0)).mean())
+    got["large"] = float(world.all_reduce(torch.full((1_000_000,), world.rank + 1.0)).mean())
     image = numbers(world.rank, (2, 3, 4, 5), torch.float32).to(memory_format=torch.channels_last)
-    got["sum channels_last"] = world.sum(image)
+    got["sum channels_last"] = world.all_reduce(image)
     for dtype in DTYPES:
         got[f"buckets {dtype}"] = use_buckets(world, dtype)
     turned = numbers(world.rank, (4, 3, 2), torch.float32).movedim(1, -1)
-    got["rows"] = [rows.clone() for rows in world.gather_rows(turned)]
+    got["rows"] = [rows.clone() for rows in world.all_gather(turned)]
     got["broadcast"] = various(world.rank)
     world.broadcast(got["broadcast"])
-    got["share"] = world.share({"rank": world.rank})
-    got["gather"] = world.gather(f"rank {world.rank}")
+    got["share"] = world.broadcast_object({"rank": world.rank})
+    got["gather"] = world.all_gather_object(f"rank {world.rank}")
     done: list[int] = []
-    got["in_turn"] = world.in_turn(lambda: done.append(world.rank) or world.rank, first=world.rank == 1)
+    got["in_turn"] = world.main_process_first(lambda: done.append(world.rank) or world.rank, first=world.rank == 1)
     return got
 
 
@@ -64,10 +64,10 @@ def use_buckets(world: World, dtype: torch.dtype) -> list[list[torch.Tensor]]:
         rounds.append([total.clone() for total in totals])
         if world.rank == turn % 2:
             # Others may be a step ahead by now; what this rank got must not change under it.
-            world.sum(torch.zeros(1))
+            world.all_reduce(torch.zeros(1))
             assert all(torch.equal(a, b) for a, b in zip(totals, rounds[-1], strict=True))
         else:
-            world.sum(torch.zeros(1))
+            world.all_reduce(torch.zeros(1))
     return rounds
 
 
@@ -140,11 +140,11 @@ def test_the_first_rank_is_everybodys_example(got: list[dict[str, Any]]) -> None
 
 def test_one_rank_alone_keeps_what_it_has() -> None:
     world, tensor = World(), torch.ones(3)
-    assert world.sum(tensor) is tensor
-    assert world.gather(1) == [1]
-    assert world.share(2) == 2
-    assert world.gather_rows(tensor) == [tensor]
-    assert world.in_turn(lambda: 3, first=False) == 3
+    assert world.all_reduce(tensor) is tensor
+    assert world.all_gather_object(1) == [1]
+    assert world.broadcast_object(2) == 2
+    assert world.all_gather(tensor) == [tensor]
+    assert world.main_process_first(lambda: 3, first=False) == 3
     assert world.is_main
 
 
@@ -156,9 +156,9 @@ def part(world: World, how: str) -> str:
     try:
         if how == "sum":
             for _ in range(3):
-                world.sum(torch.ones(3))
+                world.all_reduce(torch.ones(3))
         else:
-            with world.explained():
+            with world.translate_errors():
                 for _ in range(3):
                     bucket.start()
                     bucket.add()

@@ -36,7 +36,7 @@ def agree(world: "World", recipe: Recipe, pack: "Pack") -> None:
     if world.local_size < world.size:
         # The ranks of one host read the same file.
         facts |= {("data", name): value for name, value in _data(pack).items()}
-    everyone = world.gather((socket.gethostname(), facts))
+    everyone = world.all_gather_object((socket.gethostname(), facts))
     first_host, first = everyone[0]
     for rank, (host, other) in enumerate(everyone):
         for (kind, name), value in other.items():

@@ -39,7 +39,7 @@ class SharedMemory:
 
     def __init__(self, world: "World") -> None:
         self.rank, self.size = world.rank, world.size
-        self._vitals, self._barrier = world.vitals, world.barrier
+        self._vitals, self._barrier = world.heartbeat, world.barrier
         self._peers = _connect(world)
         self._heard = {peer: [0, 0, 0] for peer in self._peers}
         self._said = [0, 0, 0]
@@ -179,7 +179,7 @@ def _connect(world: "World") -> dict[int, socket.socket]:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="flatout-"))
             listener.bind(f"{folder}/socket")
         listener.listen(world.size)
-        addresses = world.gather(listener.getsockname())
+        addresses = world.all_gather_object(listener.getsockname())
         peers = {}
         for rank in range(world.rank):
             connection = socket.socket(socket.AF_UNIX)

@@ -67,7 +67,7 @@ class World:
         self.backend = ""
         self.is_joined = False
         self.seconds = 0.0
-        self.vitals = vitals.NONE
+        self.heartbeat = vitals.NONE
         self._memory: Any = None
         self._board: Any = None
         self._place = (-1, 0)
@@ -80,7 +80,7 @@ class World:
 
     # --- numbers on the device ------------------------------------------------------------------------------------
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over the ranks, the same bits on each; on the device without waiting for it."""
         if not self.is_joined:
             return tensor
@@ -103,40 +103,40 @@ class World:
             with torch.no_grad():
                 for tensor in tensors:
                     dense = tensor.detach().contiguous()
-                    with self.explained():
+                    with self.translate_errors():
                         dist.broadcast(dense, src=0)
                     tensor.copy_(dense)
 
-    def gather_rows(self, rows: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor, all of one shape, in the order of the ranks."""
         if not self.is_joined:
             return [rows]
         gathered = [torch.empty_like(rows) for _ in range(self.size)]
-        with self.explained():
+        with self.translate_errors():
             dist.all_gather(gathered, rows.contiguous())
         return gathered
 
     # --- plain objects --------------------------------------------------------------------------------------------
 
-    def share(self, value: Value) -> Value:
+    def broadcast_object(self, value: Value) -> Value:
         """Return rank 0's value on every rank."""
         if not self.is_joined:
             return value
         box = [value]
-        with self.explained():
+        with self.translate_errors():
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
-    def gather(self, value: Value) -> list[Value]:
+    def all_gather_object(self, value: Value) -> list[Value]:
         """Return every rank's value, in the order of the ranks."""
         if not self.is_joined:
             return [value]
         values: list[Any] = [None] * self.size
-        with self.explained():
+        with self.translate_errors():
             dist.all_gather_object(values, value)
         return values
 
-    def in_turn(self, work: Callable[[], Value], *, first: bool) -> Value:
+    def main_process_first(self, work: Callable[[], Value], *, first: bool) -> Value:
         """Do a piece of work on the ranks with `first`, then on all others, which find it done."""
         if first:
             value = work()
@@ -147,7 +147,7 @@ class World:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.gather(None)
+        self.all_gather_object(None)
 
     # --- coming and going -----------------------------------------------------------------------------------------
 
@@ -190,25 +190,25 @@ class World:
 
     def _watch_over_each_other(self) -> None:
         """See that no rank outlives its launcher, or waits for ever for one that is gone."""
-        self.vitals = vitals.current()
-        if self.vitals is not vitals.NONE:
+        self.heartbeat = vitals.current()
+        if self.heartbeat is not vitals.NONE:
             # Our own launcher has seen to it.
             return
         self._board = vitals.create(self.local_size) if self.local_rank == 0 else None
-        paths = self.gather(self._board.path if self._board else "")
+        paths = self.all_gather_object(self._board.path if self._board else "")
         here = paths[self.rank - self.local_rank]
-        self.vitals = vitals.attach(here, self.local_rank, str(self.device), rank=self.rank)
+        self.heartbeat = vitals.attach(here, self.local_rank, str(self.device), rank=self.rank)
         self.barrier()
-        self.vitals.watch(os.getppid())
+        self.heartbeat.watch(os.getppid())
 
-    def at(self, epoch: int, step: int) -> None:
+    def report_step(self, epoch: int, step: int) -> None:
         """Say how far training has come."""
         self._place = (epoch, step)
-        self.vitals.at(epoch, step)
+        self.heartbeat.at(epoch, step)
 
-    def moves(self) -> None:
+    def keep_alive(self) -> None:
         """Say that work goes on, at the same place."""
-        self.vitals.at(*self._place)
+        self.heartbeat.at(*self._place)
 
     def leave(self) -> None:
         """Part from the other ranks."""
@@ -216,7 +216,7 @@ class World:
             self._memory.close()
             self._memory = None
         # The others may end now; none of them is missed any more.
-        self.vitals.end()
+        self.heartbeat.end()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
             self._owns_group = False
@@ -225,14 +225,14 @@ class World:
     @contextmanager
     def _timed(self) -> Iterator[None]:
         began = time.perf_counter()
-        with self.explained():
+        with self.translate_errors():
             yield
         self.seconds += time.perf_counter() - began
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
+    def translate_errors(self) -> Iterator[None]:
         """Turn what torch says when a peer is gone into `RankLost`."""
-        with self.vitals.waiting():
+        with self.heartbeat.waiting():
             try:
                 yield
             except (dist.DistError, RuntimeError) as error:

@@ -186,7 +186,7 @@ class _Measurement:
             self._steps.close()
         self._steps = self._endless_steps(placed, images)
         self._step_seconds(1)
-        return self._world.share(max(0.0, first - again))
+        return self._world.broadcast_object(max(0.0, first - again))
 
     def _begin_seconds(self, placed: Any, images: int, epoch: int) -> float:
         began = time.perf_counter()
@@ -201,7 +201,7 @@ class _Measurement:
         for _ in islice(self._steps, steps):
             pass
         self._engine.counts()
-        return self._world.share((time.perf_counter() - began) / steps)
+        return self._world.broadcast_object((time.perf_counter() - began) / steps)
 
     def _endless_steps(self, placed: Any, images: int) -> Generator[None, None, None]:
         """Train epoch by epoch as the training loop does, one step at a time."""
@@ -213,7 +213,7 @@ class _Measurement:
                 # At a rate of 0 the weights stay as they are: random labels could drive them out of bounds.
                 engine.train_step(placed, inputs, 0.0, number)
                 engine.asked()
-                self._world.at(epoch, number + 1)
+                self._world.report_step(epoch, number + 1)
                 yield
             engine.counts()
 

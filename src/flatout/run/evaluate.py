@@ -55,8 +55,10 @@ def _evaluate(run: "Run", data: Any, world: "World", *, devices: str, engine: st
         raise InputError(f"{run.path}: its data was given in Python; say what to evaluate on")
     found = find(data if other else recipe.data.path, recipe.data.classes)
     # The cache lets one process of each host make the pack, and the others find it.
-    with world.vitals.alone("making the pack"):
-        pack = world.in_turn(lambda: load(found, recipe, cache=True, report=console), first=world.local_rank == 0)
+    with world.heartbeat.alone("making the pack"):
+        pack = world.main_process_first(
+            lambda: load(found, recipe, cache=True, report=console), first=world.local_rank == 0
+        )
     console.finish()
     console.note(pack.describe())
     labels = match_classes(pack, run.classes, where=data if other else recipe.data.path)
@@ -80,5 +82,5 @@ def _evaluate(run: "Run", data: Any, world: "World", *, devices: str, engine: st
     name = "valid" if split == "valid" else "test"
     figures = {"loss": counts.loss, "accuracy": counts.accuracy, "correct": counts.correct, "count": counts.count}
     named = {f"{name}_{key}": value for key, value in figures.items()}
-    devices = spec_of([name for names in world.gather(built.device_names) for name in names])
+    devices = spec_of([name for names in world.all_gather_object(built.device_names) for name in names])
     return {"run": str(run.path), "split": split, **named, "devices": devices, "engine": engine}

@@ -55,7 +55,7 @@ def finish(
     state = engine.state()
     memory = _memory(session, engine)
     if session.world.is_main:
-        with session.world.vitals.alone("writing the report"):
+        with session.world.heartbeat.alone("writing the report"):
             _write_weights(session, state, pack)
             if shown:
                 _write_predictions(session, shown, results[shown], splits[shown])
@@ -83,7 +83,7 @@ def _memory(session: "Session", engine: "Engine") -> dict[str, int | None]:
     """Return the host memory of all processes together, and the most of any device."""
     from flatout.engine.eager.device_setup import peak_rss_bytes
 
-    peaks = session.world.gather((peak_rss_bytes(), engine.peak_memory_bytes()))
+    peaks = session.world.all_gather_object((peak_rss_bytes(), engine.peak_memory_bytes()))
     device = [d for _, d in peaks if d is not None]
     return {"peak_rss_bytes": sum(host for host, _ in peaks), "peak_device_bytes": max(device) if device else None}
 

@@ -75,7 +75,7 @@ class Watch:
         if self._loss is not None:
             text += f" loss {self._loss:.4f}"
         self._session.console.update(progress.images_trained, total, "images trained", text)
-        self._session.world.at(progress.epoch, progress.step)
+        self._session.world.report_step(progress.epoch, progress.step)
 
     def _epoch(self, progress: Progress) -> None:
         session, record = self._session, progress.history[-1]

@@ -106,7 +106,7 @@ class Session:
         """Check that the run folder may be written, before any work is done."""
         if self.options.out is None:
             # Processes that start together need not read the same second from their clocks.
-            self.out = self.world.share(self.out)
+            self.out = self.world.broadcast_object(self.out)
         if not self.world.is_main:
             return
         exists = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
@@ -137,12 +137,12 @@ class Session:
         self._time("start")
         world, pack = self.world, None
         if world.local_rank == 0:
-            with world.vitals.alone("making the pack"):
+            with world.heartbeat.alone("making the pack"):
                 pack = load(data, self.recipe, cache=self.options.cache, report=self.console)
             self.console.finish()
         if world.is_joined:
             with handed_over(pack) if pack else contextlib.nullcontext() as own:
-                handed = world.gather(own)[world.rank - world.local_rank]
+                handed = world.all_gather_object(own)[world.rank - world.local_rank]
                 assert handed is not None
                 pack = pack or handed.open()
                 # Others may still be opening the file.
@@ -228,7 +228,7 @@ class Session:
         )
         self.parameters = sum(p.numel() for p in model.parameters())
         self.trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        names = [name for names in self.world.gather(engine.device_names) for name in names]
+        names = [name for names in self.world.all_gather_object(engine.device_names) for name in names]
         self.devices, self.device_count = spec_of(names), len(names)
         for sentence in engine.describe():
             self.console.note(sentence)

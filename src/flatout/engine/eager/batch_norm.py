@@ -75,7 +75,7 @@ class BatchStatistics(TorchFunctionMode):
         total = count
         if world.is_joined:
             # A model may normalise something else than its batch, of another length on every rank.
-            total = self.total if is_batch else int(world.sum(torch.tensor([count], device=x.device)))
+            total = self.total if is_batch else int(world.all_reduce(torch.tensor([count], device=x.device)))
         channels = x.shape[1]
         n = total * (x.numel() // (x.shape[0] * channels))
         if n < 2:
@@ -113,10 +113,10 @@ class _Normalise(torch.autograd.Function):
         values = rows.of(x)
         counted = values[: rows.number(count)]
         n = rows.per_channel(total)
-        mean = (world.sum(rows.sums(exact, counted)) / n).float()
+        mean = (world.all_reduce(rows.sums(exact, counted)) / n).float()
         centred = values - rows.tiled(mean)
         squares = centred[: len(counted)].square()
-        var = (world.sum(rows.sums(exact, squares)) / n).float()
+        var = (world.all_reduce(rows.sums(exact, squares)) / n).float()
         inverse = torch.rsqrt(var + eps)
         y = rows.empty_like(x)
         torch.addcmul(rows.tiled(shift), centred, rows.tiled(inverse * scale), out=rows.of(y))
@@ -136,7 +136,7 @@ class _Normalise(torch.autograd.Function):
         # This rank's share of the gradients of shift and scale; the ranks' shares are added up with all gradients.
         exact = ctx.exact
         own = torch.stack([rows.sums(exact, counted), rows.sums(exact, counted * centred_counted) * inverse])
-        grad_shift, grad_scale = ctx.world.sum(own).float()
+        grad_shift, grad_scale = ctx.world.all_reduce(own).float()
         factor = scale * inverse
         grad_x = torch.addcmul(rows.tiled(-factor * grad_shift / n), counted, rows.tiled(factor))
         grad_x.addcmul_(centred_counted, rows.tiled(-factor * grad_scale * inverse / n))

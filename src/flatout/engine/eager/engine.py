@@ -241,7 +241,7 @@ class TorchEngine:
             else ((batch, resident[to_device(batch.samples, self.device)]) for batch in own)
         ):
             yield batch, images
-            self.world.moves()
+            self.world.keep_alive()
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -355,7 +355,7 @@ class TorchEngine:
         else:
             most = min(self.recipe.micro_batch or share, share)
             samples = memory.largest_pass(lambda n: self._try_pass(source, inputs, n), most)
-        needs = self.world.gather(-(-share // samples) if samples else 0)
+        needs = self.world.all_gather_object(-(-share // samples) if samples else 0)
         return max(needs) if min(needs) else 0
 
     def _try_pass(self, source: Placed, inputs: Inputs, samples: int) -> None:
@@ -393,11 +393,11 @@ class TorchEngine:
 
     def share(self, value: Value) -> Value:
         """See `Engine.share`."""
-        return self.world.share(value)
+        return self.world.broadcast_object(value)
 
     def counts(self) -> tuple[Counts, int | None]:
         """See `Engine.counts`."""
-        with self.world.vitals.waiting():
+        with self.world.heartbeat.waiting():
             return self._totals.fetch()
 
     # --- evaluation -----------------------------------------------------------------------------------------------
@@ -421,7 +421,7 @@ class TorchEngine:
             if with_probabilities:
                 probabilities.append((batch, loss.probabilities(logits)))
         set_train_mode(self.model)
-        loss_sum, correct = self.world.sum(loss_sum), self.world.sum(correct)
+        loss_sum, correct = self.world.all_reduce(loss_sum), self.world.all_reduce(correct)
         counts = Counts(loss_sum=float(loss_sum), weight_sum=float(count), correct=int(correct), count=count)
         return Evaluation(
             counts=counts, probabilities=self._collect(probabilities, count) if with_probabilities else None
@@ -429,12 +429,12 @@ class TorchEngine:
 
     def _collect(self, probabilities: list[tuple[Batch, torch.Tensor]], count: int) -> np.ndarray:
         """Bring the ranks' probabilities together, [count, K] in the order of the split."""
-        classes = max(self.world.gather(probabilities[0][1].shape[1] if probabilities else 0))
+        classes = max(self.world.all_gather_object(probabilities[0][1].shape[1] if probabilities else 0))
         table = torch.zeros((count, classes), device=self.device)
         for batch, rows in probabilities:
             start = int(batch.samples[0])
             table[start : start + batch.count] = rows
-        return self.world.sum(table).cpu().numpy()
+        return self.world.all_reduce(table).cpu().numpy()
 
     @torch.no_grad()
     def _agree_on_buffers(self) -> None:
@@ -444,7 +444,7 @@ class TorchEngine:
         buffers = list(self.model.buffers())
         if self.recipe.norm == "per-device":
             for buffer in (b for b in buffers if b.is_floating_point()):
-                buffer.copy_(self.world.sum(buffer / self.world.size))
+                buffer.copy_(self.world.all_reduce(buffer / self.world.size))
         self.world.broadcast(buffers)
 
     # --- state ----------------------------------------------------------------------------------------------------

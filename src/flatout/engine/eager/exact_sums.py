@@ -140,7 +140,7 @@ class ExactSums:
             return rows
         whole = rows.new_zeros((self.global_batch, rows.shape[1]))
         whole[self.share] = rows
-        return self.world.sum(whole)
+        return self.world.all_reduce(whole)
 
     def replaces(self, func: Any, batch_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a torch function, called so, sums over the samples of the batch or depends on their number."""

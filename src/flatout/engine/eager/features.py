@@ -24,7 +24,7 @@ def collect_features(outputs: Iterable[torch.Tensor], placed: Placed, wanted: st
     count, start = len(placed.samples), 0
     for output in outputs:
         # Rows are kept in the order in which the convolutions read them.
-        for rows in world.gather_rows(output.movedim(1, -1)):
+        for rows in world.all_gather(output.movedim(1, -1)):
             if features is None:
                 features = hardware.allocate(count, rows, world.device, wanted, ranks_here=world.local_size)
             here = rows[: max(0, count - start)]

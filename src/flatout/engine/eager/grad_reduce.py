@@ -57,7 +57,7 @@ class SlicedGradients:
 
     def finish(self, extra: torch.Tensor) -> torch.Tensor:
         """See `OwnGradients`."""
-        return self._world.sum(extra)
+        return self._world.all_reduce(extra)
 
 
 class _Part:
@@ -158,7 +158,7 @@ class SharedGradients:
         self._buckets[-1].input[-self._extras :] = extra
         self._send()
         began = time.perf_counter()
-        with self._world.explained():
+        with self._world.translate_errors():
             for bucket in self._buckets:
                 bucket.add()
             totals = [bucket.finish() for bucket in self._buckets]

@@ -82,10 +82,10 @@ def find_on_all_hosts(kind: str, indices: Sequence[int], world: "World") -> list
     if world.rank == 0:
         with socket.create_server((address, 0)) as probe:
             port = probe.getsockname()[1]
-    place = f"{address}:{world.share(port)}"
+    place = f"{address}:{world.broadcast_object(port)}"
     jax.distributed.initialize(place, world.size, world.rank, coordinator_bind_address=place)
     own = [device.id for device in find(kind, indices)]
-    chosen = {number for numbers in world.gather(own) for number in numbers}
+    chosen = {number for numbers in world.all_gather_object(own) for number in numbers}
     return sorted(
         (device for device in jax.devices(kind) if device.id in chosen), key=lambda d: (d.process_index, d.id)
     )

@@ -199,7 +199,7 @@ class XlaEngine:
         if not pending:
             return
         if self.world.is_joined:
-            for ask in self.world.gather(self._ask):
+            for ask in self.world.all_gather_object(self._ask):
                 self._answer |= ask
         if len(pending) == self._per_dispatch > 1:
             stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *pending)
@@ -245,7 +245,7 @@ class XlaEngine:
 
     def share(self, value: Value) -> Value:
         """See `Engine.share`."""
-        return self.world.share(value)
+        return self.world.broadcast_object(value)
 
     def counts(self) -> tuple[Counts, int | None]:
         """See `Engine.counts`."""
