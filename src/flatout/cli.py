@@ -9,11 +9,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flatout.errors import InputError, Stopped, TrainingFailed
-from flatout.parser import WRONG_INPUT, make_parser
-
-DONE, FAILED, INTERRUPTED = 0, 1, 130
-SIGNALLED = 128
+from flatout.errors import DONE, InputError, Stopped, TrainingFailed, exit_code
+from flatout.parser import make_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,23 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _termination_unwinds():
             parsed.command(parsed)
-    except InputError as error:
-        print(f"flatout: {error}", file=sys.stderr)
-        return WRONG_INPUT
-    except TrainingFailed as error:
-        print(f"flatout: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        print("flatout: interrupted", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:
         # Whoever read the output has gone, as `| head` does; Python would complain once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
-    except Stopped as stopped:
-        return SIGNALLED + stopped.signal_number
-    except _Terminated:
-        return SIGNALLED + signal.SIGTERM
+    except (InputError, TrainingFailed, Stopped, KeyboardInterrupt) as error:
+        message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+        if not isinstance(error, Stopped):
+            print(f"flatout: {message}", file=sys.stderr)
+        return exit_code(error)
     return DONE
 
 
@@ -57,14 +45,10 @@ def _termination_unwinds() -> Iterator[None]:
         return
 
     def stop(number: int, frame: Any) -> None:
-        raise _Terminated
+        raise Stopped(number)
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-class _Terminated(Exception):
-    """SIGTERM where nothing has taken it over."""

@@ -1,34 +1,48 @@
-"""The ways a run can end early that are not a bug in flatout."""
+"""The ways a run can end early that are not a bug in flatout, each with its exit code."""
+
+import signal
+
+DONE, FAILED, WRONG_INPUT = 0, 1, 2
+_SIGNALLED = 128
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong: a file, a flag, a value.
+    """A file, a flag or a value is wrong. The message is all that the user sees: it names the cause and the fix."""
 
-    The message is all the user sees, so it names the thing and the mend. The command line exits with 2.
-    """
+    exit_code = WRONG_INPUT
 
 
 class TrainingFailed(RuntimeError):
-    """Training could not go on (a non-finite loss, a lost device). The command line exits with 1."""
+    """Training cannot continue: a loss that is not finite, a lost device, a full disk."""
+
+    exit_code = FAILED
 
 
 class RankLost(TrainingFailed):
-    """Another process of the run is gone: what this one was doing with it cannot be finished. Never the first cause."""
+    """Another rank of the run has ended, so a collective operation cannot finish. Never the first cause."""
 
 
 class Stopped(Exception):
-    """The user or the system asked the run to end; `signal_number` says how."""
+    """The user or the system asked the run to end, by the signal `signal_number`."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal_number)
         self.signal_number = signal_number
+        self.exit_code = _SIGNALLED + signal_number
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that an exception ends."""
+    if isinstance(error, KeyboardInterrupt):
+        return _SIGNALLED + signal.SIGINT
+    return getattr(error, "exit_code", FAILED)
 
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that a device or the host has no memory left; torch's are RuntimeErrors."""
+    """Return whether a device or the host ran out of memory; torch raises RuntimeError for both."""
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OUT_OF_MEMORY)

@@ -1,27 +1,33 @@
-"""Files that are either whole or not there."""
+"""Files that are either whole or absent."""
 
 import contextlib
+import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
-from flatout.errors import InputError
+from flatout.errors import InputError, TrainingFailed
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
 
 
 def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> None:
-    """Write a file through a temporary one beside it: flushed to the disk, then renamed.
+    """Write a temporary file beside `path`, flush it to the disk, then rename it. Nothing is left after an error.
 
     Args:
-        path: the file; an old one is replaced only when the new one is whole.
+        path: the file; an existing one is replaced only when the new one is whole.
         content: its bytes, or a function that writes the path it is given.
 
     Raises:
-        InputError: the disk is full or the folder cannot be written; nothing half-written is left.
+        TrainingFailed: the disk is full.
+        InputError: the folder is missing or cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if callable(content):
-            # Some writers make files that only their owner may read; a run is for others too, as far as the umask says.
+            # Some writers make files that only their owner may read; the umask decides here.
             temporary.touch()
             mode = temporary.stat().st_mode
             content(temporary)
@@ -32,9 +38,19 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> N
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise InputError(
-            f"{path}: cannot be written: {error.strerror or error}; mend that, or choose another --out"
-        ) from None
+        reason = error.strerror or str(error)
+        if error.errno in DISK_FULL:
+            raise TrainingFailed(f"{path}: cannot be written: {reason}; free disk space, then continue") from None
+        raise InputError(f"{path}: cannot be written: {reason}; fix that, or choose another --out") from None
     finally:
-        with contextlib.suppress(OSError):  # the folder itself may be what is missing
+        with contextlib.suppress(OSError):  # the folder itself may be missing
             temporary.unlink(missing_ok=True)
+
+
+def sweep_temporary_files(folder: Path) -> None:
+    """Remove what `write_atomically` left in a folder and its subfolders in processes that were killed."""
+    import psutil
+
+    for path in folder.rglob(".*.tmp"):
+        if (match := _TEMPORARY.fullmatch(path.name)) and not psutil.pid_exists(int(match[1])):
+            path.unlink(missing_ok=True)

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from flatout import __version__, commands
+from flatout.errors import WRONG_INPUT
 from flatout.jobs import builtin_jobs
-
-WRONG_INPUT = 2
 
 
 class _Parser(argparse.ArgumentParser):

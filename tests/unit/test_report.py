@@ -298,7 +298,7 @@ def test_a_failed_run_still_has_a_page(tmp_path: Path):
         ("predictions.npz", b"PK garbage", "Confusion matrix", "predictions.npz cannot be read"),
         ("metrics.jsonl", None, "Curves", "There is no metrics.jsonl"),
         ("metrics.jsonl", b'{"epoch": 1, "train_loss": 0.5}\n{"epo', "Curves", "Line 2 of metrics.jsonl is damaged"),
-        ("summary.json", None, "", "the run did not come to its end"),
+        ("summary.json", None, "", "the run did not finish"),
         ("summary.json", b"{", "", "summary.json cannot be read"),
     ],
 )

@@ -20,10 +20,8 @@ from typing import Any
 
 from flatout.dist import heartbeat as vitals
 from flatout.console import Console, Relay
-from flatout.errors import InputError, RankLost, Stopped, TrainingFailed, is_out_of_memory
+from flatout.errors import DONE, InputError, RankLost, Stopped, TrainingFailed, exit_code, is_out_of_memory
 from flatout.files import write_atomically
-
-DONE, FAILED, WRONG_INPUT, INTERRUPTED, SIGNALLED = 0, 1, 2, 130, 128
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -170,7 +168,7 @@ def _run(call: bytes, console: Console) -> tuple[Outcome, int]:
         outcome = _outcome_of(error)
         if not outcome.is_expected:
             traceback.print_exc()
-        return outcome, _exit_code(error)
+        return outcome, exit_code(error)
 
 
 def _outcome_of(error: BaseException) -> Outcome:
@@ -183,14 +181,6 @@ def _outcome_of(error: BaseException) -> Outcome:
         is_stop = isinstance(error, (Stopped, KeyboardInterrupt))
         return Outcome(value=cloudpickle.dumps(error), error=str(error) or said, is_expected=True, is_stop=is_stop)
     return Outcome(value=b"", error=said, is_memory=is_out_of_memory(error))
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, InputError):
-        return WRONG_INPUT
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return SIGNALLED + error.signal_number if isinstance(error, Stopped) else FAILED
 
 
 @contextlib.contextmanager

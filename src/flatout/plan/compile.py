@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.console import Console
 from flatout.plan.chips import Topology
 from flatout.plan.roofline import Work, device_memory, row_of, scaling
-from flatout.run.folder import write_json
+from flatout.report.run_files import write_json
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,7 +18,7 @@ from flatout.plan.chips import parse_topologies
 from flatout.plan.compile import compile_for, versions
 from flatout.plan.roofline import Work
 from flatout.recipe import Recipe
-from flatout.run.folder import write_json
+from flatout.report.run_files import write_json
 
 RESULT, CHART = "plan.json", "plan.png"
 

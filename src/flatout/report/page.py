@@ -18,8 +18,8 @@ import numpy as np
 from flatout.console import duration
 from flatout.files import write_atomically
 from flatout.report import pictures
-from flatout.report.folder import Predictions, RunFiles, read_run
 from flatout.report.pictures import finite, shorten
+from flatout.report.run_files import Predictions, RunFiles, read_run
 
 THUMBNAIL_PIXELS = 192  # twice the width a picture has on the page, for dense screens
 CLASSES_SHOWN = 20

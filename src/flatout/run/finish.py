@@ -14,7 +14,7 @@ from flatout import __version__
 from flatout.data.feed import Samples
 from flatout.files import write_atomically
 from flatout.numerics.random import Stream, permutation
-from flatout.run import folder as run_folder
+from flatout.report import run_files
 from flatout.run.progress import Progress
 
 if TYPE_CHECKING:
@@ -70,12 +70,12 @@ def _write_report(session: "Session", summary: dict[str, Any], progress: Progres
     from flatout.report.verdict import verdict
 
     summary["verdict"] = verdict(summary, [dataclasses.asdict(r) for r in progress.history], session.recipe)
-    run_folder.write_json(session.out / run_folder.SUMMARY, summary)
+    run_files.write_json(session.out / run_files.SUMMARY, summary)
     began = time.perf_counter()
     draw_all(session.out)
     summary["time_seconds"]["pictures"] = time.perf_counter() - began
     summary["wall_seconds"] = time.perf_counter() - session.began
-    run_folder.write_json(session.out / run_folder.SUMMARY, summary)
+    run_files.write_json(session.out / run_files.SUMMARY, summary)
     _say(session, summary)
 
 
@@ -105,7 +105,7 @@ def _write_weights(session: "Session", state: dict[str, Any], pack: "Pack") -> N
         "resize": recipe.data.resize,
         "loss": recipe.loss,
     }
-    save_tensors(session.out / run_folder.WEIGHTS, tensors, metadata)
+    save_tensors(session.out / run_files.WEIGHTS, tensors, metadata)
 
 
 def _write_predictions(session: "Session", split: str, result: "Evaluation", samples: Samples) -> None:
@@ -130,7 +130,7 @@ def _write_predictions(session: "Session", split: str, result: "Evaluation", sam
         grid=positions[: len(grid)],
         mistakes=positions[len(grid) :],
     )
-    write_atomically(session.out / run_folder.PREDICTIONS, buffer.getvalue())
+    write_atomically(session.out / run_files.PREDICTIONS, buffer.getvalue())
 
 
 def _summary(
@@ -229,4 +229,4 @@ def _say(session: "Session", summary: dict[str, Any]) -> None:
         )
     for sentence in summary["verdict"]:
         say(sentence)
-    say(f"report: {session.out / run_folder.REPORT}")
+    say(f"report: {session.out / run_files.REPORT}")

@@ -1,7 +1,6 @@
 """A run folder: what a training run leaves behind, read back as an object."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,12 +10,10 @@ import numpy as np
 
 from flatout.errors import InputError
 from flatout.recipe import Recipe, load_recipe
+from flatout.report.run_files import RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
 
 if TYPE_CHECKING:
     from torch import nn
-
-RECIPE, METRICS, SUMMARY, WEIGHTS = "recipe.toml", "metrics.jsonl", "summary.json", "weights.safetensors"
-PREDICTIONS, CHECKPOINTS, REPORT = "predictions.npz", "checkpoints", "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +62,16 @@ class Run:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """The content of summary.json."""
-        try:
-            return json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{self.path / SUMMARY}: cannot be read: {error}") from None
+        missing: dict[str, str] = {}
+        summary = read_summary(self.path, missing)
+        if missing:
+            raise InputError(f"{self.path}: {missing[SUMMARY]}")
+        return summary
 
     @cached_property
     def history(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, one for each epoch."""
-        return [json.loads(line) for line in (self.path / METRICS).read_text(encoding="utf-8").splitlines()]
+        """The lines of metrics.jsonl, one per epoch."""
+        return read_metrics(self.path, {})
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
@@ -170,26 +168,3 @@ class Run:
 def load(path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> Run:
     """Read a run folder; its `model` is an ordinary torch module on the CPU, whatever it was trained on. See `Run`."""
     return Run(path, model=model, allow_code=allow_code)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON through a temporary file, so that the file is always whole; NaN becomes null."""
-    from flatout.files import write_atomically
-
-    write_atomically(path, (json.dumps(_finite(content), indent=2) + "\n").encode())
-
-
-def write_metrics(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write all lines of metrics.jsonl through a temporary file."""
-    from flatout.files import write_atomically
-
-    write_atomically(path, "".join(json.dumps(_finite(record)) + "\n" for record in records).encode())
-
-
-def _finite(value: Any) -> Any:
-    """Return plain values in which what JSON cannot say, NaN and infinity, is None."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value

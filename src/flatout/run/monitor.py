@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from flatout.engine import recorder as record
 from flatout.engine.base import Ask
 from flatout.errors import TrainingFailed
+from flatout.report import run_files
 from flatout.run import checkpoint
-from flatout.run import folder as run_folder
 from flatout.run.loop import MEND, Callbacks
 from flatout.run.progress import Progress
 
@@ -48,7 +48,7 @@ class Watch:
         state = state or self._engine.state()
         if self._is_saved or not self._is_main:
             return
-        checkpoint.save(self._session.out / run_folder.CHECKPOINTS, state, self._progress, self._session.recipe)
+        checkpoint.save(self._session.out / run_files.CHECKPOINTS, state, self._progress, self._session.recipe)
         self._saved_at = time.perf_counter()
         self._save_seconds = self._saved_at - began
         self._is_saved = True
@@ -85,9 +85,7 @@ class Watch:
         self.last_good = state
         self._is_saved = False
         if self._is_main:
-            run_folder.write_metrics(
-                session.out / run_folder.METRICS, [dataclasses.asdict(r) for r in progress.history]
-            )
+            run_files.write_metrics(session.out / run_files.METRICS, [dataclasses.asdict(r) for r in progress.history])
         parts = [f"epoch {record.epoch}/{session.recipe.epochs}", f"loss {record.train_loss:.4f}"]
         parts.append(f"train {record.train_accuracy:.4f}")
         for name, accuracy in (("valid", record.valid_accuracy), ("test", record.test_accuracy)):

@@ -15,7 +15,7 @@ from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
 from flatout.files import write_atomically
 from flatout.numerics.schedule import describe_scaling
 from flatout.recipe import Recipe
-from flatout.run import folder as run_folder
+from flatout.report import run_files
 from flatout.run.loop import train
 from flatout.run.monitor import Watch
 from flatout.run.progress import Progress
@@ -39,12 +39,12 @@ _OWN_FILES = (
     "predictions.png",
     "curves.png",
     "confusion.png",
-    run_folder.RECIPE,
-    run_folder.METRICS,
-    run_folder.SUMMARY,
-    run_folder.WEIGHTS,
-    run_folder.PREDICTIONS,
-    run_folder.REPORT,
+    run_files.RECIPE,
+    run_files.METRICS,
+    run_files.SUMMARY,
+    run_files.WEIGHTS,
+    run_files.PREDICTIONS,
+    run_files.REPORT,
 )
 
 
@@ -113,14 +113,14 @@ class Session:
         if self.options.resume and self.options.overwrite:
             raise InputError("--resume and --overwrite contradict each other: give one of them")
         if self.options.resume:
-            if not (self.out / run_folder.CHECKPOINTS).is_dir():
-                raise InputError(f"{self.out}: nothing to resume: it has no {run_folder.CHECKPOINTS}/")
+            if not (self.out / run_files.CHECKPOINTS).is_dir():
+                raise InputError(f"{self.out}: nothing to resume: it has no {run_files.CHECKPOINTS}/")
             return
         if not exists:
             return
         if not self.options.overwrite:
             raise InputError(f"{self.out}: exists; choose another --out, or --resume or --overwrite the run in it")
-        if not (self.out / run_folder.RECIPE).is_file():
+        if not (self.out / run_files.RECIPE).is_file():
             raise InputError(f"{self.out}: is no run folder, so --overwrite will not touch it; choose another --out")
 
     def continue_from(self, notes: list[str], seconds: dict[str, float]) -> None:
@@ -303,13 +303,13 @@ class Session:
         except OSError as error:
             raise InputError(f"{self.out}: cannot be written: {error.strerror}") from None
         if self.world.is_main:
-            head = f"Repeat this run: flatout train {run_folder.RECIPE}"
-            write_atomically(self.out / run_folder.RECIPE, self.recipe.to_toml(head).encode())
+            head = f"Repeat this run: flatout train {run_files.RECIPE}"
+            write_atomically(self.out / run_files.RECIPE, self.recipe.to_toml(head).encode())
 
     def _resume(self, engine: "Engine") -> Progress:
         from flatout.run import checkpoint
 
-        newest = checkpoint.load_newest(self.out / run_folder.CHECKPOINTS) if self.world.is_main else None
+        newest = checkpoint.load_newest(self.out / run_files.CHECKPOINTS) if self.world.is_main else None
         state, progress, recipe, problems = engine.share(newest)  # pyright: ignore[reportGeneralTypeIssues]
         checkpoint.check_resumable(recipe, self.recipe, progress)
         for problem in problems:

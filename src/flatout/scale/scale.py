@@ -21,7 +21,8 @@ from flatout.console import Console, duration
 from flatout.errors import InputError, Stopped, TrainingFailed
 from flatout.files import write_atomically
 from flatout.recipe import Recipe
-from flatout.run.folder import RECIPE, Run, write_json
+from flatout.report.run_files import RECIPE, write_json
+from flatout.run.folder import Run
 from flatout.scale.chart import draw_scaling
 from flatout.scale.findings import findings
 

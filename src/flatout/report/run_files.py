@@ -1,9 +1,10 @@
-"""A run folder as the report needs it: read as far as it is there.
+"""A run folder on disk: the names of its files, writing them, and reading them as far as they exist.
 
 Shape letters: N predicted images, M of them kept as pictures, K classes, H, W, C an image.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,23 @@ from typing import Any
 import numpy as np
 
 from flatout.errors import InputError
+from flatout.files import write_atomically
+
+RECIPE, METRICS, SUMMARY, WEIGHTS = "recipe.toml", "metrics.jsonl", "summary.json", "weights.safetensors"
+PREDICTIONS, CHECKPOINTS, LOGS, REPORT = "predictions.npz", "checkpoints", "logs", "report.html"
+PICTURES = ("predictions.png", "curves.png", "confusion.png")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Predictions:
-    """What the trained model answered, and the pictures kept to show it.
+    """The model's answers on one split, and the images kept to show them.
 
     Attributes:
         split: "test" or "valid".
         probabilities: float32 [N, K].
         labels: int64 [N].
-        predicted: int64 [N]; -1 where the probabilities are not numbers.
-        sample: int64 [M], which of the N each picture is.
+        predicted: int64 [N]; -1 where the probabilities are not finite.
+        sample: int64 [M], the index of each kept image among the N.
         images: uint8 [M, H, W, C].
         grid, mistakes: positions among the M.
     """
@@ -37,7 +43,7 @@ class Predictions:
     mistakes: np.ndarray
 
     def confusion(self) -> np.ndarray:
-        """Return counts int64 [K, K], a row per actual class, without the answers that are not numbers."""
+        """Return counts int64 [K, K], a row per actual class, without the answers that are not finite."""
         K = self.probabilities.shape[1]
         answered = self.predicted >= 0
         cells = self.labels[answered] * K + self.predicted[answered]
@@ -46,7 +52,7 @@ class Predictions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunFiles:
-    """The content of a run folder as far as it is there; `missing` says what is not, and why, by name of the file."""
+    """The content of a run folder. `missing` maps the name of each absent or damaged file to the reason."""
 
     run: Path
     recipe: str
@@ -57,60 +63,62 @@ class RunFiles:
 
     @property
     def classes(self) -> list[str]:
-        """The class names; empty where there is no summary."""
+        """The class names; empty without a summary."""
         return [str(name) for name in self.summary.get("classes") or ()]
 
 
 def read_run(run: Path) -> RunFiles:
-    """Read what a run folder holds.
+    """Read a run folder for its report.
 
     Raises:
         InputError: `run` is no folder, or has no recipe.toml, or neither summary.json nor metrics.jsonl.
     """
     if not run.is_dir():
         raise InputError(f"{run}: there is no such run folder; give the folder that `flatout train` wrote")
-    recipe = run / "recipe.toml"
+    recipe = run / RECIPE
     if not recipe.is_file():
         raise InputError(
             f"{run}: is not a run folder: it has no recipe.toml; give the folder that `flatout train` wrote"
         )
-    if not (run / "summary.json").is_file() and not (run / "metrics.jsonl").is_file():
+    if not (run / SUMMARY).is_file() and not (run / METRICS).is_file():
         raise InputError(
             f"{run}: has neither summary.json nor metrics.jsonl: no epoch was finished, nothing can be shown"
         )
     missing: dict[str, str] = {}
-    summary = _read_summary(run / "summary.json", missing)
+    summary = read_summary(run, missing)
     return RunFiles(
         run=run,
         recipe=recipe.read_text(encoding="utf-8", errors="replace"),
         summary=summary,
-        metrics=_read_metrics(run / "metrics.jsonl", missing),
-        predictions=_read_predictions(run / "predictions.npz", len(summary.get("classes") or ()), missing),
+        metrics=read_metrics(run, missing),
+        predictions=_read_predictions(run / PREDICTIONS, len(summary.get("classes") or ()), missing),
         missing=missing,
     )
 
 
-def _read_summary(path: Path, missing: dict[str, str]) -> dict[str, Any]:
+def read_summary(run: Path, missing: dict[str, str]) -> dict[str, Any]:
+    """Return the content of summary.json; empty, with the reason added to `missing`, where it cannot be read."""
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
         if isinstance(summary, dict):
             return summary
-        missing[path.name] = "summary.json is damaged: it holds no table of figures."
+        missing[SUMMARY] = "summary.json is damaged: it does not contain a JSON object."
     except FileNotFoundError:
-        missing[path.name] = "There is no summary.json: the run did not come to its end."
+        missing[SUMMARY] = "There is no summary.json: the run did not finish."
     except (OSError, ValueError) as error:
-        missing[path.name] = f"summary.json cannot be read: {error}."
+        missing[SUMMARY] = f"summary.json cannot be read: {error}."
     return {}
 
 
-def _read_metrics(path: Path, missing: dict[str, str]) -> list[dict[str, Any]]:
+def read_metrics(run: Path, missing: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl; reasons for absent or damaged ones are added to `missing`."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = (run / METRICS).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        missing[path.name] = "There is no metrics.jsonl: no epoch was finished."
+        missing[METRICS] = "There is no metrics.jsonl: no epoch was finished."
         return []
     except (OSError, ValueError) as error:
-        missing[path.name] = f"metrics.jsonl cannot be read: {error}."
+        missing[METRICS] = f"metrics.jsonl cannot be read: {error}."
         return []
     metrics = []
     for number, text in enumerate(lines, start=1):
@@ -121,9 +129,9 @@ def _read_metrics(path: Path, missing: dict[str, str]) -> list[dict[str, Any]]:
         if isinstance(line, dict) and isinstance(line.get("epoch"), int):
             metrics.append(line)
         else:
-            missing[path.name] = f"Line {number} of metrics.jsonl is damaged and left out."
+            missing[METRICS] = f"Line {number} of metrics.jsonl is damaged and left out."
     if not metrics:
-        missing.setdefault(path.name, "metrics.jsonl is empty: no epoch was finished.")
+        missing.setdefault(METRICS, "metrics.jsonl is empty: no epoch was finished.")
     return metrics
 
 
@@ -136,12 +144,16 @@ def _read_predictions(path: Path, K: int, missing: dict[str, str]) -> Prediction
                 return None
             if probabilities.shape != (len(labels), K):
                 raise ValueError(f"its probabilities have shape {probabilities.shape}, not ({len(labels)}, {K})")
-            finite_N = np.isfinite(probabilities).all(axis=1)
+            if "predicted" in arrays:
+                predicted = arrays["predicted"]
+            else:  # runs written before labels were stored
+                finite_N = np.isfinite(probabilities).all(axis=1)
+                predicted = np.where(finite_N, probabilities.argmax(axis=1), -1)
             return Predictions(
                 split=str(arrays["split"]),
                 probabilities=probabilities,
                 labels=labels,
-                predicted=np.where(finite_N, probabilities.argmax(axis=1), -1),
+                predicted=predicted,
                 **{name: arrays[name] for name in ("sample", "images", "grid", "mistakes")},
             )
     except FileNotFoundError:
@@ -149,3 +161,21 @@ def _read_predictions(path: Path, K: int, missing: dict[str, str]) -> Prediction
     except Exception as error:  # NumPy and zipfile raise a dozen types for a damaged archive; the page names it
         missing[path.name] = f"predictions.npz cannot be read: {error}."
     return None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically; NaN and infinity become null."""
+    write_atomically(path, (json.dumps(_finite(content), indent=2) + "\n").encode())
+
+
+def write_metrics(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Write a JSON object a line, atomically."""
+    write_atomically(path, "".join(json.dumps(_finite(record)) + "\n" for record in records).encode())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
