@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from flatout.data.decode import decode_image
-from flatout.data.digests import usable_cores
+from flatout.host import usable_cores
 
 
 def rate(decode: Callable[[Path], np.ndarray], files: list[Path], threads: int) -> float:

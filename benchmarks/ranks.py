@@ -17,7 +17,7 @@ from typing import Any
 
 from compare import HERE, PACKAGES, run_process
 from flatout.engine.devices import machine
-from flatout.engine.eager.device_setup import cores
+from flatout.host import physical_cores
 
 # Job -> data set in the data root, epochs, further flags: enough for some tens of seconds on one thread.
 JOBS: dict[str, tuple[str, int, tuple[str, ...]]] = {
@@ -50,7 +50,7 @@ def run(job: str, data: Path, devices: str, threads: int, folder: Path) -> dict[
 
 def measure(job: str, root: Path, repeats: int, folder: Path) -> dict[str, Any]:
     """Run the three variants in turn; return all figures, their medians and the ratios of each round."""
-    count, data = cores(), root / JOBS[job][0]
+    count, data = physical_cores(), root / JOBS[job][0]
     variants = {
         "cpu x 1 thread": ("cpu", 1),
         f"cpu x {count} threads": ("cpu", count),

@@ -11,6 +11,7 @@ from statistics import median_low
 from typing import Any
 
 from flatout.data.source import Source, describe
+from flatout.host import usable_cores
 
 _LISTED = 20
 # Decoding to a small image lets JPEG skip work, but still reads the file to its end.
@@ -141,7 +142,7 @@ def check(source: Source, *, decode: bool = True) -> CheckResult:
         decode: whether to decode every image file, which finds damaged ones; otherwise only headers are read.
     """
     if source.files is not None:
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        with ThreadPoolExecutor(usable_cores()) as pool:
             looks = list(pool.map(lambda path: _look_at_file(path, decode), source.files))
     else:
         looks = list(_look_at_arrays(source))

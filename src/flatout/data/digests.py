@@ -10,6 +10,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flatout.host import usable_cores
+
 if TYPE_CHECKING:
     from flatout.data.pack import Progress
 
@@ -25,11 +27,6 @@ _RESTED_SECONDS = 0.1
 _RESTED_SECONDS_COARSE = 2.5
 
 _Stamp = tuple[int, int, int, int]
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def combined_digest(parts: Iterable[bytes]) -> str:

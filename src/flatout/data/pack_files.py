@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flatout.data.digests import usable_cores
 from flatout.errors import InputError
+from flatout.host import usable_cores
 
 if TYPE_CHECKING:
     from flatout.data.pack import Progress

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flatout.errors import RankLost
+from flatout.host import usable_cores
 
 if TYPE_CHECKING:
     from flatout.dist.world import World
@@ -43,8 +44,7 @@ class SharedMemory:
         self._peers = _connect(world)
         self._heard = {peer: [0, 0, 0] for peer in self._peers}
         self._said = [0, 0, 0]
-        has_core_each = len(os.sched_getaffinity(0)) >= self.size if hasattr(os, "sched_getaffinity") else True
-        self._spin = SPIN_SECONDS if has_core_each else 0.0
+        self._spin = SPIN_SECONDS if usable_cores() >= self.size else 0.0
         self._rows = self._allocate(2 * self.size * ROW_BYTES).view(2, self.size, ROW_BYTES)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.engine.base import Engine
 from flatout.errors import InputError
+from flatout.host import physical_cores, processor_name, total_memory, usable_cores
 from flatout.recipe import Recipe
 from flatout.settings import nearest
 
@@ -74,7 +75,7 @@ def available() -> dict[str, int]:
     """Return how many devices of each kind this machine has; the CPU counts its cores."""
     import torch
 
-    found = {"cpu": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1}
+    found = {"cpu": usable_cores()}
     if torch.cuda.is_available():
         found["cuda"] = torch.cuda.device_count()
     if torch.backends.mps.is_available():
@@ -238,11 +239,11 @@ def plan(spec: str, recipe: Recipe, images: int, build: "Callable[[], nn.Module]
     Raises:
         InputError: as `parse_devices`.
     """
-    from flatout.engine.eager.device_setup import cores, cpu_threads
+    from flatout.engine.eager.device_setup import cpu_threads
 
     devices = parse_devices(spec, engine)
     if engine == "xla":
-        return Plan(devices=devices, threads=cores())
+        return Plan(devices=devices, threads=physical_cores())
     names, threads = devices.names, cpu_threads(len(devices.names))
     if spec != "auto" or devices.kind == "mps" or (devices.kind == "cuda" and len(names) == 1):
         return Plan(devices=devices, threads=threads)
@@ -253,7 +254,7 @@ def plan(spec: str, recipe: Recipe, images: int, build: "Callable[[], nn.Module]
         return Plan(
             devices=chosen, threads=cpu_threads(count), reason=f"--devices auto: {chosen}, all that the batch fills"
         )
-    count = cores()
+    count = physical_cores()
     if count == 1 or "OMP_NUM_THREADS" in os.environ or batch < LEAST_SHARE * count:
         return Plan(devices=devices, threads=threads)
     from flatout.engine.eager.probe import seconds_per_image
@@ -315,27 +316,18 @@ def machine() -> dict[str, Any]:
     """Return what this machine is: processor, cores, memory, accelerators."""
     import platform
 
-    import psutil
     import torch
 
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     )
     return {
-        "cpu": _processor_name() or platform.processor() or platform.machine(),
-        "cores": available()["cpu"],
-        "memory_bytes": psutil.virtual_memory().total,
+        "cpu": processor_name(),
+        "cores": usable_cores(),
+        "memory_bytes": total_memory(),
         "gpu": ", ".join(gpus) or None,
         "system": platform.platform(),
     }
-
-
-def _processor_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123
-            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
-    except OSError:
-        return ""
 
 
 def make_engine(

@@ -147,7 +147,7 @@ class _Measurement:
     def run(self) -> dict[str, Any]:
         """Warm up, measure, and return the figures."""
         from flatout.engine.devices import spec_of
-        from flatout.engine.eager import device_setup as hardware
+        from flatout.host import peak_rss_bytes
 
         images = self._work.batch
         once = self._warm_up(images)
@@ -172,7 +172,7 @@ class _Measurement:
             "once_seconds": once / images,
             "warmup_seconds": warmup_seconds,
             "images": images,
-            "peak_rss_bytes": sum(gather(hardware.peak_rss_bytes())),
+            "peak_rss_bytes": sum(gather(peak_rss_bytes())),
             "peak_device_bytes": max(gather(self._engine.peak_memory_bytes() or 0)) or None,
         }
 

@@ -81,7 +81,7 @@ def _write_report(session: "Session", summary: dict[str, Any], progress: Progres
 
 def _memory(session: "Session", engine: "Engine") -> dict[str, int | None]:
     """Return the host memory of all processes together, and the most of any device."""
-    from flatout.engine.eager.device_setup import peak_rss_bytes
+    from flatout.host import peak_rss_bytes
 
     peaks = session.world.all_gather_object((peak_rss_bytes(), engine.peak_memory_bytes()))
     device = [d for _, d in peaks if d is not None]

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import psutil
 import torch
 
 from flatout.errors import InputError
+from flatout.host import available_memory, physical_cores, processor_flags
 
 # Share of the free memory that images may take; the rest is for the model, its activations and everybody else.
 MEMORY_SHARE = 0.5
@@ -92,17 +92,9 @@ def precisions(device: torch.device) -> list[str]:
             found.append("tf32")
         if torch.cuda.is_bf16_supported(including_emulation=False):
             found.append("bf16")
-    elif device.type == "cpu" and _processor_flags() & {"avx512_bf16", "amx_bf16", "bf16"}:
+    elif device.type == "cpu" and processor_flags() & {"avx512_bf16", "amx_bf16", "bf16"}:
         found.append("bf16")
     return found
-
-
-def _processor_flags() -> set[str]:
-    """Return what Linux says that the processor can do; nothing on other systems."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123
-        line = next((line for line in file if line.startswith(("flags", "Features"))), "")
-        return set(line.partition(":")[2].split())
-    return set()
 
 
 def cpu_threads(ranks_here: int = 1) -> int:
@@ -114,13 +106,7 @@ def cpu_threads(ranks_here: int = 1) -> int:
     is_torchruns = wanted == "1" and "TORCHELASTIC_RUN_ID" in os.environ
     if wanted.isdigit() and int(wanted) > 0 and not is_torchruns:
         return int(wanted)
-    return max(1, cores() // ranks_here)
-
-
-def cores() -> int:
-    """Return the cores that this process may use, without second threads of a core."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+    return max(1, physical_cores() // ranks_here)
 
 
 def _keep_freed_memory() -> None:
@@ -148,7 +134,7 @@ def placement(nbytes: int, device: torch.device, wanted: str, *, ranks_here: int
     free = free_device_bytes(device) / (ranks_here if device.type == "cpu" else 1)
     if nbytes <= MEMORY_SHARE * free:
         return "device"
-    if device.type != "cpu" and nbytes <= MEMORY_SHARE * free_host_bytes() / ranks_here:
+    if device.type != "cpu" and nbytes <= MEMORY_SHARE * available_memory() / ranks_here:
         return "memory"
     return "disk"
 
@@ -191,32 +177,9 @@ def free_device_bytes(device: torch.device) -> int:
     """Return the free memory of a device; the CPU's is the machine's."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return free_host_bytes()
-
-
-def free_host_bytes() -> int:
-    """Return the memory that can be taken without swapping, within the limit of a container."""
-    free = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        free = min(free, limit - used)
-    return free
+    return available_memory()
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
     """Return the most memory torch held on the device; None where that is the host's memory."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-
-
-def peak_rss_bytes() -> int:
-    """Return the most memory this process ever held."""
-    import resource
-
-    with contextlib.suppress(OSError, StopIteration), open("/proc/self/status", encoding="utf-8") as file:  # noqa: PTH123
-        # getrusage would count what the parent held when it started this process (Linux keeps it across exec).
-        line = next(line for line in file if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

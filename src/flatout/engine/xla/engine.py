@@ -21,7 +21,6 @@ from flatout.data.feed import Samples, prefetch
 from flatout.data.order import Batch, evaluation_batches
 from flatout.dist.world import World
 from flatout.engine.base import Ask, Evaluation, Value
-from flatout.engine.eager import device_setup as hardware
 from flatout.engine.recorder import Recorder
 from flatout.engine.xla import input as feed
 from flatout.engine.xla import optim as updates
@@ -29,6 +28,7 @@ from flatout.engine.xla.input import Placed, Prepared
 from flatout.engine.xla.mesh import Layout
 from flatout.engine.xla.step import Inputs, Program, State, to_array
 from flatout.errors import InputError
+from flatout.host import physical_cores
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe
 
@@ -89,7 +89,7 @@ class XlaEngine:
     @property
     def threads(self) -> int:
         """See `Engine.threads`."""
-        return hardware.cores()
+        return physical_cores()
 
     @property
     def device_names(self) -> list[str]:

@@ -13,6 +13,7 @@ from flatout.data.feed import Samples
 from flatout.data.order import Batch
 from flatout.engine.eager import device_setup as hardware
 from flatout.engine.xla.mesh import Layout
+from flatout.host import available_memory
 
 
 @dataclass(kw_only=True, eq=False)
@@ -53,7 +54,7 @@ def place(samples: Samples, layout: Layout, devices: list[Any], wanted: str) -> 
         free = min(_free_bytes(device) for device in devices)
         if wanted == "device" or samples.nbytes <= hardware.MEMORY_SHARE * free:
             table = layout.put_whole(_read_all(samples), layout.whole)
-    if table is None and wanted != "disk" and samples.nbytes <= hardware.MEMORY_SHARE * hardware.free_host_bytes():
+    if table is None and wanted != "disk" and samples.nbytes <= hardware.MEMORY_SHARE * available_memory():
         samples = Samples(images=_read_all(samples), rows=np.arange(len(samples)), labels=samples.labels)
     return Placed(samples=samples, table=table, labels=samples.labels.astype(np.int32))
 

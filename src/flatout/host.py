@@ -1,0 +1,70 @@
+"""The host: its processor, cores and memory. The only module that counts them."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+
+def usable_cores() -> int:
+    """Return the number of logical cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def physical_cores() -> int:
+    """Return the number of physical cores that this process may use: arithmetic gains nothing from hyper-threads."""
+    import psutil
+
+    return max(1, min(usable_cores(), psutil.cpu_count(logical=False) or usable_cores()))
+
+
+def total_memory() -> int:
+    """Return the bytes of memory that the host has."""
+    import psutil
+
+    return psutil.virtual_memory().total
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that can be allocated without swapping, within the limit of a container."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        free = min(free, limit - used)
+    return free
+
+
+def peak_rss_bytes() -> int:
+    """Return the peak resident memory of this process."""
+    # On Linux, getrusage includes the peak of the parent process, which is kept across exec.
+    for line in _lines("/proc/self/status", "VmHWM"):
+        return int(line.split()[0]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def processor_name() -> str:
+    """Return the name of the processor."""
+    import platform
+
+    names = _lines("/proc/cpuinfo", "model name")
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def processor_flags() -> set[str]:
+    """Return the instruction-set flags of the processor; empty where the system does not list them."""
+    return {flag for line in _lines("/proc/cpuinfo", "flags", "Features")[:1] for flag in line.split()}
+
+
+def _lines(path: str, *keys: str) -> list[str]:
+    """Return the values of the lines `KEY: VALUE` with one of the keys; none where the file cannot be read."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return []
+    return [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith(keys)]
