@@ -12,8 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-# Seconds between two looks at the progress; each look at the loss waits for the device.
+# Seconds between two updates of the progress, and between two requests for the loss, which wait for the device.
 BAR_INTERVAL = 0.5
+LOSS_INTERVAL = 1.0
 LINE_INTERVAL = 10.0
 
 
@@ -57,7 +58,7 @@ class Console:
         self._log: TextIO | None = None
         self._pending: list[tuple[str, str]] = []
         self._interval = math.inf if rank else BAR_INTERVAL if self.has_bar else LINE_INTERVAL
-        self._last_shown = self._started = time.monotonic()
+        self._last_shown = self._last_loss = self._started = time.monotonic()
         self._task: tuple[str, int] = ("", 0)
 
     @property
@@ -103,9 +104,13 @@ class Console:
             self._pending.append((stamp, text))
         self._shown(lambda display: display.line(text))
 
-    def is_due(self) -> bool:
-        """Return whether it is time to look at the progress again."""
-        return time.monotonic() - self._last_shown >= self._interval
+    def is_loss_due(self) -> bool:
+        """Return whether to fetch the running loss now: on rank 0, about once a second, independent of `update`."""
+        now = time.monotonic()
+        if self.rank or now - self._last_loss < LOSS_INTERVAL:
+            return False
+        self._last_loss = now
+        return True
 
     def update(self, done: int, total: int, unit: str = "images", text: str = "") -> None:
         """Show how far a task has come, its rate and the time left; a change of unit or total begins a new task."""

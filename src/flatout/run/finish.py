@@ -186,6 +186,7 @@ def _summary(
         "setup_seconds": session.setup_seconds,
         "wall_seconds": time.perf_counter() - session.began,
         **figures,
+        "train_loss_by_step": progress.step_losses,
         **class_counts,
         "input_wait_fraction": progress.wait_seconds / trained_for if trained_for else None,
         "communication_fraction": _communication(progress),

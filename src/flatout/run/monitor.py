@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import math
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from flatout.data.order import steps_per_epoch
 from flatout.engine import recorder as record
 from flatout.engine.base import Ask
 from flatout.errors import TrainingFailed
@@ -26,10 +28,15 @@ class Watch:
 
     # Checkpoints may cost this share of the time.
     CHECKPOINT_SHARE = 0.05
+    # About how many training losses a run records: enough for a curve, too few to slow it down.
+    RECORDED_LOSSES = 100
 
     def __init__(self, session: "Session", engine: "Engine", images_per_epoch: int, progress: Progress) -> None:
         self._session, self._engine, self._progress = session, engine, progress
         self._images_per_epoch = images_per_epoch
+        recipe = session.recipe
+        self._steps_per_epoch = steps_per_epoch(images_per_epoch, recipe.batch_size, recipe.drop_last)
+        self._record_every = math.ceil(recipe.epochs * self._steps_per_epoch / self.RECORDED_LOSSES)
         self._loss: float | None = None
         self._saved_at = time.perf_counter()
         self._save_seconds = 0.0
@@ -55,15 +62,17 @@ class Watch:
 
     def _ask(self) -> Ask:
         asks = {None: Ask.NOTHING, signal.SIGINT: Ask.INTERRUPT, signal.SIGTERM: Ask.TERMINATE}
-        look = Ask.LOOK if self._session.console.is_due() else Ask.NOTHING
+        look = Ask.LOOK if self._session.console.is_loss_due() else Ask.NOTHING
         return asks[self._session.stop_signal] | look
 
     def _poll(self, progress: Progress) -> bool:
         every = self._session.recipe.log_every
-        return every > 0 and progress.step % every == 0
+        return progress.step % self._record_every == 0 or (every > 0 and progress.step % every == 0)
 
     def _told_loss(self, progress: Progress, loss: float) -> None:
         self._loss = loss
+        if progress.step % self._record_every == 0:
+            progress.step_losses.append((progress.epoch * self._steps_per_epoch + progress.step, loss))
         every = self._session.recipe.log_every
         if every > 0 and progress.step % every == 0:
             self._session.console.note(f"epoch {progress.epoch + 1} step {progress.step}: loss {loss:.4f}")
@@ -86,12 +95,7 @@ class Watch:
         self._is_saved = False
         if self._is_main:
             run_files.write_metrics(session.out / run_files.METRICS, [dataclasses.asdict(r) for r in progress.history])
-        parts = [f"epoch {record.epoch}/{session.recipe.epochs}", f"loss {record.train_loss:.4f}"]
-        parts.append(f"train {record.train_accuracy:.4f}")
-        for name, accuracy in (("valid", record.valid_accuracy), ("test", record.test_accuracy)):
-            parts += [f"{name} {accuracy:.4f}"] if accuracy is not None else []
-        parts.append(f"{record.images_per_second:,.0f} images per second")
-        session.console.note("  ".join(parts))
+        session.console.note(record.describe(session.recipe.epochs, is_best=record.epoch == progress.best_epoch))
         if time.perf_counter() - self._saved_at >= self._save_seconds / self.CHECKPOINT_SHARE:
             self.save(state)
 

@@ -27,6 +27,16 @@ class EpochRecord:
     seconds: float
     images_per_second: float
 
+    def describe(self, epochs: int, *, is_best: bool) -> str:
+        """Return the line that is printed after the epoch, of `epochs` in all."""
+        parts = [f"epoch {self.epoch}/{epochs}"]
+        for split in ("train", "valid", "test"):
+            loss, accuracy = getattr(self, f"{split}_loss"), getattr(self, f"{split}_accuracy")
+            if accuracy is not None:
+                parts.append(f"{split} loss {loss:.4f}, accuracy {accuracy:.4f}")
+        parts.append(f"{self.images_per_second:,.0f} images/s")
+        return "  ".join([*parts, "best so far"] if is_best else parts)
+
 
 @dataclass(kw_only=True, eq=False)
 class Progress:
@@ -43,6 +53,7 @@ class Progress:
         first_seconds, first_images: time and images of the first `FIRST_STEPS` steps, which warm up.
         epoch_seconds: the part of train_seconds spent in the unfinished epoch.
         images_trained: images in all finished steps.
+        step_losses: pairs (step from the start of the run, mean training loss since the loss was last fetched).
     """
 
     epoch: int = 0
@@ -60,6 +71,7 @@ class Progress:
     first_steps: int = 0
     epoch_seconds: float = 0.0
     images_trained: int = 0
+    step_losses: list[tuple[int, float]] = field(default_factory=list)
 
     def note_first_steps(self) -> None:
         """Keep time and images of the first steps apart."""
