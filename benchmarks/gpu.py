@@ -29,7 +29,9 @@ from flatout.data.feed import Samples
 from flatout.data.load import find, splits_of
 from flatout.data.order import Batch
 from flatout.data.pack import Pack, PackSettings, load_pack
-from flatout.engine.base import Ask, Engine
+from flatout.dist.control import Flag
+from flatout.dist.world import World
+from flatout.engine.base import Engine
 from flatout.engine.devices import join, machine, make_engine, parse_devices
 from flatout.engine.eager import device_setup as hardware
 from flatout.jobs import load_job
@@ -141,7 +143,7 @@ def fit(
 ) -> Progress:
     """Train and return what the loop measured."""
     tell = Callbacks(
-        ask=lambda: Ask.NOTHING,
+        flags=lambda: Flag.NONE,
         step=lambda progress, images: None,
         poll=lambda progress: False,
         loss=lambda progress, loss: None,
@@ -149,8 +151,8 @@ def fit(
     )
     progress = Progress()
     placed = {name: engine.place(samples) for name, samples in splits.items()}
-    engine.prepare(placed["train"])
-    train(engine, recipe, placed, len(splits["train"]), progress, tell)
+    placed["train"].compile()
+    train(engine, World(), recipe, placed, progress, tell)
     return progress
 
 
@@ -253,14 +255,14 @@ def synthetic_rate(engine: Engine, recipe: Recipe, *, classes: int, steps: int) 
     images = random.integers(0, 256, (size, recipe.image_size, recipe.image_size, recipe.channels), dtype=np.uint8)
     samples = Samples(images=images, rows=np.arange(size), labels=np.arange(size) % classes)
     placed = engine.place(samples)
-    engine.begin_epoch(placed, epoch_transforms(recipe.augment, recipe.seed, 0, size))
+    placed.begin_epoch(epoch_transforms(recipe.augment, recipe.seed, 0, size))
     batch = Batch(samples=np.arange(size), weights=np.ones(size, np.float32), count=size)
-    inputs = next(engine.feed(placed, [batch]))
+    inputs = next(placed.feed([batch]))
 
     def seconds(count: int) -> float:
         began = time.perf_counter()
         for step in range(count):
-            engine.train_step(placed, inputs, recipe.optimizer.lr, step)
+            placed.train_step(inputs, recipe.optimizer.lr, step)
         engine.counts()
         return time.perf_counter() - began
 

@@ -19,7 +19,8 @@ from flatout.console import Console
 from flatout.data.feed import Samples
 from flatout.data.load import find, splits_of
 from flatout.data.pack import Pack, PackSettings, load_pack
-from flatout.engine.base import Ask
+from flatout.dist.control import Flag
+from flatout.dist.world import World
 from flatout.engine.devices import join, machine
 from flatout.engine.eager.engine import TorchEngine
 from flatout.jobs import load_job
@@ -31,7 +32,7 @@ from flatout.run.progress import EpochRecord, Progress
 
 CACHED_EPOCHS, UNCACHED_EPOCHS = 3, 2
 SILENT = Callbacks(
-    ask=lambda: Ask.NOTHING,
+    flags=lambda: Flag.NONE,
     step=lambda progress, images: None,
     poll=lambda progress: False,
     loss=lambda progress, loss: None,
@@ -69,7 +70,7 @@ def run(
     engine = TorchEngine(model, recipe, world=join(device), cache_prefix=cache_prefix)
     placed = {name: engine.place(samples) for name, samples in splits.items()}
     progress = Progress()
-    train(engine, recipe, placed, len(splits["train"]), progress, SILENT)
+    train(engine, World(), recipe, placed, progress, SILENT)
     return progress.history
 
 

@@ -8,14 +8,15 @@ from torch.nn import functional
 
 from flatout.data.feed import Samples
 from flatout.data.order import training_batches
-from flatout.engine.base import Ask
+from flatout.dist.control import Flag
+from flatout.dist.world import World
 from flatout.recipe import Optimizer, Recipe
 from flatout.run.loop import Callbacks, train
 from flatout.run.progress import Progress
 from tests.engine.engines import ENGINES, make_engine
 
 SILENT = Callbacks(
-    ask=lambda: Ask.NOTHING,
+    flags=lambda: Flag.NONE,
     step=lambda progress, images: None,
     poll=lambda progress: False,
     loss=lambda progress, loss: None,
@@ -70,8 +71,8 @@ def engine_weights(
 ) -> dict[str, torch.Tensor]:
     made = make_engine(engine, net, recipe, **options)
     placed = made.place(samples)
-    made.prepare(placed)
-    train(made, recipe, {"train": placed}, len(samples), Progress(), SILENT)
+    placed.compile()
+    train(made, World(), recipe, {"train": placed}, Progress(), SILENT)
     return {k.removeprefix("model."): v for k, v in made.state().items() if k.startswith("model.")}
 
 
@@ -168,11 +169,11 @@ def test_counts_are_of_every_sample_once(name: str) -> None:
     engine = make_engine(name, make_net(), recipe)
     progress = Progress()
     placed = engine.place(samples)
-    engine.prepare(placed)
-    train(engine, recipe, {"train": placed, "valid": placed}, len(samples), progress, SILENT)
+    placed.compile()
+    train(engine, World(), recipe, {"train": placed, "valid": placed}, progress, SILENT)
     assert [r.images for r in progress.history] == [70, 70]
     assert progress.images_trained == 140
-    result = engine.evaluate(placed, with_probabilities=True)
+    result = placed.evaluate(with_probabilities=True)
     assert result.counts.count == 70
     assert result.probabilities is not None
     assert result.probabilities.shape == (70, 5)

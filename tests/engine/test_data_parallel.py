@@ -280,7 +280,7 @@ def train_case(world: World, case: Case) -> Trained:
         net, recipe, world=world, class_weights=None if weights is None else np.array(weights, np.float32)
     )
     progress = Progress()
-    train(engine, recipe, {"train": engine.place(samples)}, len(samples), progress, SILENT)
+    train(engine, world, recipe, {"train": engine.place(samples)}, progress, SILENT)
     state = {k.removeprefix("model."): v for k, v in engine.state().items() if k.startswith("model.")}
     engine.close()
     record = progress.history[0]
@@ -298,7 +298,7 @@ def evaluate_all(world: World) -> dict[str, tuple[int, int, float, np.ndarray]]:
     results = {}
     for name, (count, batch_size) in EVALUATED.items():
         engine = TorchEngine(make_net(), make_recipe(batch_size=batch_size), world=world)
-        found = engine.evaluate(engine.place(make_samples(count)), with_probabilities=True)
+        found = engine.place(make_samples(count)).evaluate(with_probabilities=True)
         engine.close()
         assert found.probabilities is not None
         results[name] = (found.counts.correct, found.counts.count, found.counts.loss, found.probabilities)
@@ -322,7 +322,7 @@ def drop(world: World) -> list[torch.Tensor]:
     """Return what was dropped in three steps."""
     net = ShowsDropout()
     engine, samples = TorchEngine(net, make_recipe(epochs=1, batch_size=24), world=world), make_samples()
-    train(engine, engine.recipe, {"train": engine.place(samples)}, len(samples), Progress(), SILENT)
+    train(engine, world, engine.recipe, {"train": engine.place(samples)}, Progress(), SILENT)
     engine.close()
     return net.dropped
 
@@ -337,7 +337,7 @@ def decide(world: World) -> tuple[str, int, list[float]]:
     )
     engine, progress, samples = TorchEngine(make_net(), recipe, world=world), Progress(), make_samples()
     placed = {"train": engine.place(samples), "valid": engine.place(make_samples(31))}
-    ended = train(engine, recipe, placed, len(samples), progress, SILENT)
+    ended = train(engine, world, recipe, placed, progress, SILENT)
     engine.close()
     return ended, progress.best_epoch, [record.learning_rate for record in progress.history]
 

@@ -61,7 +61,7 @@ def state_after(world: World, net: nn.Module, size: int, classes: int, changes: 
     samples = make_samples(count=333, size=size, classes=classes)
     recipe = make_recipe(epochs=3, **changes)
     engine = TorchEngine(net, recipe, world=world)
-    train(engine, recipe, {"train": engine.place(samples)}, len(samples), Progress(), SILENT)
+    train(engine, world, recipe, {"train": engine.place(samples)}, Progress(), SILENT)
     state = engine.state()
     engine.close()
     return state

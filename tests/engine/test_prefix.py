@@ -40,7 +40,7 @@ def test_evaluation_through_the_cache_is_the_same() -> None:
     results = []
     for cache in (True, False):
         engine = TorchEngine(frozen_net(), make_recipe(), cache_prefix=cache)
-        results.append(engine.evaluate(engine.place(make_samples()), with_probabilities=True))
+        results.append(engine.place(make_samples()).evaluate(with_probabilities=True))
     assert results[0].counts == results[1].counts
     np.testing.assert_array_equal(results[0].probabilities, results[1].probabilities)
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from flatout.data.order import training_batches
+from flatout.dist.world import World
 from flatout.engine.base import Engine
 from flatout.errors import InputError
 from flatout.models.nets import CatsDogsCNN
@@ -25,8 +26,8 @@ AUGMENTED = {"augment.rotate": 12.0, "augment.zoom": 0.2, "augment.shear": 0.2, 
 
 def trained(engine: Engine, recipe: Recipe, count: int = 70, **samples: Any) -> State:
     placed = engine.place(make_samples(count, **samples))
-    engine.prepare(placed)
-    train(engine, recipe, {"train": placed}, count, Progress(), SILENT)
+    placed.compile()
+    train(engine, World(), recipe, {"train": placed}, Progress(), SILENT)
     return engine.state()
 
 
@@ -70,7 +71,7 @@ def test_evaluation_counts_each_image_once(count: int, name: str) -> None:
     results = []
     for engine_name in ("torch", name):
         engine = make_engine(engine_name, make_net(), recipe)
-        results.append(engine.evaluate(engine.place(samples), with_probabilities=True))
+        results.append(engine.place(samples).evaluate(with_probabilities=True))
     ours, theirs = results[1], results[0]
     assert ours.counts.correct == theirs.counts.correct
     assert ours.counts.count == theirs.counts.count == count
@@ -87,14 +88,14 @@ def test_either_engine_goes_on_from_the_other(way: tuple[str, str], optimizer: s
     count, progress = 70, Progress()
     first = make_engine(way[0], make_net(), recipe)
     placed = first.place(make_samples(count))
-    first.prepare(placed)
-    train(first, recipe.override({"epochs": 1}), {"train": placed}, count, progress, SILENT)
+    placed.compile()
+    train(first, World(), recipe.override({"epochs": 1}), {"train": placed}, progress, SILENT)
     # Other weights at first, so that what is loaded counts.
     second = make_engine(way[1], nn.Sequential(*make_net().children()).apply(_forget), recipe)
     second.load_state(first.state())
     placed = second.place(make_samples(count))
-    second.prepare(placed)
-    train(second, recipe, {"train": placed}, count, progress, SILENT)
+    placed.compile()
+    train(second, World(), recipe, {"train": placed}, progress, SILENT)
     assert_same(second.state(), expected)
 
 
@@ -114,7 +115,7 @@ def test_slices_change_nothing(name: str) -> None:
 def test_every_device_keeps_its_slice_alone() -> None:
     recipe = make_recipe(shard="full")
     engine = make_engine("xla 8", nn.Sequential(nn.Flatten(), nn.Linear(144, 64), nn.Linear(64, 5)), recipe)
-    engine.prepare(engine.place(make_samples()))
+    engine.place(make_samples()).compile()
     weight = engine._state.trained["1.weight"]  # pyright: ignore[reportAttributeAccessIssue]
     assert {shard.data.size for shard in weight.addressable_shards} == {144 * 64 // 8}
 
@@ -127,9 +128,9 @@ def test_many_steps_in_one_program(steps: int) -> None:
     engine = make_engine("xla 2", make_net(), recipe, steps_per_dispatch=steps)
     assert_same(trained(engine, recipe), expected, rtol=1e-4, atol=1e-6)
     placed = engine.place(make_samples())
-    engine.begin_epoch(placed, epoch_transforms(recipe.augment, recipe.seed, 0, 70))
-    for number, inputs in enumerate(engine.feed(placed, training_batches(recipe.seed, 0, 70, 16))):
-        engine.train_step(placed, inputs, 0.01, number)
+    placed.begin_epoch(epoch_transforms(recipe.augment, recipe.seed, 0, 70))
+    for number, inputs in enumerate(placed.feed(training_batches(recipe.seed, 0, 70, 16))):
+        placed.train_step(inputs, 0.01, number)
     # What waits for a full dispatch is counted too.
     assert engine.counts()[0].count == 70
 
@@ -159,13 +160,13 @@ def test_nothing_is_compiled_after_the_first_epoch() -> None:
     recipe = make_recipe(epochs=1, **AUGMENTED)
     engine = make_engine("xla 8", make_net(), recipe)
     placed = engine.place(make_samples())
-    engine.prepare(placed)
+    placed.compile()
     before = sum("backend_compile" in event for event in compilations)
     assert before > 0
     splits = {"train": placed, "valid": placed}
-    train(engine, recipe, splits, 70, Progress(), SILENT)
+    train(engine, World(), recipe, splits, Progress(), SILENT)
     first = sum("backend_compile" in event for event in compilations)
-    train(engine, recipe.override({"epochs": 3}), splits, 70, Progress(), SILENT)
+    train(engine, World(), recipe.override({"epochs": 3}), splits, Progress(), SILENT)
     engine.state()
     # The evaluation was compiled in the first epoch.
     assert first - before <= 1
@@ -181,11 +182,11 @@ def test_dropout_differs_between_steps_and_repeats_with_the_seed() -> None:
         net = CatsDogsCNN(image_size=16, channels=1)
         engine = make_engine("xla 2", net, recipe.override({"seed": seed}))
         placed = engine.place(make_samples(64, size=16, classes=2))
-        engine.prepare(placed)
-        engine.begin_epoch(placed, None)
+        placed.compile()
+        placed.begin_epoch(None)
         losses = []
-        for inputs in engine.feed(placed, [next(training_batches(1, 0, 64, 16))] * 3):
-            engine.train_step(placed, inputs, 0.0, seed * 1000 + len(losses))
+        for inputs in placed.feed([next(training_batches(1, 0, 64, 16))] * 3):
+            placed.train_step(inputs, 0.0, seed * 1000 + len(losses))
             losses.append(engine.counts()[0].loss)
         assert len(set(losses)) == 3
         states.append(losses)
@@ -212,7 +213,7 @@ def test_a_loss_that_is_not_finite_names_its_step() -> None:
 def test_the_cost_of_padding_is_told() -> None:
     sentences: list[str] = []
     engine = make_engine("xla 8", make_net(), make_recipe(batch_size=50), report=sentences.append)
-    engine.prepare(engine.place(make_samples()))
+    engine.place(make_samples()).compile()
     assert any("6 of 56 samples" in sentence for sentence in sentences)
 
 

@@ -1,57 +1,81 @@
-"""What the ranks ask of each other: it is added up with the gradients, so that all know it after the same step."""
+"""Control flags: what any rank asks of all of them, known to every rank after the same step.
+
+The flags travel with the gradients: the engine appends `Control.outgoing` to the step's own all-reduce.
+"""
 
 from collections import deque
+from enum import IntFlag
+from typing import TYPE_CHECKING
 
 import torch
 
-from flatout.engine.base import Ask
-from flatout.dist.world import World
+if TYPE_CHECKING:
+    from flatout.dist.world import World
 
-KINDS = tuple(Ask)
-# GPU ranks read the answer so many steps later, so as not to wait for the device.
+
+class Flag(IntFlag):
+    """What a rank can ask of all ranks: to fetch the running loss, to write a checkpoint, or to end the run."""
+
+    NONE = 0
+    LOSS = 1
+    CHECKPOINT = 2
+    INTERRUPT = 4
+    TERMINATE = 8
+
+
+FLAGS = tuple(Flag)
+# Ranks on accelerators read the flags this many steps later, so that no step waits for the device.
 LAG = 8
 
 
-class Asks:
-    """One rank's part.
+class Control:
+    """The control flags of one rank.
 
     Attributes:
-        own: float32 [kinds] on the device, 1 for what this rank asks for.
-        total: float32 [kinds] on the device, how many ranks asked for each in the step.
+        outgoing: float32 [flags] on the device, 1 for each flag that this rank requests.
+        incoming: float32 [flags] on the device, where the engine writes the sum of `outgoing` over the ranks.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: "World") -> None:
         self._world = world
-        self._last = Ask.NOTHING
-        self.own = torch.zeros(len(KINDS), device=world.device)
-        self.total = torch.zeros_like(self.own)
-        self._answers: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._requested = self._received = Flag.NONE
+        self.outgoing = torch.zeros(len(FLAGS), device=world.device)
+        self.incoming = torch.zeros_like(self.outgoing)
+        self._sums: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
 
-    def put(self, ask: Ask) -> None:
-        """Take what this rank asks for with the next step."""
-        if self._world.is_joined and ask != self._last:
-            self.own.copy_(torch.tensor([float(bool(ask & one)) for one in KINDS]))
-        self._last = ask
+    def request(self, flags: Flag) -> None:
+        """Set the flags that travel with the next step; they replace those requested before."""
+        if self._world.is_joined and flags != self._requested:
+            self.outgoing.copy_(torch.tensor([float(flag in flags) for flag in FLAGS]))
+        self._requested = flags
 
-    def take_answer(self) -> None:
-        """Note the total of the step that was enqueued last."""
+    def end_step(self) -> None:
+        """Start to copy `incoming` to the host; the engine calls this after each step."""
         if not self._world.is_joined:
             return
-        answer, event = self.total.to("cpu", non_blocking=True, copy=True), None
-        if self._world.device.type == "cuda":
-            event = torch.cuda.Event()
+        sums, event = self.incoming.to("cpu", non_blocking=True, copy=True), None
+        if self._world.device.type != "cpu":
+            event = torch.Event(self._world.device)
             event.record()
-        self._answers.append((answer, event))
+        self._sums.append((sums, event))
 
-    def asked(self) -> Ask:
-        """See `Engine.asked`."""
+    def exchange(self) -> None:
+        """Exchange the flags at once, between the hosts; for engines whose steps run no all-reduce of their own."""
+        for flags in self._world.all_gather_object(self._requested):
+            self._received |= flags
+
+    def received(self) -> Flag:
+        """Return the union of what all ranks requested in the steps since the last call.
+
+        The answer is the same on every rank after the same step; on accelerators it is `LAG` steps old.
+        """
         if not self._world.is_joined:
-            return self._last
-        found = Ask.NOTHING
-        while len(self._answers) > (LAG if self._world.device.type == "cuda" else 0):
-            answer, event = self._answers.popleft()
+            return self._requested
+        while len(self._sums) > (0 if self._world.device.type == "cpu" else LAG):
+            sums, event = self._sums.popleft()
             if event:
                 event.synchronize()
-            for one, number in zip(KINDS, answer.tolist(), strict=True):
-                found |= one if number else Ask.NOTHING
-        return found
+            for flag, number in zip(FLAGS, sums.tolist(), strict=True):
+                self._received |= flag if number else Flag.NONE
+        received, self._received = self._received, Flag.NONE
+        return received

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flatout.dist import heartbeat as vitals
+from flatout.dist.control import Control
 from flatout.dist.env import Launched
 from flatout.errors import InputError, RankLost
 from flatout.dist.rendezvous import interface_to
@@ -55,6 +56,7 @@ class World:
         local_rank, local_size: this process among those of its host.
         is_joined: whether they have met; until then this rank is alone, and every call returns at once.
         backend: what adds device tensors: "", "memory", "gloo" or "nccl".
+        control: the flags by which ranks request a checkpoint or the end of the run.
         seconds: time spent in adding up on the host, waiting for others included.
     """
 
@@ -68,6 +70,7 @@ class World:
         self.is_joined = False
         self.seconds = 0.0
         self.heartbeat = vitals.NONE
+        self.control = Control(self)
         self._memory: Any = None
         self._board: Any = None
         self._place = (-1, 0)

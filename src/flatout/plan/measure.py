@@ -22,7 +22,7 @@ from flatout.scale.scale import split_specs, spread
 if TYPE_CHECKING:
     from flatout.data.feed import Samples
     from flatout.dist.world import World
-    from flatout.engine.base import Engine
+    from flatout.engine.base import DeviceSplit, Engine
     from flatout.engine.devices import Devices
 
 # Random images to train on: at least so many batches, at most so many bytes beyond those.
@@ -163,7 +163,7 @@ class _Measurement:
         found: list[float] = []
         while len(found) < REPEATS and steps * sum(found) < LIMIT_SECONDS:
             found.append(self._step_seconds(steps))
-        gather = self._world.gather
+        gather = self._world.all_gather_object
         return {
             "threads": self._engine.threads,
             "runs_on": spec_of([name for names in gather(self._engine.device_names) for name in names]),
@@ -179,7 +179,7 @@ class _Measurement:
     def _warm_up(self, images: int) -> float:
         """Place so many images and take a step; return the seconds of what the engine does with images only once."""
         placed = self._engine.place(random_samples(self._work, images))
-        self._engine.prepare(placed)
+        placed.compile()
         # The output of frozen layers is cached when an epoch begins for the first time.
         first, again = (self._begin_seconds(placed, images, epoch) for epoch in range(2))
         if self._steps is not None:
@@ -188,9 +188,9 @@ class _Measurement:
         self._step_seconds(1)
         return self._world.broadcast_object(max(0.0, first - again))
 
-    def _begin_seconds(self, placed: Any, images: int, epoch: int) -> float:
+    def _begin_seconds(self, placed: "DeviceSplit", images: int, epoch: int) -> float:
         began = time.perf_counter()
-        self._engine.begin_epoch(placed, self._transforms(images, epoch))
+        placed.begin_epoch(self._transforms(images, epoch))
         self._engine.counts()
         return time.perf_counter() - began
 
@@ -203,16 +203,16 @@ class _Measurement:
         self._engine.counts()
         return self._world.broadcast_object((time.perf_counter() - began) / steps)
 
-    def _endless_steps(self, placed: Any, images: int) -> Generator[None, None, None]:
+    def _endless_steps(self, placed: "DeviceSplit", images: int) -> Generator[None, None, None]:
         """Train epoch by epoch as the training loop does, one step at a time."""
         recipe, engine = self._work.recipe, self._engine
         for epoch in count():
-            engine.begin_epoch(placed, self._transforms(images, epoch))
+            placed.begin_epoch(self._transforms(images, epoch))
             batches = training_batches(recipe.seed, epoch, images, recipe.batch_size, recipe.drop_last)
-            for number, inputs in enumerate(engine.feed(placed, batches)):
+            for number, inputs in enumerate(placed.feed(batches)):
                 # At a rate of 0 the weights stay as they are: random labels could drive them out of bounds.
-                engine.train_step(placed, inputs, 0.0, number)
-                engine.asked()
+                placed.train_step(inputs, 0.0, number)
+                self._world.control.received()
                 self._world.report_step(epoch, number + 1)
                 yield
             engine.counts()

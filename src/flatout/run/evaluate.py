@@ -76,7 +76,7 @@ def _evaluate(run: "Run", data: Any, world: "World", *, devices: str, engine: st
         model, recipe, engine=engine, devices=devices, world=world, report=console.note, cache_prefix=False
     )
     try:
-        counts = built.evaluate(built.place(samples)).counts
+        counts = built.place(samples).evaluate().counts
     finally:
         built.close()
     name = "valid" if split == "valid" else "test"

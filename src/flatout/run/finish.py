@@ -50,7 +50,7 @@ def finish(
         engine.load_state({**engine.state(), **progress.best})
     began = time.perf_counter()
     shown = next((name for name in ("test", "valid") if name in placed), None)
-    results = {name: engine.evaluate(split, with_probabilities=name == shown) for name, split in placed.items()}
+    results = {name: split.evaluate(with_probabilities=name == shown) for name, split in placed.items()}
     progress.evaluate_seconds += time.perf_counter() - began
     state = engine.state()
     memory = _memory(session, engine)

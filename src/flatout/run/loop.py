@@ -7,14 +7,16 @@ can begin anywhere.
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from flatout.data.order import steps_per_epoch, training_batches
-from flatout.engine.base import Ask, Engine
+from flatout.dist.control import Flag
+from flatout.dist.world import World
+from flatout.engine.base import DeviceSplit, Engine
 from flatout.errors import Stopped, TrainingFailed
 from flatout.numerics.augment import epoch_transforms
 from flatout.numerics.metrics import NO_COUNTS, Counts
@@ -31,7 +33,7 @@ class Callbacks:
     """What the loop tells its caller.
 
     Attributes:
-        ask: what to ask of all processes of the run with the next step.
+        flags: what to request of all processes of the run with the next step.
         step: after every step, with the progress and the number of images of the step.
         poll: whether to fetch the running loss now, which waits for the device; asked after every step, and the same on
             every process.
@@ -39,7 +41,7 @@ class Callbacks:
         epoch: after every epoch, its evaluation and the choice of the best weights.
     """
 
-    ask: Callable[[], Ask]
+    flags: Callable[[], Flag]
     step: Callable[[Progress, int], None]
     poll: Callable[[Progress], bool]
     loss: Callable[[Progress, float], None]
@@ -47,15 +49,15 @@ class Callbacks:
 
 
 def train(
-    engine: Engine, recipe: Recipe, placed: dict[str, Any], count: int, progress: Progress, tell: Callbacks
+    engine: Engine, world: World, recipe: Recipe, splits: Mapping[str, DeviceSplit], progress: Progress, tell: Callbacks
 ) -> str:
     """Train from where `progress` stands to the end of the recipe, updating it.
 
     Args:
         engine: holds the model.
+        world: the processes of the run.
         recipe: what to do.
-        placed: the splits, by name, as the engine placed them.
-        count: the number of training images.
+        splits: by name; the engine placed them.
         progress: where to begin; it always matches the engine's state when this returns or raises `Stopped`.
         tell: callbacks.
 
@@ -66,10 +68,10 @@ def train(
         TrainingFailed: a loss was not finite; the message names epoch and step.
         Stopped: one of the processes was asked to end.
     """
-    steps = steps_per_epoch(count, recipe.batch_size, recipe.drop_last)
+    steps = steps_per_epoch(len(splits["train"].samples), recipe.batch_size, recipe.drop_last)
     while progress.epoch < recipe.epochs:
-        rate = _train_epoch(engine, recipe, placed["train"], count, steps, progress, tell)
-        record = engine.share(_finish_epoch(engine, recipe, placed, steps, rate, progress))
+        rate = _train_epoch(engine, world, recipe, splits["train"], steps, progress, tell)
+        record = world.broadcast_object(_finish_epoch(recipe, splits, steps, rate, progress))
         progress.history.append(record)
         _keep_best(engine, recipe, progress)
         tell.epoch(progress)
@@ -80,30 +82,38 @@ def train(
 
 
 def _train_epoch(
-    engine: Engine, recipe: Recipe, train: Any, count: int, steps: int, progress: Progress, tell: Callbacks
+    engine: Engine,
+    world: World,
+    recipe: Recipe,
+    train: DeviceSplit,
+    steps: int,
+    progress: Progress,
+    tell: Callbacks,
 ) -> float:
     """Run the steps of one epoch that are left; return the last learning rate."""
-    epoch, clock, rate = progress.epoch, _Clock(progress), recipe.optimizer.lr
+    epoch, count = progress.epoch, len(train.samples)
+    clock, rate = _Clock(progress), recipe.optimizer.lr
     watched = _watched_losses(progress.history)
     batches = training_batches(recipe.seed, epoch, count, recipe.batch_size, recipe.drop_last, start=progress.step)
-    engine.begin_epoch(train, epoch_transforms(recipe.augment, recipe.seed, epoch, count))
+    train.begin_epoch(epoch_transforms(recipe.augment, recipe.seed, epoch, count))
     seeds = raw(recipe.seed, Stream.STEP, epoch, steps) >> np.uint64(1)
     first_step = progress.step
-    for inputs in clock.waiting(engine.feed(train, batches)):
+    for inputs in clock.waiting(train.feed(batches)):
         rate = learning_rate(recipe, epoch * steps + progress.step, steps, watched)
-        engine.train_step(train, inputs, rate, int(seeds[progress.step]), tell.ask())
+        world.control.request(tell.flags())
+        train.train_step(inputs, rate, int(seeds[progress.step]))
         progress.step += 1
         images = min(recipe.batch_size, count - (progress.step - 1) * recipe.batch_size)
         progress.images_trained += images
         clock.tick()
         progress.note_first_steps()
         tell.step(progress, images)
-        asked = engine.asked()
-        if asked & Ask.LOOK or tell.poll(progress):
+        flags = world.control.received()
+        if Flag.LOSS in flags or tell.poll(progress):
             tell.loss(progress, _fetch_counts(engine, progress, first_step).loss)
-        if asked & (Ask.INTERRUPT | Ask.TERMINATE):
+        if flags & (Flag.INTERRUPT | Flag.TERMINATE):
             _fetch_counts(engine, progress, first_step)
-            raise Stopped(signal.SIGTERM if asked & Ask.TERMINATE else signal.SIGINT)
+            raise Stopped(signal.SIGTERM if Flag.TERMINATE in flags else signal.SIGINT)
     _fetch_counts(engine, progress, first_step)
     clock.tick()
     progress.communication_seconds += engine.communication_seconds()
@@ -122,12 +132,12 @@ def _fetch_counts(engine: Engine, progress: Progress, first_step: int) -> Counts
 
 
 def _finish_epoch(
-    engine: Engine, recipe: Recipe, placed: dict[str, Any], steps: int, rate: float, progress: Progress
+    recipe: Recipe, splits: Mapping[str, DeviceSplit], steps: int, rate: float, progress: Progress
 ) -> EpochRecord:
     began = time.perf_counter()
     # The test split is looked at after every epoch only where no validation split exists, and decides nothing.
-    watched = "valid" if "valid" in placed else "test"
-    evaluated = {watched: engine.evaluate(placed[watched]).counts} if watched in placed else {}
+    watched = "valid" if "valid" in splits else "test"
+    evaluated = {watched: splits[watched].evaluate().counts} if watched in splits else {}
     if evaluated and not math.isfinite(evaluated[watched].loss):
         raise TrainingFailed(f"the {watched} loss is not finite after epoch {progress.epoch + 1}; {MEND}")
     progress.evaluate_seconds += time.perf_counter() - began

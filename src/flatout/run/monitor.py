@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from flatout.data.order import steps_per_epoch
+from flatout.dist.control import Flag
 from flatout.engine import recorder as record
-from flatout.engine.base import Ask
 from flatout.errors import TrainingFailed
 from flatout.report import run_files
 from flatout.run import checkpoint
@@ -47,7 +47,7 @@ class Watch:
 
     def callbacks(self) -> Callbacks:
         """Return the callbacks for the loop."""
-        return Callbacks(ask=self._ask, step=self._step, poll=self._poll, loss=self._told_loss, epoch=self._epoch)
+        return Callbacks(flags=self._flags, step=self._step, poll=self._poll, loss=self._told_loss, epoch=self._epoch)
 
     def save(self, state: dict[str, Any] | None = None) -> None:
         """Write a checkpoint of where the loop stands, unless the newest one is that; on the main process alone."""
@@ -60,10 +60,9 @@ class Watch:
         self._save_seconds = self._saved_at - began
         self._is_saved = True
 
-    def _ask(self) -> Ask:
-        asks = {None: Ask.NOTHING, signal.SIGINT: Ask.INTERRUPT, signal.SIGTERM: Ask.TERMINATE}
-        look = Ask.LOOK if self._session.console.is_loss_due() else Ask.NOTHING
-        return asks[self._session.stop_signal] | look
+    def _flags(self) -> Flag:
+        stop = {None: Flag.NONE, signal.SIGINT: Flag.INTERRUPT, signal.SIGTERM: Flag.TERMINATE}
+        return stop[self._session.stop_signal] | (Flag.LOSS if self._session.console.is_loss_due() else Flag.NONE)
 
     def _poll(self, progress: Progress) -> bool:
         every = self._session.recipe.log_every

@@ -253,13 +253,13 @@ class Session:
             f"{recipe.epochs} epochs, batch {recipe.batch_size}"
         )
         self._time("place")
-        engine.prepare(placed["train"])
+        placed["train"].compile()
         self._time("compile")
         self.setup_seconds = time.perf_counter() - self.began
         watch = Watch(self, engine, trained, progress)
         ended, failure = "", None
         try:
-            ended = train(engine, recipe, placed, trained, progress, watch.callbacks())
+            ended = train(engine, self.world, recipe, placed, progress, watch.callbacks())
         except RankLost:
             # Nothing more can be done together; the newest checkpoint is what there is to go on from.
             raise
@@ -310,7 +310,8 @@ class Session:
         from flatout.run import checkpoint
 
         newest = checkpoint.load_newest(self.out / run_files.CHECKPOINTS) if self.world.is_main else None
-        state, progress, recipe, problems = engine.share(newest)  # pyright: ignore[reportGeneralTypeIssues]
+        newest = self.world.broadcast_object(newest)
+        state, progress, recipe, problems = newest  # pyright: ignore[reportGeneralTypeIssues]
         checkpoint.check_resumable(recipe, self.recipe, progress)
         for problem in problems:
             self.note(problem)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from flatout.engine.eager.split import Inputs, Placed
+from flatout.engine.eager.split import Inputs, Source
 
 # Lazy initialisation (cuBLAS handles, cuDNN's choice of algorithm, optimizer state) must be over before recording.
 EAGER_STEPS = 3
@@ -15,9 +15,9 @@ class Slots:
 
     def __init__(self) -> None:
         self._inputs: Inputs | None = None
-        self._placed: Placed | None = None
+        self._placed: Source | None = None
 
-    def fill(self, placed: Placed, inputs: Inputs) -> None:
+    def fill(self, placed: Source, inputs: Inputs) -> None:
         """Copy a batch into them."""
         held = self._inputs
         if held is None:
@@ -31,7 +31,7 @@ class Slots:
             assert held.images is not None
             held.images.copy_(inputs.images)
 
-    def contents(self) -> tuple[Placed, Inputs]:
+    def contents(self) -> tuple[Source, Inputs]:
         """Return the split and the batch."""
         assert self._placed is not None
         assert self._inputs is not None

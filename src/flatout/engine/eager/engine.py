@@ -8,6 +8,7 @@ Shape letters: N samples, B batch, H height, W width, C channels, K outputs.
 """
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
@@ -17,9 +18,8 @@ from torch import nn
 
 from flatout.data.feed import Samples
 from flatout.data.order import Batch, evaluation_batches
-from flatout.dist.control import Asks
 from flatout.dist.world import ALONE, World
-from flatout.engine.base import Ask, Evaluation, Value
+from flatout.engine.base import Evaluation
 from flatout.engine.eager import device_setup as hardware
 from flatout.engine.eager import grad_accumulation as memory
 from flatout.engine.eager.batch_norm import BatchStatistics
@@ -29,7 +29,7 @@ from flatout.engine.eager.features import collect_features
 from flatout.engine.eager.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.engine.eager.grad_reduce import GradientSum, OwnGradients, SharedGradients, SlicedGradients
 from flatout.engine.eager.metric_sums import SUMS, Totals, wide_float
-from flatout.engine.eager.split import Inputs, Placed, place, stream, to_device
+from flatout.engine.eager.split import Inputs, Source, place, stream, to_device
 from flatout.engine.eager.state import full_state, load_full_state
 from flatout.engine.recorder import Recorder
 from flatout.errors import InputError
@@ -79,7 +79,6 @@ class TorchEngine:
         self.model = self._spread(model)
         set_train_mode(self.model)
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._asks = Asks(world)
         self._exact = None
         if not self._is_sliced and self._setup.precision == "fp32" and recipe.norm == "global":
             self._exact = exact_sums(self.model, world, self._setup.threads, recipe.batch_size)
@@ -91,7 +90,7 @@ class TorchEngine:
             self._gradients = SlicedGradients(self.model, world)
         else:
             self._optimizer = optim.build(recipe.optimizer, self.parameters.values(), capturable=capturable)
-            extras = SUMS + len(self._asks.own)
+            extras = SUMS + len(world.control.outgoing)
             own, trained = OwnGradients(), list(self.parameters.values())
             self._gradients = SharedGradients(trained, world, extras, self._exact) if world.is_joined else own
         self._update = optim.plain_step(self._optimizer)
@@ -103,6 +102,7 @@ class TorchEngine:
         self._totals = Totals(self.device)
         self._communication_seconds = 0.0
         self.recorder: Recorder | None = None
+        self.threads, self.device_names = self._setup.threads, [str(self.device)]
         self._passes = 0
         self._keeps_on_host = False
         self._report = report
@@ -127,16 +127,6 @@ class TorchEngine:
         self.world.broadcast([*model.parameters(), *model.buffers()])
         return model
 
-    @property
-    def threads(self) -> int:
-        """See `Engine.threads`."""
-        return self._setup.threads
-
-    @property
-    def device_names(self) -> list[str]:
-        """See `Engine.device_names`."""
-        return [str(self.device)]
-
     def describe(self) -> list[str]:
         """See `Engine.describe`."""
         sentences = self._setup.describe()
@@ -153,27 +143,23 @@ class TorchEngine:
 
     # --- data -----------------------------------------------------------------------------------------------------
 
-    def place(self, samples: Samples) -> Placed:
-        """See `Engine.place`. Images go to the device if they fit, else stay in memory or on disk."""
-        return place(samples, self.device, self.recipe.data.placement, ranks_here=self.world.local_size)
+    def place(self, samples: Samples) -> "TorchSplit":
+        """See `Engine.place`."""
+        images = place(samples, self.device, self.recipe.data.placement, ranks_here=self.world.local_size)
+        return TorchSplit(self, images)
 
-    def prepare(self, placed: Placed) -> None:
-        """See `Engine.prepare`. The steps need nothing that does not belong to training."""
-
-    def begin_epoch(self, placed: Placed, transforms: np.ndarray | None) -> None:
-        """See `Engine.begin_epoch`. The first time, the frozen prefix is computed."""
+    def begin_epoch(self, source: Source, transforms: np.ndarray | None) -> None:
+        """See `DeviceSplit.begin_epoch`."""
         self._totals.begin_epoch()
         if transforms is not None:
             table = torch.from_numpy(transforms)
-            if placed.transforms is None:
-                placed.transforms = table.to(self.device)
+            if source.transforms is None:
+                source.transforms = table.to(self.device)
             else:
-                placed.transforms.copy_(table)
-        self._source(placed)
+                source.transforms.copy_(table)
 
-    def feed(self, placed: Placed, batches: Iterable[Batch]) -> Iterator[Inputs]:
-        """See `Engine.feed`."""
-        source = self._source(placed)
+    def feed(self, source: Source, batches: Iterable[Batch]) -> Iterator[Inputs]:
+        """See `DeviceSplit.feed`."""
         rank, ranks = self.world.rank, self.world.size
         wholes: deque[Batch] = deque()
 
@@ -187,7 +173,7 @@ class TorchEngine:
         streamed = stream(source, shares(), self.device)
         return (self._inputs(source, wholes.popleft(), share, images) for share, images in streamed)
 
-    def _inputs(self, source: Placed, whole: Batch, share: Batch, images: torch.Tensor | None) -> Inputs:
+    def _inputs(self, source: Source, whole: Batch, share: Batch, images: torch.Tensor | None) -> Inputs:
         weights = whole.weights
         if self._class_weights is not None:
             weights = weights * self._class_weights[source.samples.labels[whole.samples]]
@@ -200,43 +186,38 @@ class TorchEngine:
             images=images,
         )
 
-    def _source(self, placed: Placed) -> Placed:
-        """Return the split as the trained part of the model reads it: images, or the frozen prefix's output."""
-        if self._cut is None:
-            return placed
-        if placed.features is None:
-            placed.features = self._compute_features(placed, self._cut.prefix)
-        return placed.features
-
     @torch.no_grad()
-    def _compute_features(self, placed: Placed, prefix: nn.Module) -> Placed:
-        """Run the frozen prefix over a split, each rank over its part."""
+    def source(self, images: Source) -> Source:
+        """Return what the trained part of the model reads of a split; each rank runs the prefix over its part."""
+        if self._cut is None:
+            return images
+        prefix = self._cut.prefix
 
         def outputs() -> Iterator[torch.Tensor]:
-            for _, images in self._batches(placed, in_step=True):
+            for _, batch in self._batches(images, in_step=True):
                 with self._setup.autocast():
-                    yield prefix(augment.apply(images, None, self._scale, self._bias))
+                    yield prefix(augment.apply(batch, None, self._scale, self._bias))
 
-        return collect_features(outputs(), placed, self.recipe.data.placement, self.world)
+        return collect_features(outputs(), images, self.recipe.data.placement, self.world)
 
-    def _evaluation_batch(self, placed: Placed) -> int:
-        return min(EVALUATION_BATCH, self.recipe.batch_size, len(placed.samples))
+    def _evaluation_batch(self, source: Source) -> int:
+        return min(EVALUATION_BATCH, self.recipe.batch_size, len(source.samples))
 
-    def _batches(self, placed: Placed, *, in_step: bool = False) -> Iterator[tuple[Batch, torch.Tensor]]:
+    def _batches(self, source: Source, *, in_step: bool = False) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield this rank's images in padded batches on the device: every `size`-th batch of the split.
 
         Args:
-            placed: the split.
+            source: the split.
             in_step: whether every rank gets as many batches, those too many without a sample that counts.
         """
         rank, ranks = self.world.rank, self.world.size
-        batches = list(evaluation_batches(len(placed.samples), self._evaluation_batch(placed)))
+        batches = list(evaluation_batches(len(source.samples), self._evaluation_batch(source)))
         own = batches[rank::ranks]
         if in_step and len(own) < -(-len(batches) // ranks):
             own.append(Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0))
-        resident = placed.images
+        resident = source.images
         for batch, images in (
-            stream(placed, own, self.device)
+            stream(source, own, self.device)
             if resident is None
             else ((batch, resident[to_device(batch.samples, self.device)]) for batch in own)
         ):
@@ -245,12 +226,9 @@ class TorchEngine:
 
     # --- training -------------------------------------------------------------------------------------------------
 
-    def train_step(
-        self, placed: Placed, inputs: Inputs, learning_rate: float, seed: int, ask: Ask = Ask.NOTHING
-    ) -> None:
-        """See `Engine.train_step`."""
+    def train_step(self, source: Source, inputs: Inputs, learning_rate: float, seed: int) -> None:
+        """See `DeviceSplit.train_step`."""
         began = self.world.seconds
-        source = self._source(placed)
         if self._passes == 0:
             self._passes = self._count_passes(source, inputs)
             if self._passes > 1:
@@ -261,37 +239,32 @@ class TorchEngine:
         # Ranks drop different things: each has other samples.
         torch.manual_seed((seed + self.world.rank) % 2**63)
         optim.set_learning_rate(self._optimizer, learning_rate)
-        self._asks.put(ask)
         if self._captured is None or inputs.batch.count < len(inputs.batch.samples):
             self._forget_gradients()
             self._step(source, inputs)
         else:
             self._slots.fill(source, inputs)
             self._captured()
-        self._asks.take_answer()
+        self.world.control.end_step()
         self._communication_seconds += self.world.seconds - began
 
-    def _record(self, source: Placed, batch: Batch, recorder: Recorder) -> None:
+    def _record(self, source: Source, batch: Batch, recorder: Recorder) -> None:
         samples = batch.samples[: batch.count]
         table = source.transforms
         recorder.step(samples, None if table is None else table[to_device(samples, self.device)].cpu().numpy())
 
-    def asked(self) -> Ask:
-        """See `Engine.asked`."""
-        return self._asks.asked()
-
-    def _step(self, source: Placed, inputs: Inputs) -> None:
+    def _step(self, source: Source, inputs: Inputs) -> None:
         self._gradients.begin()
         sums = torch.zeros(SUMS, device=self.device)
         for number in range(self._passes):
             self._gradients.is_last_pass = number == self._passes - 1
             sums += self._pass(source, inputs.part(number, self._passes))
-        sums = self._gradients.finish(torch.cat([sums, self._asks.own]))
-        self._asks.total.copy_(sums[SUMS:])
+        sums = self._gradients.finish(torch.cat([sums, self.world.control.outgoing]))
+        self.world.control.incoming.copy_(sums[SUMS:])
         self._update()
         self._totals.add(sums)
 
-    def _pass(self, source: Placed, inputs: Inputs) -> torch.Tensor:
+    def _pass(self, source: Source, inputs: Inputs) -> torch.Tensor:
         """Compute the gradients of some of the step's samples; return their sums, float32 [SUMS]."""
         statistics = self._statistics
         statistics.batch_size, statistics.count = len(inputs.batch.samples), inputs.batch.count
@@ -319,7 +292,7 @@ class TorchEngine:
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
-    def _count_passes(self, source: Placed, inputs: Inputs) -> int:
+    def _count_passes(self, source: Source, inputs: Inputs) -> int:
         """Return in how many passes all ranks compute their shares: as few as fit into the memory of each.
 
         Raises:
@@ -346,7 +319,7 @@ class TorchEngine:
             self._report(f"each step takes {passes} passes of up to {-(-share // passes)} samples on each device")
         return passes
 
-    def _fitting_passes(self, source: Placed, inputs: Inputs) -> int:
+    def _fitting_passes(self, source: Source, inputs: Inputs) -> int:
         """Return the passes that the rank with least room needs; 0 if one of them cannot do it at all."""
         share = len(inputs.batch.samples)
         if self._is_sliced:
@@ -358,7 +331,7 @@ class TorchEngine:
         needs = self.world.all_gather_object(-(-share // samples) if samples else 0)
         return max(needs) if min(needs) else 0
 
-    def _try_pass(self, source: Placed, inputs: Inputs, samples: int) -> None:
+    def _try_pass(self, source: Source, inputs: Inputs, samples: int) -> None:
         """Compute one pass without telling the other ranks, and leave no trace of it."""
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         statistics, self._statistics = self._statistics, BatchStatistics()
@@ -376,7 +349,7 @@ class TorchEngine:
                 for buffer, value in zip(self.model.buffers(), buffers, strict=True):
                     buffer.copy_(value)
 
-    def _training_logits(self, source: Placed, inputs: Inputs) -> torch.Tensor:
+    def _training_logits(self, source: Source, inputs: Inputs) -> torch.Tensor:
         images = inputs.images if source.images is None else source.images.index_select(0, inputs.samples)
         assert images is not None
         if self._cut is not None:
@@ -391,10 +364,6 @@ class TorchEngine:
         source, inputs = self._slots.contents()
         self._step(source, inputs)
 
-    def share(self, value: Value) -> Value:
-        """See `Engine.share`."""
-        return self.world.broadcast_object(value)
-
     def counts(self) -> tuple[Counts, int | None]:
         """See `Engine.counts`."""
         with self.world.heartbeat.waiting():
@@ -403,10 +372,10 @@ class TorchEngine:
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, placed: Placed, *, with_probabilities: bool = False) -> Evaluation:
-        """See `Engine.evaluate`. Losses are those of the recipe, without class weights."""
+    def evaluate(self, source: Source, *, with_probabilities: bool = False) -> Evaluation:
+        """See `DeviceSplit.evaluate`. Losses are those of the recipe, without class weights."""
         self._agree_on_buffers()
-        source, count = self._source(placed), len(placed.samples)
+        count = len(source.samples)
         loss_sum = torch.zeros((), dtype=wide_float(self.device), device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         probabilities: list[tuple[Batch, torch.Tensor]] = []
@@ -466,3 +435,40 @@ class TorchEngine:
     def peak_memory_bytes(self) -> int | None:
         """See `Engine.peak_memory_bytes`."""
         return hardware.peak_memory_bytes(self.device)
+
+
+class TorchSplit:
+    """See `DeviceSplit`.
+
+    Args:
+        engine: trains on the split.
+        images: the split on the device.
+    """
+
+    def __init__(self, engine: TorchEngine, images: Source) -> None:
+        self._engine, self._images = engine, images
+        self.samples = images.samples
+
+    @functools.cached_property
+    def source(self) -> Source:
+        """What the trained part of the model reads: images, or the output of its frozen prefix."""
+        return self._engine.source(self._images)
+
+    def compile(self) -> None:
+        """See `DeviceSplit.compile`. Nothing is compiled."""
+
+    def begin_epoch(self, transforms: np.ndarray | None) -> None:
+        """See `DeviceSplit.begin_epoch`. The first time, the output of the frozen prefix is computed."""
+        self._engine.begin_epoch(self.source, transforms)
+
+    def feed(self, batches: Iterable[Batch]) -> Iterator[Inputs]:
+        """See `DeviceSplit.feed`."""
+        return self._engine.feed(self.source, batches)
+
+    def train_step(self, inputs: Inputs, learning_rate: float, seed: int) -> None:
+        """See `DeviceSplit.train_step`."""
+        self._engine.train_step(self.source, inputs, learning_rate, seed)
+
+    def evaluate(self, *, with_probabilities: bool = False) -> Evaluation:
+        """See `DeviceSplit.evaluate`."""
+        return self._engine.evaluate(self.source, with_probabilities=with_probabilities)

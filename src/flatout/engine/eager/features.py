@@ -8,10 +8,10 @@ import torch
 from flatout.data.feed import Samples
 from flatout.dist.world import World
 from flatout.engine.eager import device_setup as hardware
-from flatout.engine.eager.split import Placed
+from flatout.engine.eager.split import Source
 
 
-def collect_features(outputs: Iterable[torch.Tensor], placed: Placed, wanted: str, world: World) -> Placed:
+def collect_features(outputs: Iterable[torch.Tensor], placed: Source, wanted: str, world: World) -> Source:
     """Place what every rank computes for its part of a split, for all ranks.
 
     Args:
@@ -35,6 +35,6 @@ def collect_features(outputs: Iterable[torch.Tensor], placed: Placed, wanted: st
             start += len(rows)
     assert features is not None
     if isinstance(features, torch.Tensor):
-        return Placed(samples=placed.samples, images=features, labels=placed.labels)
+        return Source(samples=placed.samples, images=features, labels=placed.labels)
     samples = Samples(images=features, rows=np.arange(len(features)), labels=placed.samples.labels)
-    return Placed(samples=samples, images=None, labels=placed.labels)
+    return Source(samples=samples, images=None, labels=placed.labels)

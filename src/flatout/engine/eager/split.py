@@ -12,22 +12,20 @@ from flatout.engine.eager import device_setup as hardware
 
 
 @dataclass(kw_only=True, eq=False)
-class Placed:
-    """One split, where the steps read it.
+class Source:
+    """What the network reads of a split: images, or the output of its frozen prefix.
 
     Attributes:
         samples: the split on the host.
         images: [N, ...] on the device; None while they are streamed from the host.
         labels: int64 [N] on the device.
         transforms: the epoch's augmentation table on the device, if any.
-        features: the split's images after the frozen prefix, once that has been computed.
     """
 
     samples: Samples
     images: torch.Tensor | None
     labels: torch.Tensor
     transforms: torch.Tensor | None = None
-    features: "Placed | None" = None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -71,21 +69,21 @@ class Inputs:
         )
 
 
-def place(samples: Samples, device: torch.device, wanted: str, *, ranks_here: int) -> Placed:
+def place(samples: Samples, device: torch.device, wanted: str, *, ranks_here: int) -> Source:
     """Bring a split to the device if it fits, else leave it in memory or on disk."""
     labels = torch.from_numpy(samples.labels).to(device)
     where = hardware.placement(samples.nbytes, device, wanted, ranks_here=ranks_here)
     if where == "disk":
-        return Placed(samples=samples, images=None, labels=labels)
+        return Source(samples=samples, images=None, labels=labels)
     shape = samples.images.shape[1:]
     in_memory = samples.read(np.arange(len(samples)), np.empty((len(samples), *shape), samples.images.dtype))
     if where == "device":
-        return Placed(samples=samples, images=torch.from_numpy(in_memory).to(device), labels=labels)
+        return Source(samples=samples, images=torch.from_numpy(in_memory).to(device), labels=labels)
     held = Samples(images=in_memory, rows=np.arange(len(samples)), labels=samples.labels)
-    return Placed(samples=held, images=None, labels=labels)
+    return Source(samples=held, images=None, labels=labels)
 
 
-def stream(placed: Placed, batches: Iterable[Batch], device: torch.device) -> Iterator[tuple[Batch, torch.Tensor]]:
+def stream(placed: Source, batches: Iterable[Batch], device: torch.device) -> Iterator[tuple[Batch, torch.Tensor]]:
     """Yield the images of batches on the device, read ahead of time from the host."""
     read = _pinned_reader(placed.samples) if device.type == "cuda" else _reader(placed.samples)
     for batch, images in prefetch(lambda batch: (batch, read(batch.samples)), batches):

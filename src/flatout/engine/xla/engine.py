@@ -20,7 +20,7 @@ from torch import nn
 from flatout.data.feed import Samples, prefetch
 from flatout.data.order import Batch, evaluation_batches
 from flatout.dist.world import World
-from flatout.engine.base import Ask, Evaluation, Value
+from flatout.engine.base import Evaluation
 from flatout.engine.recorder import Recorder
 from flatout.engine.xla import input as feed
 from flatout.engine.xla import optim as updates
@@ -84,19 +84,10 @@ class XlaEngine:
         self._under_way: deque[jax.Array] = deque()
         self._counted_steps = 0
         self._first_bad_step: int | None = None
-        self._ask = self._answer = Ask.NOTHING
-
-    @property
-    def threads(self) -> int:
-        """See `Engine.threads`."""
-        return physical_cores()
-
-    @property
-    def device_names(self) -> list[str]:
-        """See `Engine.device_names`."""
+        self.threads = physical_cores()
         kind = {"gpu": "cuda"}.get(self._platform, self._platform)
         own = (device for device in self.devices if device.process_index == jax.process_index())
-        return [kind if kind == "cpu" else f"{kind}:{device.id}" for device in own]
+        self.device_names = [kind if kind == "cpu" else f"{kind}:{device.id}" for device in own]
 
     def describe(self) -> list[str]:
         """See `Engine.describe`."""
@@ -118,12 +109,12 @@ class XlaEngine:
 
     # --- data -----------------------------------------------------------------------------------------------------
 
-    def place(self, samples: Samples) -> Placed:
+    def place(self, samples: Samples) -> "XlaSplit":
         """See `Engine.place`. Images lie whole on every device where they fit; simulated ones read from the host."""
-        return feed.place(samples, self._layout, self.devices, self.recipe.data.placement)
+        return XlaSplit(self, feed.place(samples, self._layout, self.devices, self.recipe.data.placement))
 
-    def prepare(self, placed: Placed) -> None:
-        """See `Engine.prepare`. Exports the model and compiles its step."""
+    def compile(self, placed: Placed) -> None:
+        """See `DeviceSplit.compile`. Exports the model and compiles its step."""
         program = self._program_for(min(self.recipe.batch_size, len(placed.samples)))
         padding = program.batch - min(self.recipe.batch_size, len(placed.samples))
         if padding:
@@ -152,13 +143,13 @@ class XlaEngine:
         return self._program
 
     def begin_epoch(self, placed: Placed, transforms: np.ndarray | None) -> None:
-        """See `Engine.begin_epoch`."""
+        """See `DeviceSplit.begin_epoch`."""
         self._program_for(min(self.recipe.batch_size, len(placed.samples)))
         placed.transforms = transforms
         self._counted_steps, self._first_bad_step = 0, None
 
     def feed(self, placed: Placed, batches: Iterable[Batch]) -> Iterator[Prepared]:
-        """See `Engine.feed`."""
+        """See `DeviceSplit.feed`."""
         assert self._program is not None
         return prefetch(self._reader(placed, self._program.batch, is_training=True), batches)
 
@@ -169,11 +160,8 @@ class XlaEngine:
 
     # --- training -------------------------------------------------------------------------------------------------
 
-    def train_step(
-        self, placed: Placed, inputs: Prepared, learning_rate: float, seed: int, ask: Ask = Ask.NOTHING
-    ) -> None:
-        """See `Engine.train_step`."""
-        self._ask = ask
+    def train_step(self, placed: Placed, inputs: Prepared, learning_rate: float, seed: int) -> None:
+        """See `DeviceSplit.train_step`."""
         batch = inputs.batch
         if self.recorder:
             table, own = placed.transforms, self._layout.own(self._program_for(0).batch)
@@ -199,8 +187,7 @@ class XlaEngine:
         if not pending:
             return
         if self.world.is_joined:
-            for ask in self.world.all_gather_object(self._ask):
-                self._answer |= ask
+            self.world.control.exchange()
         if len(pending) == self._per_dispatch > 1:
             stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *pending)
             self._run("train_steps", stacked)
@@ -236,17 +223,6 @@ class XlaEngine:
             self._compiled[key] = lowered.compile()
         return self._compiled[key]
 
-    def asked(self) -> Ask:
-        """See `Engine.asked`."""
-        if not self.world.is_joined:
-            return self._ask
-        answer, self._answer = self._answer, Ask.NOTHING
-        return answer
-
-    def share(self, value: Value) -> Value:
-        """See `Engine.share`."""
-        return self.world.broadcast_object(value)
-
     def counts(self) -> tuple[Counts, int | None]:
         """See `Engine.counts`."""
         self._dispatch()
@@ -264,7 +240,7 @@ class XlaEngine:
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluate(self, placed: Placed, *, with_probabilities: bool = False) -> Evaluation:
-        """See `Engine.evaluate`."""
+        """See `DeviceSplit.evaluate`."""
         count = len(placed.samples)
         program = self._program_for(min(self.recipe.batch_size, count))
         self._dispatch()
@@ -336,6 +312,39 @@ class XlaEngine:
         if self._platform == "cpu":
             return None
         return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self.devices)
+
+
+class XlaSplit:
+    """See `DeviceSplit`.
+
+    Args:
+        engine: trains on the split.
+        placed: where its images lie.
+    """
+
+    def __init__(self, engine: XlaEngine, placed: Placed) -> None:
+        self._engine, self._placed = engine, placed
+        self.samples = placed.samples
+
+    def compile(self) -> None:
+        """See `DeviceSplit.compile`."""
+        self._engine.compile(self._placed)
+
+    def begin_epoch(self, transforms: np.ndarray | None) -> None:
+        """See `DeviceSplit.begin_epoch`."""
+        self._engine.begin_epoch(self._placed, transforms)
+
+    def feed(self, batches: Iterable[Batch]) -> Iterator[Prepared]:
+        """See `DeviceSplit.feed`."""
+        return self._engine.feed(self._placed, batches)
+
+    def train_step(self, inputs: Prepared, learning_rate: float, seed: int) -> None:
+        """See `DeviceSplit.train_step`."""
+        self._engine.train_step(self._placed, inputs, learning_rate, seed)
+
+    def evaluate(self, *, with_probabilities: bool = False) -> Evaluation:
+        """See `DeviceSplit.evaluate`."""
+        return self._engine.evaluate(self._placed, with_probabilities=with_probabilities)
 
 
 def _precision(wanted: str, platform: str) -> str:
