@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 from flatout.errors import InputError
 from flatout.models.freeze import freeze
 from flatout.models.head import head_modules
-from flatout.models.load import build, list_names
+from flatout.models.load import build, build_model, list_names
+from flatout.recipe import Recipe
 
 PUBLISHED = {  # name: classes, loss, image size, channels, parameters layer by layer
     "fashion-cnn": (
@@ -162,7 +164,7 @@ def test_traces_exports_and_runs_in_channels_last(name: str):
 def test_binary_loss_means_one_output_and_two_classes():
     model = build("cats-dogs-cnn", num_classes=2, image_size=16, channels=3, loss="binary-cross-entropy", seed=1)
     assert model(torch.rand(4, 3, 16, 16)).shape == (4, 1)
-    with pytest.raises(InputError, match="needs data of 2 classes, not 3"):
+    with pytest.raises(InputError, match="needs 2 classes, the data has 3"):
         build("cats-dogs-cnn", num_classes=3, image_size=16, channels=3, loss="binary-cross-entropy", seed=1)
 
 
@@ -275,6 +277,81 @@ def test_missing_module_is_named():
 def test_names_are_listed_without_importing_torch():
     code = "import sys; from flatout.models.load import list_names; list_names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("place", ["{name}.py", "./{name}.py", "{folder}/{name}.py"])
+def test_factory_of_a_file_is_called(factories: str, tmp_path, monkeypatch: pytest.MonkeyPatch, place: str):
+    if "{folder}" in place:
+        monkeypatch.chdir("/")
+    name = place.format(name=factories, folder=tmp_path)
+    model = build(f"{name}:plain", num_classes=4, image_size=8, channels=3, seed=1, allow_code=True)
+    assert model(torch.rand(2, 3, 8, 8)).shape == (2, 4)
+
+
+def test_a_file_may_have_the_name_of_a_module_and_import_what_lies_beside_it(factories: str, tmp_path):
+    (tmp_path / "random.py").write_text(f"from {factories} import plain as make\n")
+    model = build("random.py:make", num_classes=4, image_size=8, channels=3, seed=1, allow_code=True)
+    assert model(torch.rand(2, 3, 8, 8)).shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet18", "did you mean 'timm:resnet18'"),
+        ("resnet18.a1_in1k", "did you mean 'timm:resnet18.a1_in1k'"),
+        ("own.py", "write own.py:NAME"),
+        ("gone.py:Net", "cannot be imported.*gone.py"),
+    ],
+)
+def test_a_name_that_lacks_something_gets_the_whole_name(name: str, message: str):
+    with pytest.raises(InputError, match=message):
+        build(name, num_classes=2, image_size=32, channels=3, seed=1, allow_code=True)
+
+
+class Outputs(nn.Module):
+    """A linear model that returns its logits in many forms."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.linear, self.other = form, nn.Linear(48, 3), nn.Linear(48, 5)
+        self.norm, self.drop = nn.BatchNorm1d(3), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> object:
+        x = x.flatten(1)
+        logits, other = self.norm(self.linear(x)), self.other(x)
+        if self.form == "auxiliary":
+            return (logits, other) if self.training else logits
+        return {
+            "dict": {"logits": logits, "hidden": other},
+            "torchvision": {"out": logits, "aux": other},
+            "object": SimpleNamespace(logits=logits, hidden=other),
+            "softmax": logits.softmax(1),
+            "tensor": logits,
+        }[self.form]
+
+
+@pytest.mark.parametrize("form", ["dict", "torchvision", "object", "softmax", "auxiliary", "tensor"])
+def test_outputs_of_every_form_become_logits(form: str):
+    module, said = Outputs(form), []
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    recipe = Recipe(model="python:Outputs", image_size=4, epochs=1, batch_size=2)
+    model = build_model(recipe, 3, module=module, report=said.append)
+    x = torch.randn(6, 3, 4, 4)
+    expected = Outputs("tensor")
+    expected.load_state_dict(before)
+    for training in (True, False):
+        logits, wanted = model.train(training)(x), expected.train(training)(x)
+        torch.testing.assert_close(logits.softmax(1), wanted.softmax(1))
+    assert len(said) == (form != "tensor")
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert not module._forward_hooks, "the user's module stays as it is"
+
+
+def test_a_final_sigmoid_is_undone():
+    module = nn.Sequential(nn.Flatten(), nn.Linear(48, 1), nn.Sigmoid())
+    recipe = Recipe(model="python:Net", image_size=4, epochs=1, batch_size=2, loss="binary-cross-entropy")
+    x = torch.randn(6, 3, 4, 4)
+    torch.testing.assert_close(build_model(recipe, 2, module=module)(x), module[:2](x))
 
 
 def test_a_factory_may_come_from_an_installed_package():

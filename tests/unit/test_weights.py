@@ -178,11 +178,23 @@ def test_local_weights_load_whole(tmp_path: Path, layout: str):
     assert "the head included" in said
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+PREFIXES = ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.", "net.", "model._orig_mod."]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
 def test_wrapper_prefixes_are_stripped(tmp_path: Path, prefix: str):
     trained, model = make(seed=8), make(seed=9)
     torch.save({prefix + name: tensor for name, tensor in trained.state_dict().items()}, tmp_path / "w.pt")
     load(model, tmp_path / "w.pt")
+    assert_equal_state(model, trained)
+
+
+def test_a_lightning_checkpoint_loads_without_its_other_tensors(tmp_path: Path):
+    trained, model = make(seed=8), make(seed=9)
+    state = {f"model.{name}": tensor for name, tensor in trained.state_dict().items()}
+    content = {"epoch": 3, "pytorch-lightning_version": "2.6.0", "state_dict": {**state, "loss.weight": torch.ones(10)}}
+    torch.save(content, tmp_path / "epoch=3.ckpt")
+    load(model, tmp_path / "epoch=3.ckpt")
     assert_equal_state(model, trained)
 
 

@@ -118,10 +118,14 @@ class KerasModule(nn.Module):
     def to_keras(self) -> Any:
         """Return a new `keras.Model` like the one given, its last activation included, with this module's weights."""
         model = _copied(self._architecture.original)
+        self.write_to(model)
+        return model
+
+    def write_to(self, model: Any) -> None:
+        """Assign this module's weights to a Keras model of the same build."""
         values = self.state_dict()
         for name, variable in _named_weights(model).items():
             variable.assign(values[name].numpy())
-        return model
 
 
 @contextlib.contextmanager

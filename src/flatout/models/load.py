@@ -1,8 +1,10 @@
-"""From a model's name to the model, with weights that depend on the seed alone."""
+"""From a recipe to its model: our nets, timm's, a factory of the user's, or a module given in Python."""
 
 import contextlib
+import copy
 import difflib
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +12,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.errors import InputError
+from flatout.errors import InputError, first_line
 from flatout.recipe import Recipe
 from flatout.settings import nearest
 
@@ -32,17 +34,63 @@ def list_names() -> list[str]:
     return list(_NETS)
 
 
-def build_for(recipe: Recipe, *, num_classes: int, allow_code: bool) -> "nn.Module":
-    """Return a recipe's model with fresh weights; see `build`."""
-    return build(
-        recipe.model,
-        num_classes=num_classes,
-        image_size=recipe.image_size,
-        channels=recipe.channels,
-        loss=recipe.loss,
-        seed=recipe.seed,
-        allow_code=allow_code,
-    )
+def build_model(
+    recipe: Recipe,
+    num_classes: int,
+    *,
+    module: "nn.Module | None" = None,
+    allow_code: bool = False,
+    report: Callable[[str], None] = lambda sentence: None,
+) -> "nn.Module":
+    """Return the model of a recipe, ready to train: on the CPU, its layers frozen and its dropout set.
+
+    Args:
+        recipe: the recipe.
+        num_classes: classes of the data.
+        module: the model, where it was given in Python; a copy is returned.
+        allow_code: as for `build`.
+        report: takes a sentence about outputs that are no logits.
+
+    Raises:
+        InputError: as `build`, `freeze` and `set_dropout`.
+    """
+    from flatout.models.dropout import set_dropout
+    from flatout.models.freeze import freeze
+    from flatout.models.outputs import ensure_logits
+
+    shape = {"image_size": recipe.image_size, "channels": recipe.channels}
+    if module is None:
+        model = build(
+            recipe.model,
+            num_classes=num_classes,
+            **shape,
+            loss=recipe.loss,
+            seed=recipe.seed,
+            allow_code=allow_code,
+            report=report,
+        )
+    else:
+        model = copied(module)
+        outputs = _num_outputs(recipe.loss, num_classes)
+        ensure_logits(model, type(module).__name__, num_outputs=outputs, **shape, report=report)
+    freeze(model, recipe.freeze)
+    set_dropout(model, recipe.dropout)
+    return model
+
+
+def copied(module: "nn.Module") -> "nn.Module":
+    """Return a copy of a user's module, on the CPU.
+
+    Raises:
+        InputError: it cannot be copied.
+    """
+    try:
+        return copy.deepcopy(module).to("cpu")
+    except Exception as error:  # what a user's module holds may raise anything
+        raise InputError(
+            f"model: {type(module).__qualname__} cannot be copied ({type(error).__name__}: {error}); "
+            "remove locks, open files, generators and results of earlier computations from it"
+        ) from error
 
 
 def build(
@@ -54,30 +102,31 @@ def build(
     loss: str = "cross-entropy",
     seed: int,
     allow_code: bool = False,
+    report: Callable[[str], None] = lambda sentence: None,
 ) -> "nn.Module":
     """Build a classifier with fresh weights, on the CPU, in training mode.
 
     It takes float images `[N, channels, image_size, image_size]` and returns logits `[N, num_classes]`, or `[N, 1]`
-    where `loss` is "binary-cross-entropy". The random generators of the caller stay as they are.
+    where `loss` is "binary-cross-entropy". The caller's random generators are not affected.
 
     Args:
-        name: one of `list_names()`; `timm:NAME`; or `package.module:factory`, a callable that returns a torch.nn.Module
-            and takes `num_classes` (the number of logits), `image_size` and `channels` too if its signature names them.
+        name: one of `list_names()`; `timm:NAME`; or `package.module:factory` or `file.py:factory`, a callable that
+            returns a torch.nn.Module and takes `num_classes` (the number of logits), and `image_size` and `channels`
+            if its signature names them.
         num_classes: classes of the data.
         image_size: height and width in pixels.
         channels: 1 (grey) or 3 (RGB).
         loss: "cross-entropy" or "binary-cross-entropy".
-        seed: decides the fresh weights.
+        seed: determines the weights.
         allow_code: whether a factory may be imported and called: only for a name from the user's own command line or
             code, never for one read from a file.
+        report: takes a sentence about outputs that are no logits.
 
     Raises:
         InputError: there is no such model, it cannot be built for these images and classes, or it is code and code is
             not allowed.
     """
-    if loss == "binary-cross-entropy" and num_classes != 2:
-        raise InputError(f"loss = {loss!r}: needs data of 2 classes, not {num_classes}; use loss = 'cross-entropy'")
-    num_outputs = 1 if loss == "binary-cross-entropy" else num_classes
+    num_outputs = _num_outputs(loss, num_classes)
     if name in _NETS:
         with seeded(seed):
             return _resolve(_NETS[name])(num_outputs, image_size, channels)
@@ -85,24 +134,41 @@ def build(
         model = _build_timm(name, num_outputs, image_size, channels, seed)
     elif ":" in name:
         if name.startswith("python:"):
-            raise InputError(f"model = {name!r}: was given in Python; train it with flatout.fit(model, ...) again")
+            raise InputError(f"model = {name!r}: was given in Python; train it with flatout.fit(model, ...)")
         if not allow_code:
             raise InputError(
-                f"model = {name!r}: names Python code, and code named in a file is never run; "
-                f"if you trust it, name it yourself: train with --model {name}, evaluate and predict with --allow-code"
+                f"model = {name!r}: is Python code, and code named in a file is never run; if you trust it, "
+                f"use train --model {name}, or evaluate and predict with --allow-code"
             )
         model = _call_factory(name, num_outputs, image_size, channels, seed)
     else:
-        raise InputError(
-            f"no model called {name!r}; {nearest(name, list_names())} (or timm:NAME, or package.module:factory)"
-        )
-    check_outputs(model, name, num_outputs=num_outputs, image_size=image_size, channels=channels)
+        raise InputError(f"no model called {name!r}; {_model_hint(name)}")
+    from flatout.models.outputs import ensure_logits
+
+    ensure_logits(model, name, num_outputs=num_outputs, image_size=image_size, channels=channels, report=report)
     return model
+
+
+def _num_outputs(loss: str, num_classes: int) -> int:
+    if loss == "binary-cross-entropy" and num_classes != 2:
+        raise InputError(f"loss = {loss!r}: needs 2 classes, the data has {num_classes}; try loss = 'cross-entropy'")
+    return 1 if loss == "binary-cross-entropy" else num_classes
+
+
+def _model_hint(name: str) -> str:
+    """Return a hint for a name without a colon: the timm model or file that it may stand for, or the nearest name."""
+    if name.endswith(".py"):
+        return f"to use a class or function of this file, write {name}:NAME"
+    import timm
+
+    if timm.is_model(name.partition(".")[0]):
+        return f"did you mean 'timm:{name}'?"
+    return f"{nearest(name, list_names())} (or timm:NAME, package.module:factory, file.py:factory)"
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw what torch draws inside from `seed`, on the CPU; afterwards the generator is as it was before."""
+    """Seed torch's CPU generator inside the block; restore it afterwards."""
     import torch
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -111,7 +177,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def create_timm(name: str, num_outputs: int, image_size: int, channels: int, *, pretrained: bool) -> "nn.Module":
-    """Call timm.create_model, with the image size where the model takes one; timm's own errors come through."""
+    """Call timm.create_model, with the image size if the model takes one. timm's own errors are not translated."""
     import timm
 
     options: dict[str, Any] = {"num_classes": num_outputs, "in_chans": channels, "pretrained": pretrained}
@@ -132,43 +198,38 @@ def _build_timm(name: str, num_outputs: int, image_size: int, channels: int, see
         close = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.5)
         hint = f"nearest: {', '.join(f'timm:{c}' for c in close)}" if close else "see timm.list_models()"
         raise InputError(f"timm has no model called {architecture!r}; {hint}")
-    tagged = timm.list_pretrained(f"{architecture}.*")
-    if tag and f"{architecture}.{tag}" not in tagged:
-        raise InputError(f"timm has no weights {tag!r} for {architecture}; {nearest(tag, _tags(tagged))}")
+    tags = [tagged.partition(".")[2] for tagged in timm.list_pretrained(f"{architecture}.*")]
+    if tag and tag not in tags:
+        raise InputError(f"timm has no weights {tag!r} for {architecture}; {nearest(tag, tags)}")
     try:
         with seeded(seed):
             return create_timm(name, num_outputs, image_size, channels, pretrained=False)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
             f"model = {name!r}: cannot be built for {channels}-channel images of {image_size}x{image_size} pixels "
-            f"({first_line(error)}); change image_size or the model"
+            f"({first_line(error)}); try another image_size or model"
         ) from error
-
-
-def _tags(names: list[str]) -> list[str]:
-    return [name.partition(".")[2] for name in names]
 
 
 def _call_factory(name: str, num_outputs: int, image_size: int, channels: int, seed: int) -> "nn.Module":
     from torch import nn
 
-    with seeded(seed), _importing_from_here():
+    sizes = {"image_size": image_size, "channels": channels}
+    place = Path(name.rpartition(":")[0]).absolute().parent if ".py:" in name else Path.cwd()
+    with seeded(seed), _importing_from(place):
         try:
             factory = _resolve(name)
             parameters = inspect.signature(factory).parameters
-        except (AttributeError, ImportError, SyntaxError, TypeError, ValueError) as error:
+        except (AttributeError, ImportError, OSError, SyntaxError, TypeError, ValueError) as error:
             raise InputError(
-                f"model = {name!r}: cannot be imported as package.module:factory "
+                f"model = {name!r}: cannot be imported as package.module:factory or file.py:factory "
                 f"({type(error).__name__}: {first_line(error)})"
             ) from error
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         if "num_classes" not in parameters and not takes_any:
             raise InputError(f"model = {name!r}: must take num_classes, the number of logits; it takes {[*parameters]}")
-        sizes = {"image_size": image_size, "channels": channels}
         try:
-            model = factory(
-                num_classes=num_outputs, **{key: value for key, value in sizes.items() if key in parameters}
-            )
+            model = factory(num_classes=num_outputs, **{k: v for k, v in sizes.items() if k in parameters})
         except Exception as error:  # the user's code may raise anything
             raise InputError(f"model = {name!r}: raised {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(model, nn.Module):
@@ -176,50 +237,28 @@ def _call_factory(name: str, num_outputs: int, image_size: int, channels: int, s
     return model
 
 
-def _resolve(path: str) -> Callable[..., Any]:
-    module, _, attribute = path.partition(":")
-    return reduce(getattr, attribute.split("."), importlib.import_module(module))
+def _resolve(name: str) -> Callable[..., Any]:
+    """Import `package.module:attribute` or `path/to/file.py:attribute`."""
+    place, _, attribute = name.rpartition(":")
+    if place.endswith(".py"):
+        path = Path(place).absolute()
+        # Under a name of its own: `random.py` must not become Python's `random`.
+        spec = importlib.util.spec_from_file_location(f"flatout_user_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    return reduce(getattr, attribute.split("."), module)
 
 
 @contextlib.contextmanager
-def _importing_from_here() -> Iterator[None]:
-    """Let a factory in a file of the current folder be imported, as `python -m` does, without hiding anything else."""
-    here = str(Path.cwd())
-    sys.path.append(here)
+def _importing_from(folder: Path) -> Iterator[None]:
+    """Let modules of a folder be imported, as `python -m` does, after all others."""
+    sys.path.append(str(folder))
     try:
         yield
     finally:
-        sys.path.remove(here)
-
-
-def check_outputs(model: "nn.Module", name: str, *, num_outputs: int, image_size: int, channels: int) -> None:
-    """Check that a model not of ours takes such images and returns logits `[N, num_outputs]`, leaving it as it was.
-
-    Raises:
-        InputError: it fails on them, or returns something else.
-    """
-    import torch
-
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    shown = f"{channels}-channel images of {image_size}x{image_size} pixels"
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            logits = model(torch.zeros(2, channels, image_size, image_size, device=device))
-    except Exception as error:  # someone else's code may raise anything
-        raise InputError(f"model {name!r} fails on {shown}: {type(error).__name__}: {first_line(error)}") from error
-    finally:
-        for module, training in modes.items():
-            module.training = training
-    if not isinstance(logits, torch.Tensor) or logits.shape != (2, num_outputs):
-        found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        raise InputError(
-            f"model {name!r} must return logits [N, {num_outputs}] for a batch of N {shown}; "
-            f"for N = 2 it returned {found}"
-        )
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        sys.path.remove(str(folder))

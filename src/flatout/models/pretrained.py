@@ -11,20 +11,18 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.errors import InputError
+from flatout.errors import InputError, first_line
 from flatout.models.head import head_modules
-from flatout.models.load import create_timm, first_line, seeded
-from flatout.models.weights import read_weights
+from flatout.models.load import create_timm, seeded
+from flatout.models.weights import Tensors, mismatches, read_weights
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
-Tensors = dict[str, "torch.Tensor"]
-
 _FILES_IN_A_FOLDER = ("weights.safetensors", "model.safetensors", "pytorch_model.bin")
+_PREFIX = re.compile(r"(module|model|net|_orig_mod)\.")
 _NESTED_KEYS = ("state_dict", "model", "model_state_dict")
-_MEND = "give --weights FILE, or --no-pretrained to start from random weights"
+_FIX = "give --weights FILE, or --no-pretrained to start from random weights"
 
 
 def load_pretrained(
@@ -54,7 +52,7 @@ def load_pretrained(
     elif name == "vgg16":
         _load_vgg16(model, report)
     else:
-        raise InputError(f"no weights are published for the model {name}; {_MEND}")
+        raise InputError(f"no weights are published for the model {name}; {_FIX}")
 
 
 def _load_vgg16(model: "nn.Module", report: Callable[[str], None]) -> None:
@@ -68,7 +66,7 @@ def _load_vgg16(model: "nn.Module", report: Callable[[str], None]) -> None:
                 vgg.IMAGENET_URL, map_location="cpu", weights_only=True, check_hash=True, progress=sys.stderr.isatty()
             )
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:  # RuntimeError: what came has another hash
-        raise InputError(f"could not download {vgg.IMAGENET_URL} ({first_line(error)}); {_MEND}") from error
+        raise InputError(f"could not download {vgg.IMAGENET_URL} ({first_line(error)}); {_FIX}") from error
     _fit(model, tensors, vgg.IMAGENET_URL, report)
 
 
@@ -77,15 +75,15 @@ def _load_timm(model: "nn.Module", name: str, image_size: int, channels: int, re
     config: Mapping[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
     source = config.get("hf_hub_id") or config.get("url")
     if not source:
-        raise InputError(f"no weights are published for the model {name}; {_MEND}")
+        raise InputError(f"no weights are published for the model {name}; {_FIX}")
     num_outputs: int = model.num_classes  # type: ignore[assignment]
     try:
         with seeded(0), contextlib.redirect_stdout(sys.stderr):
             published = create_timm(name, num_outputs, image_size, channels, pretrained=True)
     except OSError as error:
-        raise InputError(f"could not download {source} for {name} ({first_line(error)}); {_MEND}") from error
+        raise InputError(f"could not download {source} for {name} ({first_line(error)}); {_FIX}") from error
     except (RuntimeError, ValueError) as error:
-        raise InputError(f"the weights {source} do not load into {name} ({first_line(error)}); {_MEND}") from error
+        raise InputError(f"the weights {source} do not load into {name} ({first_line(error)}); {_FIX}") from error
     tensors = published.state_dict()
     if config["num_classes"] != num_outputs:  # then the second model's head is as fresh as the first's
         heads = tuple(f"{head}." for head in head_modules(published))
@@ -102,21 +100,13 @@ def _fit(model: "nn.Module", tensors: Tensors, where: str, report: Callable[[str
     def in_head(name: str) -> bool:
         return any(head == "" or name.startswith(f"{head}.") for head in heads)
 
-    body, own_body = ({n for n in names if not in_head(n)} for names in (tensors, own))
-    reshaped = {name for name in tensors.keys() & own.keys() if tensors[name].shape != own[name].shape}
-    # Batch norm counts its batches since PyTorch 0.4.1 only; older files lack the count, which nothing here reads.
-    missing = {name for name in own_body - body if not name.endswith(".num_batches_tracked")}
-    problems = [
-        f"{name} is {list(tensors[name].shape)} in the file but {list(own[name].shape)} in the model"
-        for name in sorted(reshaped & body)
-    ]
-    problems += [f"{name} {list(own[name].shape)} is not in the file" for name in sorted(missing)]
-    problems += [
-        f"{name} {list(tensors[name].shape)} is in the file but not in the model" for name in sorted(body - own_body)
-    ]
-    if problems:
-        raise InputError(f"the weights {where} do not fit the model: {_shortened(problems)}")
-    head_fits = tensors.keys() - body == own.keys() - own_body and not reshaped
+    body, own_body = ({n: t for n, t in state.items() if not in_head(n)} for state in (tensors, own))
+    # Files older than PyTorch 0.4.1 lack the batch count of batch norm, which is not used here.
+    counts = {name for name in own_body if name.endswith(".num_batches_tracked") and name not in body}
+    if problems := mismatches({n: t for n, t in own_body.items() if n not in counts}, body):
+        raise InputError(f"the weights {where} do not fit the model: {problems}")
+    head, own_head = tensors.keys() - body.keys(), own.keys() - own_body.keys()
+    head_fits = head == own_head and all(tensors[name].shape == own[name].shape for name in head)
     loaded = {name: tensor for name, tensor in tensors.items() if head_fits or name in body}
     if not loaded:
         raise InputError(f"the weights {where} do not fit the model: none of their tensors has its shapes")
@@ -126,20 +116,18 @@ def _fit(model: "nn.Module", tensors: Tensors, where: str, report: Callable[[str
 
 
 def _strip_prefixes(tensors: Tensors, own: Iterable[str]) -> Tensors:
-    """Undo what torch.compile (`_orig_mod.`) and data-parallel wrappers (`module.`) did to names the model lacks."""
+    """Undo what torch.compile, data-parallel wrappers and Lightning modules did to names that the model lacks.
+
+    Where all weights of the model lie under one such prefix, other tensors (of a loss, of metrics) are left out.
+    """
     known = set(own)
-    stripped = {}
+    stripped, others = {}, {}
     for name, tensor in tensors.items():
         plain = name if name in known else name.replace("_orig_mod.", "")
-        while plain not in known and plain.startswith("module."):
-            plain = plain.removeprefix("module.")
-        stripped[plain] = tensor
-    return stripped
-
-
-def _shortened(problems: list[str], most: int = 6) -> str:
-    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
-    return "; ".join(problems[:most] + more)
+        while plain not in known and (prefix := _PREFIX.match(plain)):
+            plain = plain[prefix.end() :]
+        (stripped if plain in known or _PREFIX.match(name) else others)[plain] = tensor
+    return stripped if known <= stripped.keys() and not known & tensors.keys() else {**others, **stripped}
 
 
 def _find(path: Path) -> Path:

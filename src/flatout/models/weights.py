@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+Tensors = Mapping[str, "torch.Tensor"]
+
 _DIGEST_KEY = "blake2b"
 
 
@@ -21,7 +23,7 @@ def save_weights(path: Path, model: "nn.Module", metadata: Mapping[str, str]) ->
     save_tensors(path, {name.replace("_orig_mod.", ""): t for name, t in model.state_dict().items()}, metadata)
 
 
-def save_tensors(path: Path, tensors: Mapping[str, "torch.Tensor"], metadata: Mapping[str, str]) -> None:
+def save_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
     """Write tensors as safetensors, with a digest that `read_weights` checks.
 
     They are written contiguous, from wherever they are; one shared under two names is written twice. The file appears
@@ -82,7 +84,7 @@ def read_weights(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, str]]
     return tensors, metadata
 
 
-def _digest(tensors: Mapping[str, "torch.Tensor"], metadata: Mapping[str, str]) -> str:
+def _digest(tensors: Tensors, metadata: Mapping[str, str]) -> str:
     """Return the BLAKE2b digest of the metadata and of every tensor's name, type, shape and bytes, in order of name."""
     import torch
 
@@ -91,3 +93,30 @@ def _digest(tensors: Mapping[str, "torch.Tensor"], metadata: Mapping[str, str]) 
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def load_exactly(model: "nn.Module", tensors: Tensors, where: object) -> None:
+    """Load tensors into a model, all or nothing.
+
+    Raises:
+        InputError: names or shapes differ; up to six of them are named.
+    """
+    if problems := mismatches(model.state_dict(), tensors):
+        raise InputError(f"{where}: does not fit the model: {problems}")
+    model.load_state_dict(tensors)
+
+
+def mismatches(own: Tensors, tensors: Tensors, most: int = 6) -> str:
+    """Return how the tensors of a file differ from a model's in names and shapes, shortened; empty if they do not."""
+    problems = [
+        f"{name} is {list(tensors[name].shape)} in the file but {list(own[name].shape)} in the model"
+        for name in sorted(own.keys() & tensors.keys())
+        if tensors[name].shape != own[name].shape
+    ]
+    problems += [f"{name} {list(own[name].shape)} is not in the file" for name in sorted(own.keys() - tensors.keys())]
+    problems += [
+        f"{name} {list(tensors[name].shape)} is in the file but not in the model"
+        for name in sorted(tensors.keys() - own.keys())
+    ]
+    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
+    return "; ".join(problems[:most] + more)

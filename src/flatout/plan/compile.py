@@ -55,18 +55,6 @@ def compile_for(
     }
 
 
-def build_model(work: Work, allow_code: bool) -> "nn.Module":
-    """Return the job's model with fresh weights."""
-    from flatout.models.dropout import set_dropout
-    from flatout.models.freeze import freeze
-    from flatout.models.load import build_for
-
-    model = build_for(work.recipe, num_classes=work.classes, allow_code=allow_code)
-    freeze(model, work.recipe.freeze)
-    set_dropout(model, work.recipe.dropout)
-    return model
-
-
 class _Compiler:
     """Compiles a job's step for topologies, or finds in the cache what was compiled before."""
 
@@ -117,12 +105,13 @@ class _Compiler:
 
     def _compile(self, topology: Topology, batch: int) -> dict[str, Any]:
         from flatout.engine.xla import devices
+        from flatout.models.load import build_model
 
         devices.settle_for_compiling()
         from flatout.plan.topology import chips, compile_step
 
         if self._model is None:
-            self._model = build_model(self._work, self._allow_code)
+            self._model = build_model(self._work.recipe, self._work.classes, allow_code=self._allow_code)
         if topology.name not in self._devices:
             self._devices[topology.name] = chips(topology)
         recipe = self._work.recipe.override({"batch_size": batch})

@@ -14,8 +14,8 @@ import numpy as np
 from flatout.console import Console
 from flatout.data.order import training_batches
 from flatout.errors import InputError
+from flatout.models.load import build_model
 from flatout.numerics.augment import epoch_transforms
-from flatout.plan.compile import build_model
 from flatout.plan.roofline import Work
 from flatout.scale.scale import split_specs, spread
 
@@ -64,7 +64,7 @@ def _row(work: Work, spec: str, engine: str, allow_code: bool, console: Console)
     from flatout.engine.devices import plan
 
     recipe = work.recipe
-    chosen = plan(spec, recipe, work.images, lambda: build_model(work, allow_code), engine)
+    chosen = plan(spec, recipe, work.images, lambda: build_model(recipe, work.classes, allow_code=allow_code), engine)
     if chosen.reason:
         console.note(chosen.reason)
     ranks = chosen.devices.ranks
@@ -105,9 +105,8 @@ def _on_rank(console: Console, work: Work, devices: str, engine: str, allow_code
     began = time.perf_counter()
     world = _join(devices, engine)
     try:
-        made = make_engine(
-            build_model(work, allow_code), work.recipe, engine=engine, devices=devices, world=world, report=console.note
-        )
+        model = build_model(work.recipe, work.classes, allow_code=allow_code)
+        made = make_engine(model, work.recipe, engine=engine, devices=devices, world=world, report=console.note)
         try:
             return _Measurement(work, made, world, began).run()
         finally:

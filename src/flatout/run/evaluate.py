@@ -1,6 +1,5 @@
 """Evaluate a finished run, on its own test data or on other data."""
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +47,7 @@ def _evaluate_on_rank(console: Console, run: "Run", data: Any, devices: str, eng
 def _evaluate(run: "Run", data: Any, world: "World", *, devices: str, engine: str, console: Console) -> dict[str, Any]:
     from flatout.data.load import find, load, match_classes, splits_of
     from flatout.engine.devices import make_engine, spec_of
+    from flatout.models.load import copied
 
     recipe = run.recipe
     other = data is not None
@@ -71,7 +71,7 @@ def _evaluate(run: "Run", data: Any, world: "World", *, devices: str, engine: st
         samples = Samples(images=pack.images, rows=rows, labels=labels[rows])
     # The engine trains nothing here, so what is frozen does not matter, and nothing is worth caching.
     # It works on a copy, since it moves the model to a device and changes its mode.
-    model = copy.deepcopy(run.model)
+    model = copied(run.model)
     built = make_engine(
         model, recipe, engine=engine, devices=devices, world=world, report=console.note, cache_prefix=False
     )

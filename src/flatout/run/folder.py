@@ -35,8 +35,8 @@ class Run:
 
     Args:
         path: the run folder.
-        model: the module, or Keras model, to load the weights into; needed only where the run trained one given in
-            Python.
+        model: needed only where the run trained a module or Keras model given in Python: one of the same build, which
+            gets the weights when `.model` is first used.
         allow_code: whether a model that is named as `package.module:factory` may be imported.
 
     Raises:
@@ -86,25 +86,26 @@ class Run:
 
     @cached_property
     def model(self) -> "nn.Module":
-        """The trained module on the CPU, in evaluation mode; it takes normalised images [N, C, H, W] to logits."""
-        from flatout.models.keras import KerasModule, is_keras
-        from flatout.models.load import build_for
+        """The trained module on the CPU, in evaluation mode: normalised images [N, C, H, W] to logits [N, K].
 
-        recipe = self.recipe
-        if self._given is not None:
-            model = KerasModule(self._given) if is_keras(self._given) else self._given
-        elif recipe.model.startswith("python:"):
+        Where a model was given in Python, this is a copy of it, and the weights are loaded into the given one too.
+        """
+        from flatout.models.keras import KerasModule, is_keras
+        from flatout.models.load import build_model
+        from flatout.models.weights import load_exactly
+
+        given = KerasModule(self._given) if is_keras(self._given) else self._given
+        if given is None and self.recipe.model.startswith("python:"):
             raise InputError(
-                f"{self.path}: trained a module given in Python ({recipe.model.removeprefix('python:')}); "
+                f"{self.path}: trained a module given in Python ({self.recipe.model.removeprefix('python:')}); "
                 "load it with flatout.load(path, model=YourModule())"
             )
-        else:
-            model = build_for(recipe, num_classes=len(self.classes), allow_code=self._allow_code)
-        try:
-            model.load_state_dict(self._weights[0])
-        except RuntimeError as error:
-            raise InputError(f"{self.path / WEIGHTS}: does not fit the model: {error}") from None
-        return model.eval()
+        model = build_model(self.recipe, len(self.classes), module=given, allow_code=self._allow_code)
+        for each in (model,) if given is None else (model, given.to("cpu")):
+            load_exactly(each.eval(), self._weights[0], self.path / WEIGHTS)
+        if isinstance(given, KerasModule) and given is not self._given:
+            given.write_to(self._given)
+        return model
 
     def evaluate(self, data: Any = None, *, devices: str = "auto", engine: str = "auto") -> dict[str, Any]:
         """Return `test_loss`, `test_accuracy`, `test_correct`, `test_count` on the run's test data, or on other data.

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -182,25 +183,17 @@ class Session:
         self._time("read")
         return splits
 
-    def build_model(self, pack: "Pack") -> "nn.Module":
-        """Return the model with fresh weights; the user's own as a copy."""
-        import copy
+    def build_model(self, pack: "Pack", report: Callable[[str], None] = lambda sentence: None) -> "nn.Module":
+        """Return the model with fresh weights; one given in Python as a copy."""
+        from flatout.models.load import build_model
 
-        from flatout.models.dropout import set_dropout
-        from flatout.models.freeze import freeze
-        from flatout.models.load import build_for, check_outputs
-
-        recipe, module = self.recipe, self.module
-        if module is not None:
-            model = copy.deepcopy(module).to("cpu")
-            outputs = 1 if recipe.loss == "binary-cross-entropy" else len(pack.classes)
-            shape = {"image_size": recipe.image_size, "channels": recipe.channels}
-            check_outputs(model, type(module).__name__, num_outputs=outputs, **shape)
-        else:
-            model = build_for(recipe, num_classes=len(pack.classes), allow_code=self.options.allow_code)
-        freeze(model, recipe.freeze)
-        set_dropout(model, recipe.dropout)
-        return model
+        return build_model(
+            self.recipe,
+            len(pack.classes),
+            module=self.module,
+            allow_code=self.options.allow_code,
+            report=report,
+        )
 
     def make_engine(self, pack: "Pack", splits: "dict[str, Samples]") -> "Engine":
         """Build the model with the weights to start from, and the engine."""
@@ -208,7 +201,7 @@ class Session:
         from flatout.engine.devices import make_engine, spec_of
         from flatout.models.pretrained import load_pretrained
 
-        recipe, model = self.recipe, self.build_model(pack)
+        recipe, model = self.recipe, self.build_model(pack, self.note)
         shape = {"image_size": recipe.image_size, "channels": recipe.channels}
         if recipe.pretrained or recipe.weights:
             load_pretrained(model, recipe.model, weights=recipe.weights, report=self.note, **shape)

@@ -39,7 +39,8 @@ def cut_frozen_prefix(model: nn.Module) -> Cut | None:
 
     The model must be in training mode, with its frozen modules in evaluation mode.
     """
-    if all(p.requires_grad for p in model.parameters()):
+    # fx traces `forward`, so that hooks of the model itself would be lost.
+    if all(p.requires_grad for p in model.parameters()) or model._forward_hooks or model._forward_pre_hooks:
         return None
     try:
         train_graph = fx.symbolic_trace(model)

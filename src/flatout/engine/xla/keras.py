@@ -11,9 +11,8 @@ import torch
 
 from flatout.engine.xla.function import Arrays
 from flatout.engine.xla.lowerings import Counted
-from flatout.errors import InputError
+from flatout.errors import InputError, first_line
 from flatout.models.keras import KerasModule, counting
-from flatout.models.load import first_line
 
 
 class KerasFunction:

@@ -1,0 +1,89 @@
+"""The outputs of a model that is not ours: checked on two images, and turned into logits where they are more or else.
+
+Shape letters: N images, K outputs.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.errors import InputError, first_line
+
+
+def _logits(module: nn.Module, arguments: Any, output: Any) -> Any:
+    """Select the logits: forward hook for models that return a dict, an object with `.logits`, or several outputs."""
+    if isinstance(output, Mapping):
+        return output.get("logits", output.get("out"))
+    if isinstance(output, tuple | list) and not hasattr(output, "logits"):
+        return output[0]
+    return getattr(output, "logits", output)
+
+
+def _log_of_softmax(module: nn.Module, arguments: Any, output: Any) -> Any:
+    probabilities = _logits(module, arguments, output).float()
+    return probabilities.clamp_min(torch.finfo(torch.float32).tiny).log()
+
+
+def _logit_of_sigmoid(module: nn.Module, arguments: Any, output: Any) -> Any:
+    return torch.logit(_logits(module, arguments, output).float(), eps=1e-7)
+
+
+def ensure_logits(
+    model: nn.Module, name: str, *, num_outputs: int, image_size: int, channels: int, report: Callable[[str], None]
+) -> None:
+    """Check that a model takes such images, and let it return logits [N, num_outputs] alone, by a forward hook.
+
+    Weights, statistics and mode of the model stay as they are. A Keras model is checked in evaluation mode only.
+
+    Args:
+        model: any module.
+        name: what to call it in messages.
+        num_outputs: K.
+        image_size: height and width in pixels.
+        channels: 1 or 3.
+        report: takes a sentence about outputs that were left out or converted.
+
+    Raises:
+        InputError: the model fails on such images, or returns something else.
+    """
+    from flatout.models.keras import KerasModule
+
+    shown = f"{channels}-channel images of {image_size}x{image_size} pixels"
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    images = torch.zeros(2, channels, image_size, image_size, device=device)
+    modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    checked = (False,) if isinstance(model, KerasModule) else (False, True)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            outputs = [model.train(training)(images) for training in checked]
+    except Exception as error:  # someone else's code may raise anything
+        raise InputError(f"model {name!r} fails on {shown}: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    for output in outputs:
+        logits = _logits(model, (), output)
+        if not isinstance(logits, torch.Tensor) or logits.shape != (2, num_outputs):
+            found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(output).__name__
+            raise InputError(
+                f"model {name!r} must return logits [N, {num_outputs}] for a batch of N {shown}; "
+                f"for N = 2 it returned {found}"
+            )
+    logits = _logits(model, (), outputs[0]).float()
+    last = list(model.modules())[-1]
+    if num_outputs > 1 and (logits >= 0).all() and torch.allclose(logits.sum(1), logits.new_ones(2), atol=1e-4):
+        report(f"model {name!r} returns probabilities: log() undoes its softmax, since the loss takes logits")
+        model.register_forward_hook(_log_of_softmax)
+    elif num_outputs == 1 and isinstance(last, nn.Sigmoid):
+        report(
+            f"model {name!r} returns a probability: the inverse of its sigmoid is applied, since the loss takes logits"
+        )
+        model.register_forward_hook(_logit_of_sigmoid)
+    elif not all(isinstance(output, torch.Tensor) for output in outputs):
+        report(f"model {name!r} returns several outputs: the logits are trained, the others are not")
+        model.register_forward_hook(_logits)
