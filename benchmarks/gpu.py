@@ -32,8 +32,9 @@ from flatout.data.pack import Pack, PackSettings, load_pack
 from flatout.dist.control import Flag
 from flatout.dist.world import World
 from flatout.engine.base import Engine
-from flatout.engine.devices import join, machine, make_engine, parse_devices
-from flatout.engine.eager import device_setup as hardware
+from flatout.engine.devices import machine, parse_devices
+from flatout.engine.eager.accelerator import accelerator_of
+from flatout.engine.factory import join, make_engine
 from flatout.jobs import load_job
 from flatout.models.load import build
 from flatout.numerics.augment import epoch_transforms
@@ -277,7 +278,7 @@ def resnet50(setting: Setting) -> dict[str, Any]:
     """
     scale = setting.scale
     device = torch.device(parse_devices(setting.device).names[0])
-    precision = "bf16" if "bf16" in hardware.precisions(device) else "auto"
+    precision = "bf16" if "bf16" in accelerator_of(device).precisions() else "auto"
     recipe = Recipe(
         model="timm:resnet50",
         image_size=scale.resnet_size,

@@ -21,8 +21,9 @@ from flatout.data.load import find, splits_of
 from flatout.data.pack import Pack, PackSettings, load_pack
 from flatout.dist.control import Flag
 from flatout.dist.world import World
-from flatout.engine.devices import join, machine
+from flatout.engine.devices import machine
 from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.factory import join
 from flatout.jobs import load_job
 from flatout.models.freeze import freeze
 from flatout.models.load import build

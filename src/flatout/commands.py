@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def do_train(args: argparse.Namespace) -> None:
     """Train a job, a recipe file, or a recipe made for the data."""
     from flatout.console import Console
-    from flatout.engine.devices import is_accelerated
+    from flatout.engine.devices import parse_devices
     from flatout.run.fit import train_recipe
     from flatout.run.resolve import resolve
     from flatout.run.session import Options
@@ -46,7 +46,11 @@ def do_train(args: argparse.Namespace) -> None:
                 raise InputError(f"--resume takes the recipe of {args.out}: leave out {args.job}")
             job = _recipe_of(args.out)
         recipe, data = resolve(
-            job, args.data, _changes(args), accelerated=is_accelerated(args.devices, engine), console=console
+            job,
+            args.data,
+            _changes(args),
+            accelerated=parse_devices(args.devices, engine).is_accelerated,
+            console=console,
         )
         train_recipe(recipe, data, options, console)
     finally:

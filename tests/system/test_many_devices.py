@@ -196,13 +196,13 @@ def test_a_batch_smaller_than_the_ranks_is_refused(digits: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("1000xcpu", r"--devices 1000xcpu: this machine has not so many; it has: cpu \(\d+\)"),
+        ("1000xcpu", r"--devices 1000xcpu: at most \d+ processes; this host has: cpu \(\d+\)"),
         ("2x", r"--devices 2x: must be"),
         ("0xcpu", r"--devices 0xcpu: must be"),
         ("2xcpu:1", r"--devices 2xcpu:1: must be"),
-        ("cpu:1", r"--devices cpu:1: processors have no numbers; ask for several ranks as 2xcpu"),
-        ("2xgpu", r"--devices 2xgpu: no kind of device is called 'gpu'"),
-        ("2xauto", r"--devices 2xauto: auto chooses by itself"),
+        ("cpu:1", r"--devices cpu:1: CPU devices are not indexed; for several processes: 2xcpu"),
+        ("2xgpu", r"--devices 2xgpu: none found; this host has: cpu"),
+        ("2xauto", r"--devices 2xauto: auto chooses the number itself"),
     ],
 )
 def test_a_wrong_spec_is_refused_before_any_work(

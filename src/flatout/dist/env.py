@@ -98,3 +98,10 @@ def _number(name: str) -> int | None:
     if not text.isdigit():
         raise InputError(f"{name}={text}: must be a whole number")
     return int(text)
+
+
+def wanted_threads() -> int | None:
+    """Return OMP_NUM_THREADS; None where it is not set, or where torchrun has set it to 1 as it does by default."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    is_torchruns = threads == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    return int(threads) if threads.isdigit() and int(threads) > 0 and not is_torchruns else None

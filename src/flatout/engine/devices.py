@@ -1,40 +1,39 @@
-"""Read device names, and choose the engine; nothing else in flatout knows what devices are called."""
+"""Device names: parse a SPEC such as `2xcpu` or `cuda:0,2`, list what this host has, choose the engine.
+
+No other module interprets the name of a device.
+"""
 
 import importlib
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from flatout.engine.base import Engine
 from flatout.errors import InputError
-from flatout.host import physical_cores, processor_name, total_memory, usable_cores
-from flatout.recipe import Recipe
-from flatout.settings import nearest
+from flatout.host import processor_name, total_memory, usable_cores
 
-if TYPE_CHECKING:
-    import numpy as np
-    from torch import nn
-
-    from flatout.dist.world import World
-
-# Ranks of one core at most: more is a slip of the pen that would bring the machine down.
-MOST_RANKS_PER_CORE = 16
 KINDS = ("cpu", "cuda", "mps", "tpu")
 ENGINES = ("torch", "xla")
-# The package that gives torch a device `tpu`, and the variable by which a user allows what was never tested.
+# The package that gives torch a device `tpu`, and the variable by which a user allows this untested combination.
 TORCH_TPU, UNTESTED = "torch_tpu", "FLATOUT_ALLOW_UNTESTED"
-# The kinds of devices that XLA drives; `auto` takes the first that is there.
+# The kinds of devices that XLA drives.
 XLA_KINDS = ("tpu", "cuda", "cpu")
-MOST_SIMULATED = 64
-_SPEC = re.compile(r"(?:(?P<count>\d+)x)?(?P<kind>[a-z]+)(?::(?P<indices>\d+(?:,\d+)*))?")
+# More processes or simulated devices than this are a typing error that would bring the machine down.
+MAX_PROCESSES_PER_CORE = 16
+MAX_SIMULATED = 64
+# PCI device numbers of TPU chips (Google is vendor 0x1ae0), and how many devices JAX counts on each: v2 and v3, v4,
+# v5p, v5e, v6e, v7x. From jax/_src/hardware_utils.py.
+_GOOGLE = "0x1ae0"
+_TPUS = {"0x0027": 2, "0x005e": 1, "0x0056": 1, "0x0062": 1, "0x0063": 1, "0x006f": 1, "0x0076": 2}
+_SPEC = re.compile(r"(?:(?P<count>[1-9]\d*)x)?(?P<kind>[a-z]+)(?::(?P<indices>\d+(?:,\d+)*))?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """The devices of a run on this host: a kind and one index each, such as cuda 0 and cuda 2; and what drives them."""
+    """The devices of a run on this host: a kind and one index each, such as cuda 0 and cuda 2; and their engine."""
 
     kind: str
     indices: tuple[int, ...]
@@ -46,13 +45,18 @@ class Devices:
         return tuple(self.kind if self.kind in ("cpu", "mps") else f"{self.kind}:{i}" for i in self.indices)
 
     @property
+    def is_accelerated(self) -> bool:
+        """Whether they are more than the CPU."""
+        return self.kind != "cpu"
+
+    @property
     def first(self) -> "Devices":
-        """The first of them alone."""
+        """The first device alone."""
         return replace(self, indices=self.indices[:1])
 
     @property
     def ranks(self) -> "Devices":
-        """The devices that processes of their own stand for: each one; XLA drives all from one process."""
+        """One device for each process to start: torch has one process per device, XLA one for all."""
         return self if self.engine == "torch" else Devices(kind="cpu", indices=(0,))
 
     def __str__(self) -> str:
@@ -71,8 +75,19 @@ def spec_of(names: Sequence[str]) -> str:
     return f"{len(names)}x{kind}"
 
 
+def tpu_count(root: Path = Path("/")) -> int:
+    """Return the number of TPU devices of this host as JAX counts them, without starting JAX."""
+    nodes = [*root.glob("dev/accel[0-9]*"), *root.glob("dev/vfio/[0-9]*")]
+    folders = root.glob("sys/bus/pci/devices/*") if nodes else ()
+    numbers = [tuple((folder / name).read_text().strip() for name in ("vendor", "device")) for folder in folders]
+    chips = [_TPUS[device] for vendor, device in numbers if vendor == _GOOGLE and device in _TPUS]
+    chips = chips or [1 for node in nodes if node.name.startswith("accel")]
+    visible = os.environ.get("TPU_VISIBLE_CHIPS") or os.environ.get("TPU_VISIBLE_DEVICES")
+    return sum(chips[: visible.count(",") + 1] if visible else chips)
+
+
 def available() -> dict[str, int]:
-    """Return how many devices of each kind this machine has; the CPU counts its cores."""
+    """Return how many devices of each kind this host has; for the CPU, its cores."""
     import torch
 
     found = {"cpu": usable_cores()}
@@ -80,10 +95,25 @@ def available() -> dict[str, int]:
         found["cuda"] = torch.cuda.device_count()
     if torch.backends.mps.is_available():
         found["mps"] = 1
-    if os.environ.get(UNTESTED) and importlib.util.find_spec(TORCH_TPU):
-        importlib.import_module(TORCH_TPU)
-        found["tpu"] = torch.get_device_module("tpu").device_count()
+    if tpu := tpu_count():
+        found["tpu"] = tpu
     return found
+
+
+def machine() -> dict[str, Any]:
+    """Return a description of this host: processor, cores, memory, GPUs, system."""
+    import platform
+
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "cpu": processor_name(),
+        "cores": usable_cores(),
+        "memory_bytes": total_memory(),
+        "gpu": ", ".join(map(torch.cuda.get_device_name, range(gpus))) or None,
+        "system": platform.platform(),
+    }
 
 
 def engine_for(spec: str, wanted: str) -> str:
@@ -92,59 +122,69 @@ def engine_for(spec: str, wanted: str) -> str:
     Raises:
         InputError: there is no such engine.
     """
-    if wanted == "auto":
-        return "xla" if "tpu" in spec else "torch"
-    if wanted not in ENGINES:
-        raise InputError(f"--engine {wanted}: {nearest(wanted, ('auto', *ENGINES))}")
-    return wanted
+    if wanted not in ("auto", *ENGINES):
+        raise InputError(f"--engine {wanted}: known engines: auto, {', '.join(ENGINES)}")
+    if wanted != "auto":
+        return wanted
+    return "xla" if "tpu" in spec.lower() or (spec == "auto" and tpu_count()) else "torch"
 
 
 def parse_devices(spec: str, engine: str = "torch") -> Devices:
-    """Turn a SPEC (`auto`, `cpu`, `2xcpu`, `cuda:0,2`) into devices of this machine; `auto` is all of the best kind.
+    """Turn a SPEC (`auto`, `cpu`, `2xcpu`, `cuda:0,2`) into devices of this host; `auto` is all of the best kind.
 
-    A CPU has as many ranks as are asked for, and a GPU may be named twice; that is slow, and good for trying things.
-    For XLA a CPU stands in for as many devices as are asked for.
+    `gpu` is the kind of GPU that this host has. A CPU has as many processes as requested, and a GPU may be named twice,
+    which is slow but useful for tests. With the XLA engine, several CPU devices are simulated.
 
     Raises:
-        InputError: the SPEC does not parse, or names more than there is; the message lists what there is.
+        InputError: the SPEC does not parse, or names more devices than there are.
     """
-    match = _SPEC.fullmatch(spec)
-    if not match or (match["count"] and match["indices"]) or (match["count"] and int(match["count"]) == 0):
+    match = _SPEC.fullmatch(spec.lower())
+    if not match or (match["count"] and match["indices"]):
         raise InputError(
             f"--devices {spec}: must be auto, cpu, cuda, mps, tpu, a number of them (2xcpu, 8xtpu) "
             "or a choice (cuda:0,2)"
         )
-    kind = match["kind"]
+    kind, count, indices = match["kind"], match["count"], match["indices"]
+    if kind == "auto" and (count or indices):
+        raise InputError(f"--devices {spec}: auto chooses the number itself; name a kind, as in 2xcpu or 2xcuda")
+    if kind in ("gpu", "gpus"):
+        kind = "mps" if engine == "torch" and available().keys() & {"cuda", "mps"} == {"mps"} else "cuda"
     if kind not in ("auto", *KINDS):
-        raise InputError(f"--devices {spec}: no kind of device is called {kind!r}; {nearest(kind, ('auto', *KINDS))}")
+        raise InputError(f"--devices {spec}: unknown kind of device {kind!r}; known: auto, {', '.join(KINDS)}, gpu")
+    if kind == "cpu" and indices:
+        raise InputError(f"--devices {spec}: CPU devices are not indexed; for several processes: 2xcpu")
     if engine == "xla":
-        return _xla_devices(spec, kind, match["count"], match["indices"])
+        from flatout.engine.xla.devices import require
+
+        require()
+        numbers = _auto_xla() if kind == "auto" else (kind, int(count or 1))
+        devices = Devices(kind=numbers[0], indices=_indices(indices, numbers[1]), engine=engine)
+        _check_xla(spec, devices)
+        return devices
     if kind == "tpu":
         _require_torch_tpu(spec)
     found = available()
-    here = ", ".join(f"{k} ({n})" for k, n in found.items())
     if kind == "auto":
-        if match["count"] or match["indices"]:
-            raise InputError(f"--devices {spec}: auto chooses by itself; to choose, name the kind: {here}")
         kind = next((k for k in ("cuda", "mps") if k in found), "cpu")
-        return Devices(kind=kind, indices=tuple(range(found[kind])) if kind == "cuda" else (0,))
-    if match["indices"]:
-        if kind == "cpu":
-            raise InputError(f"--devices {spec}: processors have no numbers; ask for several ranks as 2xcpu")
-        indices = tuple(map(int, match["indices"].split(",")))
-    else:
-        indices = tuple(range(int(match["count"] or 1)))
-    most = found.get(kind, 0) * (MOST_RANKS_PER_CORE if kind == "cpu" else 1)
-    if max(indices) >= most:
-        raise InputError(f"--devices {spec}: this machine has not so many; it has: {here}")
-    return Devices(kind=kind, indices=indices)
+        return Devices(kind=kind, indices=_indices(None, found[kind] if kind == "cuda" else 1))
+    devices = Devices(kind=kind, indices=_indices(indices, int(count or 1)))
+    limit = found.get(kind, 0) * (MAX_PROCESSES_PER_CORE if kind == "cpu" else 1)
+    if max(devices.indices) >= limit:
+        here = ", ".join(f"{k} ({n})" for k, n in found.items())
+        known = f"at most {limit} processes" if kind == "cpu" else f"only {limit} available" if limit else "none found"
+        raise InputError(f"--devices {spec}: {known}; this host has: {here}")
+    return devices
+
+
+def _indices(named: str | None, count: int) -> tuple[int, ...]:
+    return tuple(map(int, named.split(","))) if named else tuple(range(count))
 
 
 def _require_torch_tpu(spec: str) -> None:
-    """Check that torch has a device `tpu`, and that the user knows what that means.
+    """Check that torch has a device `tpu`, and that the user accepts that it is untested.
 
     Raises:
-        InputError: it has none, or nobody said that it may be used.
+        InputError: one of the two does not hold.
     """
     if importlib.util.find_spec(TORCH_TPU) is None:
         raise InputError(
@@ -152,219 +192,35 @@ def _require_torch_tpu(spec: str) -> None:
         )
     if not os.environ.get(UNTESTED):
         raise InputError(
-            f"--devices {spec}: the torch engine on {TORCH_TPU} has never been tested; use --engine xla, which has, or "
-            "--allow-untested to try"
+            f"--devices {spec}: the torch engine is untested on {TORCH_TPU}; use --engine xla, or try it with "
+            "--allow-untested"
         )
+    importlib.import_module(TORCH_TPU)
 
 
-def _xla_devices(spec: str, kind: str, count: str | None, indices: str | None) -> Devices:
-    from flatout.engine.xla.devices import has_tpu, kinds, require
+def _auto_xla() -> tuple[str, int]:
+    """Return the best kind of device for XLA and how many there are; JAX is started only where there is no TPU."""
+    from flatout.engine.xla.devices import kinds
 
-    require()
-    if kind == "auto":
-        if count or indices:
-            raise InputError(f"--devices {spec}: auto chooses by itself; to choose, name the kind")
-        kind, number = kinds()[0]
-        return Devices(kind=kind, indices=tuple(range(number)), engine="xla")
+    tpus = tpu_count()
+    return ("tpu", tpus) if tpus else kinds()[0]
+
+
+def _check_xla(spec: str, devices: Devices) -> None:
+    """Check what is known about XLA's devices before JAX starts.
+
+    Raises:
+        InputError: XLA does not drive them, or there are none.
+    """
+    from flatout.engine.xla.devices import has_tpu
+
+    kind, number = devices.kind, len(devices.indices)
     if kind not in XLA_KINDS:
-        raise InputError(f"--devices {spec}: XLA drives {', '.join(XLA_KINDS)} here; for {kind}: --engine torch")
-    if indices:
-        if kind == "cpu":
-            raise InputError(f"--devices {spec}: processors have no numbers; simulate several devices as 8xcpu")
-        return Devices(kind=kind, indices=tuple(map(int, indices.split(","))), engine="xla")
-    number = int(count or 1)
+        raise InputError(f"--devices {spec}: XLA supports {', '.join(XLA_KINDS)} here; for {kind} use --engine torch")
     if kind == "tpu" and not has_tpu():
         raise InputError(
-            f"--devices {spec}: this machine has no TPU; simulate as many devices to try the engine: --engine xla "
-            f"--devices {number}xcpu, or see how fast the job would be: flatout plan"
+            f"--devices {spec}: this machine has no TPU; to try the engine on simulated devices: --engine xla "
+            f"--devices {number}xcpu; to estimate the speed on TPUs: flatout plan"
         )
-    if kind == "cpu" and number > MOST_SIMULATED:
-        raise InputError(
-            f"--devices {spec}: more than {MOST_SIMULATED} simulated devices would only wait for each other"
-        )
-    return Devices(kind=kind, indices=tuple(range(number)), engine="xla")
-
-
-def own_device(spec: str, local_rank: int, local_size: int) -> str:
-    """Return the torch name of the device that is this rank's, where a launcher has started several.
-
-    Raises:
-        InputError: the SPEC names another number of devices than the launcher has started ranks.
-    """
-    devices = parse_devices(spec)
-    count = len(devices.indices)
-    if spec == "auto":
-        # More ranks than GPUs: they take turns, or all go by the CPU where there is none.
-        return devices.names[local_rank % count]
-    if count == local_size:
-        return devices.names[local_rank]
-    if count == 1 and devices.kind == "cpu":
-        return "cpu"
-    if count == 1 and ":" not in spec:
-        return parse_devices(f"{local_size}x{devices.kind}").names[local_rank]
-    raise InputError(f"--devices {spec}: names {count} devices, but the launcher started {local_size} ranks here")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What to start: a rank for each device, each with so many threads, and why."""
-
-    devices: Devices
-    threads: int
-    reason: str = ""
-
-
-# Seconds that starting ranks takes, and of one sum over the ranks of a host: for each, and for each byte of gradients.
-LAUNCH_SECONDS = 4.0
-SUM_SECONDS, SUM_SECONDS_PER_BYTE = 5e-4, 2.5e-10
-# How much of a core one more thread of a process is worth, where one more process is worth a whole one.
-THREAD_WORTH = 0.6
-LEAST_SHARE = 8
-
-
-def plan(spec: str, recipe: Recipe, images: int, build: "Callable[[], nn.Module]", engine: str = "torch") -> Plan:
-    """Decide which devices a SPEC means for a job; only `auto` leaves a choice.
-
-    On CPUs that is between one process with a thread for each core, and a rank for each core. Two ranks are faster than
-    two threads, since threads meet after every operation and ranks once or a few times in a step; but ranks must be
-    started, must add up their gradients, and must have something to compute.
-
-    Args:
-        spec: the SPEC.
-        recipe: the job.
-        images: the number of training images.
-        build: makes the model, for a look at how long it takes.
-        engine: the engine's name.
-
-    Raises:
-        InputError: as `parse_devices`.
-    """
-    from flatout.engine.eager.device_setup import cpu_threads
-
-    devices = parse_devices(spec, engine)
-    if engine == "xla":
-        return Plan(devices=devices, threads=physical_cores())
-    names, threads = devices.names, cpu_threads(len(devices.names))
-    if spec != "auto" or devices.kind == "mps" or (devices.kind == "cuda" and len(names) == 1):
-        return Plan(devices=devices, threads=threads)
-    batch = min(recipe.batch_size, images)
-    if devices.kind == "cuda":
-        count = max(1, min(len(names), batch // LEAST_SHARE))
-        chosen = Devices(kind="cuda", indices=devices.indices[:count])
-        return Plan(
-            devices=chosen, threads=cpu_threads(count), reason=f"--devices auto: {chosen}, all that the batch fills"
-        )
-    count = physical_cores()
-    if count == 1 or "OMP_NUM_THREADS" in os.environ or batch < LEAST_SHARE * count:
-        return Plan(devices=devices, threads=threads)
-    from flatout.engine.eager.probe import seconds_per_image
-
-    model = build()
-    seconds = seconds_per_image(model, recipe) * images * recipe.epochs
-    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    sums = recipe.epochs * -(-images // batch) * (SUM_SECONDS + SUM_SECONDS_PER_BYTE * gradients)
-    by_threads = seconds / (1 + THREAD_WORTH * (count - 1))
-    by_ranks = seconds / count + sums + LAUNCH_SECONDS
-    if by_ranks < by_threads:
-        ranks = Devices(kind="cpu", indices=tuple(range(count)))
-        reason = (
-            f"--devices auto: {ranks}, a rank of one thread for each core, which suits about {by_ranks:.0f} s of work"
-        )
-        return Plan(devices=ranks, threads=1, reason=reason)
-    reason = f"--devices auto: cpu, one process with {threads} threads, for about {by_threads:.0f} s of work"
-    return Plan(devices=devices, threads=threads, reason=reason)
-
-
-def join(spec: str, engine: str = "torch") -> "World":
-    """Meet the ranks that a launcher has started with this process; alone where none has.
-
-    Raises:
-        InputError: the devices or the launcher's variables are wrong, or the others do not come.
-    """
-    import torch
-
-    from flatout.dist.env import launched
-    from flatout.dist.world import World
-
-    found = launched()
-    if engine == "xla":
-        if found is None:
-            return World()
-        if found.local_size > 1:
-            raise InputError(
-                f"--engine xla: one process drives all devices of a host, but the launcher started {found.local_size} "
-                "here; start one for each host"
-            )
-        world = World(found, torch.device("cpu"))
-        world.join(found, shares_gpu=False)
-        return world
-    if found is None:
-        return World(device=torch.device(parse_devices(spec).names[0]))
-    device = torch.device(own_device(spec, found.local_rank, found.local_size))
-    world = World(found, device)
-    names = [own_device(spec, i, found.local_size) for i in range(found.local_size)]
-    world.join(found, shares_gpu=device.type == "cuda" and len(set(names)) < len(names))
-    return world
-
-
-def is_accelerated(spec: str, engine: str = "torch") -> bool:
-    """Return whether a SPEC means more than the CPU."""
-    return parse_devices(spec, engine).kind != "cpu"
-
-
-def machine() -> dict[str, Any]:
-    """Return what this machine is: processor, cores, memory, accelerators."""
-    import platform
-
-    import torch
-
-    gpus = (
-        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    )
-    return {
-        "cpu": processor_name(),
-        "cores": usable_cores(),
-        "memory_bytes": total_memory(),
-        "gpu": ", ".join(gpus) or None,
-        "system": platform.platform(),
-    }
-
-
-def make_engine(
-    model: "nn.Module",
-    recipe: Recipe,
-    *,
-    engine: str,
-    devices: str,
-    world: "World",
-    class_weights: "np.ndarray | None" = None,
-    report: Callable[[str], None],
-    **options: bool,
-) -> Engine:
-    """Return an engine that trains `model` on the devices of all ranks.
-
-    Args:
-        model: with the weights to start from.
-        recipe: complete.
-        engine: `torch` or `xla`.
-        devices: the SPEC; of ranks that have joined, each knows its own device.
-        world: the ranks.
-        class_weights: float32 [classes]; None for none.
-        report: takes sentences for the log.
-        **options: for the torch engine.
-
-    Raises:
-        InputError: the engine cannot be had here, or cannot compile the model.
-    """
-    if engine == "xla":
-        from flatout.engine.xla.devices import find, find_on_all_hosts
-
-        chosen = parse_devices(devices, engine)
-        kind, indices = chosen.kind, chosen.indices
-        found = find_on_all_hosts(kind, indices, world) if world.is_joined else find(kind, indices)
-        from flatout.engine.xla.engine import XlaEngine
-
-        return XlaEngine(model, recipe, devices=found, world=world, class_weights=class_weights, report=report)
-    from flatout.engine.eager.engine import TorchEngine
-
-    return TorchEngine(model, recipe, world=world, class_weights=class_weights, report=report, **options)
+    if kind == "cpu" and number > MAX_SIMULATED:
+        raise InputError(f"--devices {spec}: at most {MAX_SIMULATED} simulated devices")

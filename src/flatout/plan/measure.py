@@ -61,10 +61,12 @@ def measure(
 def _row(work: Work, spec: str, engine: str, allow_code: bool, console: Console) -> dict[str, Any]:
     """Measure one SPEC."""
     from flatout.dist.launcher import run_on_ranks
-    from flatout.engine.devices import plan
+    from flatout.engine.factory import choose_processes
 
     recipe = work.recipe
-    chosen = plan(spec, recipe, work.images, lambda: build_model(recipe, work.classes, allow_code=allow_code), engine)
+    chosen = choose_processes(
+        spec, recipe, work.images, lambda: build_model(recipe, work.classes, allow_code=allow_code), engine
+    )
     if chosen.reason:
         console.note(chosen.reason)
     ranks = chosen.devices.ranks
@@ -100,7 +102,7 @@ def _row(work: Work, spec: str, engine: str, allow_code: bool, console: Console)
 
 def _on_rank(console: Console, work: Work, devices: str, engine: str, allow_code: bool) -> dict[str, Any]:
     """Measure in a process that `run_on_ranks` started; all return the same."""
-    from flatout.engine.devices import make_engine
+    from flatout.engine.factory import make_engine
 
     began = time.perf_counter()
     world = _join(devices, engine)
@@ -121,7 +123,7 @@ def _join(devices: str, engine: str) -> "World":
 
     from flatout.dist.env import launched
     from flatout.dist.world import World
-    from flatout.engine.devices import join
+    from flatout.engine.factory import join
 
     found = launched()
     if found is not None and found.size > 1:

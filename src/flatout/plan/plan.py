@@ -72,7 +72,7 @@ def plan(
         from flatout.plan.measure import measure, parse_choices
 
         choices = parse_choices(devices or "", engine)
-        accelerated = all(choice.kind != "cpu" for choice in choices.values())
+        accelerated = all(choice.is_accelerated for choice in choices.values())
         work = find_work(job, data, changes, images, classes, accelerated=accelerated, console=console)
         planned = {
             "estimate": False,

@@ -17,8 +17,9 @@ def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Conso
     """See `Run.evaluate`. Several devices have a process each, as in training."""
     from flatout.dist.env import launched
     from flatout.dist.launcher import run_on_ranks
-    from flatout.engine.devices import engine_for, join, parse_devices
+    from flatout.engine.devices import engine_for, parse_devices
     from flatout.engine.eager.device_setup import cpu_threads
+    from flatout.engine.factory import join
 
     engine = engine_for(devices, engine)
     if devices == "auto" and launched() is None:
@@ -46,7 +47,8 @@ def _evaluate_on_rank(console: Console, run: "Run", data: Any, devices: str, eng
 
 def _evaluate(run: "Run", data: Any, world: "World", *, devices: str, engine: str, console: Console) -> dict[str, Any]:
     from flatout.data.load import find, load, match_classes, splits_of
-    from flatout.engine.devices import make_engine, spec_of
+    from flatout.engine.devices import spec_of
+    from flatout.engine.factory import make_engine
     from flatout.models.load import copied
 
     recipe = run.recipe

@@ -59,7 +59,7 @@ def fit(
     import sys
 
     from flatout.dist.env import launched
-    from flatout.engine.devices import engine_for, is_accelerated
+    from flatout.engine.devices import engine_for, parse_devices
     from flatout.models.keras import KerasModule
     from flatout.run.resolve import resolve
 
@@ -94,7 +94,9 @@ def fit(
         allow_code=isinstance(model, str),
     )
     try:
-        recipe, found = resolve(job, data, flat, accelerated=is_accelerated(devices, engine), console=console)
+        recipe, found = resolve(
+            job, data, flat, accelerated=parse_devices(devices, engine).is_accelerated, console=console
+        )
         folder = train_recipe(recipe, found, options, console, module=module)
     except Stopped:
         raise KeyboardInterrupt from None
@@ -145,7 +147,7 @@ def train_recipe(
         Stopped: the process was told to end; the run folder is usable and can be resumed.
     """
     from flatout.dist.env import launched
-    from flatout.engine.devices import join
+    from flatout.engine.factory import join
 
     if launched() is None:
         return _train_from_here(recipe, data, options, console, module)
@@ -165,14 +167,15 @@ def _train_from_here(
     """Make the pack, then train in this process, or in one for each device."""
     from flatout.data.shared_pack import handed_over
     from flatout.dist.launcher import run_on_ranks
-    from flatout.engine.devices import join, parse_devices, plan
+    from flatout.engine.devices import parse_devices
+    from flatout.engine.factory import choose_processes, join
 
     parse_devices(options.devices, options.engine)
     session = Session(recipe, options, console, module)
     session.claim_folder()
     pack = session.load_pack(data)
     start, stop = pack.splits["train"]
-    chosen = plan(options.devices, recipe, stop - start, lambda: session.build_model(pack), options.engine)
+    chosen = choose_processes(options.devices, recipe, stop - start, lambda: session.build_model(pack), options.engine)
     if chosen.reason:
         session.note(chosen.reason)
     options = dataclasses.replace(options, devices=str(chosen.devices))
@@ -202,7 +205,7 @@ def _train_on_rank(
     before: dict[str, Any],
 ) -> Path:
     """Train in a process that `run_on_ranks` started; `before` is what its starter has noted so far."""
-    from flatout.engine.devices import join
+    from flatout.engine.factory import join
 
     world = join(options.devices, options.engine)
     try:

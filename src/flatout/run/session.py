@@ -198,7 +198,8 @@ class Session:
     def make_engine(self, pack: "Pack", splits: "dict[str, Samples]") -> "Engine":
         """Build the model with the weights to start from, and the engine."""
         from flatout.data.load import class_weights
-        from flatout.engine.devices import make_engine, spec_of
+        from flatout.engine.devices import spec_of
+        from flatout.engine.factory import make_engine
         from flatout.models.pretrained import load_pretrained
 
         recipe, model = self.recipe, self.build_model(pack, self.note)

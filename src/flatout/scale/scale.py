@@ -113,7 +113,7 @@ def scale(
     if weak and "auto" in chosen:
         raise InputError("--weak: auto chooses the number of devices by itself; name it, as in 2xcpu or 4xcuda")
     check_free(out)
-    accelerated = all(choice.kind != "cpu" for choice in chosen.values())
+    accelerated = all(choice.is_accelerated for choice in chosen.values())
     recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
     choices = [
         Choice(spec=spec, kind=d.kind, batch_size=recipe.batch_size * (len(d.indices) if weak else 1))

@@ -29,6 +29,7 @@ class BatchStatistics(TorchFunctionMode):
 
     Args:
         world: the ranks whose samples count together; `ALONE` for statistics of each rank's own.
+        native: use torch's kernel where it can compute them, as it is fast on this device.
 
     Attributes:
         batch_size: samples in this rank's batch, padding included.
@@ -37,10 +38,10 @@ class BatchStatistics(TorchFunctionMode):
         was_used: whether a model has asked for batch statistics.
     """
 
-    def __init__(self, world: World = ALONE, exact: ExactSums | None = None) -> None:
+    def __init__(self, world: World = ALONE, exact: ExactSums | None = None, *, native: bool = False) -> None:
         super().__init__()
         self.exact = exact
-        self.world = world
+        self.world, self.native = world, native
         self.batch_size = self.count = self.total = 0
         self.was_used = False
 
@@ -69,7 +70,7 @@ class BatchStatistics(TorchFunctionMode):
         self.was_used |= training
         world, is_batch = self.world, x.shape[0] == self.batch_size
         padded = is_batch and self.count < self.batch_size
-        if not training or (x.device.type != "cpu" and not padded and not world.is_joined):
+        if not training or (self.native and not padded and not world.is_joined):
             return functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
         count = self.count if padded else x.shape[0]
         total = count

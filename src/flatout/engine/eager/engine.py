@@ -20,16 +20,17 @@ from flatout.data.feed import Samples
 from flatout.data.order import Batch, evaluation_batches
 from flatout.dist.world import ALONE, World
 from flatout.engine.base import Evaluation
-from flatout.engine.eager import device_setup as hardware
 from flatout.engine.eager import grad_accumulation as memory
+from flatout.engine.eager.accelerator import Accelerator, accelerator_of
 from flatout.engine.eager.batch_norm import BatchStatistics
-from flatout.engine.eager.cuda_graph import CapturedStep, Slots
+from flatout.engine.eager.cuda_graph import CapturedStep
+from flatout.engine.eager.device_setup import prepare
 from flatout.engine.eager.exact_sums import exact_sums
 from flatout.engine.eager.features import collect_features
 from flatout.engine.eager.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.engine.eager.grad_reduce import GradientSum, OwnGradients, SharedGradients, SlicedGradients
-from flatout.engine.eager.metric_sums import SUMS, Totals, wide_float
-from flatout.engine.eager.split import Inputs, Source, place, stream, to_device
+from flatout.engine.eager.metric_sums import SUMS, Totals
+from flatout.engine.eager.split import Inputs, Source, place, stream
 from flatout.engine.eager.state import full_state, load_full_state
 from flatout.engine.recorder import Recorder
 from flatout.errors import InputError
@@ -50,7 +51,8 @@ class TorchEngine:
         recipe: what to do; data.mean and data.std must be filled in.
         world: the ranks, and this one's device; None for the CPU alone.
         class_weights: float32 [classes], the weight of each class in the loss; None for none.
-        capture: whether the step may be recorded in a CUDA graph.
+        accelerator: what its device can do; None asks the device.
+        capture: whether the step may be recorded as a graph.
         cache_prefix: whether the output of a frozen prefix may be cached.
         report: takes sentences for the log.
     """
@@ -62,20 +64,37 @@ class TorchEngine:
         *,
         world: World | None = None,
         class_weights: np.ndarray | None = None,
+        accelerator: Accelerator | None = None,
         capture: bool = True,
         cache_prefix: bool = True,
         report: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         world = world or World()
         self.recipe, self.device, self.world = recipe, world.device, world
-        self._setup = hardware.prepare(self.device, recipe.precision, ranks_here=world.local_size)
+        self._accelerator = accelerator or accelerator_of(self.device)
+        with contextlib.ExitStack() as undo:
+            self._setup = prepare(self._accelerator, recipe.precision, undo, ranks_here=world.local_size)
+            undo.callback(optim.keep_compiler_out())
+            self._build(model, class_weights, capture=capture, cache_prefix=cache_prefix, report=report)
+            self._undo = undo.pop_all()
+
+    def _build(
+        self,
+        model: nn.Module,
+        class_weights: np.ndarray | None,
+        *,
+        capture: bool,
+        cache_prefix: bool,
+        report: Callable[[str], None],
+    ) -> None:
+        """Bring the model to the device and prepare everything that the steps use."""
+        recipe, world, accelerator = self.recipe, self.world, self._accelerator
         self._is_sliced = recipe.shard == "full" and world.is_joined
-        capturable = capture and self.device.type == "cuda" and optim.can_capture(recipe.optimizer)
+        capturable = capture and accelerator.can_capture and optim.can_capture(recipe.optimizer)
         if capturable and (world.backend == "gloo" or self._is_sliced):
             capturable = False
             reason = "a sharded model cannot be recorded" if self._is_sliced else "gloo adds gradients on the host"
             report(f"the step runs without a CUDA graph: {reason}")
-        self._let_compiler_in = optim.keep_compiler_out()
         self.model = self._spread(model)
         set_train_mode(self.model)
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -92,23 +111,28 @@ class TorchEngine:
             self._optimizer = optim.build(recipe.optimizer, self.parameters.values(), capturable=capturable)
             extras = SUMS + len(world.control.outgoing)
             own, trained = OwnGradients(), list(self.parameters.values())
-            self._gradients = SharedGradients(trained, world, extras, self._exact) if world.is_joined else own
+            self._gradients = own
+            if world.is_joined:
+                self._gradients = SharedGradients(trained, world, extras, self._exact, is_async=accelerator.is_async)
         self._update = optim.plain_step(self._optimizer)
         mean, std = (torch.tensor(v, device=self.device) for v in (recipe.data.mean, recipe.data.std))
         # One multiplication and one addition take a pixel 0..255 to its normalised value.
         self._scale, self._bias = 1 / (255 * std), -mean / std
         self._class_weights = class_weights
         self._class_weights_here = None if class_weights is None else torch.from_numpy(class_weights).to(self.device)
-        self._totals = Totals(self.device)
+        self._totals = Totals(accelerator)
         self._communication_seconds = 0.0
         self.recorder: Recorder | None = None
         self.threads, self.device_names = self._setup.threads, [str(self.device)]
         self._passes = 0
         self._keeps_on_host = False
         self._report = report
-        self._statistics = BatchStatistics(world if recipe.norm == "global" else ALONE, self._exact)
-        self._slots = Slots()
-        self._captured = CapturedStep(self._recorded_step, self._forget_gradients, report) if capturable else None
+        self._statistics = BatchStatistics(
+            world if recipe.norm == "global" else ALONE, self._exact, native=not accelerator.is_host
+        )
+        self._captured = None
+        if capturable:
+            self._captured = CapturedStep(self._step, self._forget_gradients, accelerator, report)
         fixed_input = not recipe.augment.is_random
         may_cut = cache_prefix and fixed_input and not self._is_sliced
         self._cut: Cut | None = cut_frozen_prefix(self.model) if may_cut else None
@@ -129,7 +153,7 @@ class TorchEngine:
 
     def describe(self) -> list[str]:
         """See `Engine.describe`."""
-        sentences = self._setup.describe()
+        sentences = [self._setup.describe()]
         if self.world.is_joined:
             how = {"memory": "shared memory", "gloo": "gloo", "nccl": "NCCL"}[self.world.backend]
             kept = "FSDP2, each with a slice of the model" if self._is_sliced else how
@@ -139,13 +163,13 @@ class TorchEngine:
     def communication_seconds(self) -> float:
         """See `Engine.communication_seconds`."""
         seconds, self._communication_seconds = self._communication_seconds, 0.0
-        return seconds if self.device.type == "cpu" else float("nan") if self.world.is_joined else 0.0
+        return float("nan") if self._accelerator.is_async and self.world.is_joined else seconds
 
     # --- data -----------------------------------------------------------------------------------------------------
 
     def place(self, samples: Samples) -> "TorchSplit":
         """See `Engine.place`."""
-        images = place(samples, self.device, self.recipe.data.placement, ranks_here=self.world.local_size)
+        images = place(samples, self._accelerator, self.recipe.data.placement, ranks_here=self.world.local_size)
         return TorchSplit(self, images)
 
     def begin_epoch(self, source: Source, transforms: np.ndarray | None) -> None:
@@ -170,7 +194,7 @@ class TorchEngine:
 
         if source.images is not None:
             return (self._inputs(source, wholes.popleft(), share, None) for share in shares())
-        streamed = stream(source, shares(), self.device)
+        streamed = stream(source, shares(), self._accelerator)
         return (self._inputs(source, wholes.popleft(), share, images) for share, images in streamed)
 
     def _inputs(self, source: Source, whole: Batch, share: Batch, images: torch.Tensor | None) -> Inputs:
@@ -179,10 +203,10 @@ class TorchEngine:
             weights = weights * self._class_weights[source.samples.labels[whole.samples]]
         return Inputs(
             batch=share,
-            samples=to_device(share.samples, self.device),
-            weights=to_device(share.weights, self.device),
+            samples=self._accelerator.put(share.samples),
+            weights=self._accelerator.put(share.weights),
             total=whole.count,
-            total_weight=to_device(weights.sum(dtype=np.float32, keepdims=True), self.device)[0],
+            total_weight=self._accelerator.put(weights.sum(dtype=np.float32, keepdims=True))[0],
             images=images,
         )
 
@@ -198,7 +222,7 @@ class TorchEngine:
                 with self._setup.autocast():
                     yield prefix(augment.apply(batch, None, self._scale, self._bias))
 
-        return collect_features(outputs(), images, self.recipe.data.placement, self.world)
+        return collect_features(outputs(), images, self.recipe.data.placement, self.world, self._accelerator)
 
     def _evaluation_batch(self, source: Source) -> int:
         return min(EVALUATION_BATCH, self.recipe.batch_size, len(source.samples))
@@ -217,9 +241,9 @@ class TorchEngine:
             own.append(Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0))
         resident = source.images
         for batch, images in (
-            stream(source, own, self.device)
+            stream(source, own, self._accelerator)
             if resident is None
-            else ((batch, resident[to_device(batch.samples, self.device)]) for batch in own)
+            else ((batch, resident[self._accelerator.put(batch.samples)]) for batch in own)
         ):
             yield batch, images
             self.world.keep_alive()
@@ -237,21 +261,20 @@ class TorchEngine:
         if self.recorder:
             self._record(source, inputs.batch, self.recorder)
         # Ranks drop different things: each has other samples.
-        torch.manual_seed((seed + self.world.rank) % 2**63)
+        self._accelerator.seed((seed + self.world.rank) % 2**63)
         optim.set_learning_rate(self._optimizer, learning_rate)
-        if self._captured is None or inputs.batch.count < len(inputs.batch.samples):
+        if self._captured is None or self._keeps_on_host:
             self._forget_gradients()
             self._step(source, inputs)
         else:
-            self._slots.fill(source, inputs)
-            self._captured()
+            self._captured(source, inputs)
         self.world.control.end_step()
         self._communication_seconds += self.world.seconds - began
 
     def _record(self, source: Source, batch: Batch, recorder: Recorder) -> None:
         samples = batch.samples[: batch.count]
         table = source.transforms
-        recorder.step(samples, None if table is None else table[to_device(samples, self.device)].cpu().numpy())
+        recorder.step(samples, None if table is None else table[self._accelerator.put(samples)].cpu().numpy())
 
     def _step(self, source: Source, inputs: Inputs) -> None:
         self._gradients.begin()
@@ -300,10 +323,10 @@ class TorchEngine:
             TrainingFailed: not even the smallest pass fits.
         """
         share, wanted = len(inputs.batch.samples), self.recipe.micro_batch
-        if not wanted and (self._is_sliced or not memory.is_limited(self.device)):
+        if not wanted and (self._is_sliced or not self._accelerator.raises_out_of_memory):
             return 1
         passes = self._fitting_passes(source, inputs)
-        if self._statistics.was_used and passes != 1 and not wanted and self.device.type == "cuda":
+        if self._statistics.was_used and passes != 1 and not wanted and self._accelerator.has_memory:
             self._keeps_on_host = True
             passes = self._fitting_passes(source, inputs)
         if self._statistics.was_used and passes > 1 and wanted:
@@ -327,14 +350,15 @@ class TorchEngine:
             samples = min(self.recipe.micro_batch, share)
         else:
             most = min(self.recipe.micro_batch or share, share)
-            samples = memory.largest_pass(lambda n: self._try_pass(source, inputs, n), most)
+            samples = memory.largest_pass(lambda n: self._try_pass(source, inputs, n), most, self._accelerator)
         needs = self.world.all_gather_object(-(-share // samples) if samples else 0)
         return max(needs) if min(needs) else 0
 
     def _try_pass(self, source: Source, inputs: Inputs, samples: int) -> None:
         """Compute one pass without telling the other ranks, and leave no trace of it."""
         buffers = [buffer.clone() for buffer in self.model.buffers()]
-        statistics, self._statistics = self._statistics, BatchStatistics()
+        statistics = self._statistics
+        self._statistics = BatchStatistics(native=statistics.native)
         self._gradients.is_last_pass = False
         # Room for what the optimizer will keep for each weight, and for the gradients on their way.
         ballast = [torch.empty_like(p) for p in self.parameters.values() for _ in range(memory.COPIES_OF_WEIGHTS)]
@@ -360,10 +384,6 @@ class TorchEngine:
     def _forget_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _recorded_step(self) -> None:
-        source, inputs = self._slots.contents()
-        self._step(source, inputs)
-
     def counts(self) -> tuple[Counts, int | None]:
         """See `Engine.counts`."""
         with self.world.heartbeat.waiting():
@@ -376,7 +396,7 @@ class TorchEngine:
         """See `DeviceSplit.evaluate`. Losses are those of the recipe, without class weights."""
         self._agree_on_buffers()
         count = len(source.samples)
-        loss_sum = torch.zeros((), dtype=wide_float(self.device), device=self.device)
+        loss_sum = torch.zeros((), dtype=self._accelerator.wide_float, device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         probabilities: list[tuple[Batch, torch.Tensor]] = []
         network = self._cut.eval_suffix if self._cut else self.model.eval()
@@ -384,7 +404,7 @@ class TorchEngine:
             with self._setup.autocast():
                 x = images.movedim(-1, 1) if self._cut else augment.apply(images, None, self._scale, self._bias)
                 logits = network(x)[: batch.count]
-            labels = source.labels[to_device(batch.samples[: batch.count], self.device)]
+            labels = source.labels[self._accelerator.put(batch.samples[: batch.count])]
             loss_sum += loss.per_sample(logits, labels, self.recipe.loss, self.recipe.label_smoothing).sum()
             correct += (loss.predicted(logits) == labels).sum()
             if with_probabilities:
@@ -425,16 +445,20 @@ class TorchEngine:
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """See `Engine.load_state`."""
+        if self._captured:
+            # The optimizer's state gets new tensors.
+            self._captured.release()
         load_full_state(self.model, self._optimizer, self.parameters, state)
 
     def close(self) -> None:
         """See `Engine.close`."""
-        self._setup.restore()
-        self._let_compiler_in()
+        if self._captured:
+            self._captured.release()
+        self._undo.close()
 
     def peak_memory_bytes(self) -> int | None:
         """See `Engine.peak_memory_bytes`."""
-        return hardware.peak_memory_bytes(self.device)
+        return self._accelerator.peak_bytes()
 
 
 class TorchSplit:

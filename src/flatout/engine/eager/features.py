@@ -7,11 +7,14 @@ import torch
 
 from flatout.data.feed import Samples
 from flatout.dist.world import World
-from flatout.engine.eager import device_setup as hardware
+from flatout.engine.eager.accelerator import Accelerator
+from flatout.engine.eager.device_setup import allocate
 from flatout.engine.eager.split import Source
 
 
-def collect_features(outputs: Iterable[torch.Tensor], placed: Source, wanted: str, world: World) -> Source:
+def collect_features(
+    outputs: Iterable[torch.Tensor], placed: Source, wanted: str, world: World, accelerator: Accelerator
+) -> Source:
     """Place what every rank computes for its part of a split, for all ranks.
 
     Args:
@@ -19,6 +22,7 @@ def collect_features(outputs: Iterable[torch.Tensor], placed: Source, wanted: st
         placed: the split.
         wanted: `data.placement`.
         world: the ranks.
+        accelerator: of the device.
     """
     features: np.ndarray | torch.Tensor | None = None
     count, start = len(placed.samples), 0
@@ -26,7 +30,7 @@ def collect_features(outputs: Iterable[torch.Tensor], placed: Source, wanted: st
         # Rows are kept in the order in which the convolutions read them.
         for rows in world.all_gather(output.movedim(1, -1)):
             if features is None:
-                features = hardware.allocate(count, rows, world.device, wanted, ranks_here=world.local_size)
+                features = allocate(count, rows, accelerator, wanted, ranks_here=world.local_size)
             here = rows[: max(0, count - start)]
             if isinstance(features, torch.Tensor):
                 features[start : start + len(here)] = here

@@ -1,34 +1,22 @@
 """When a batch does not fit: find out before the first step, and compute it in several passes."""
 
 import math
-import sys
 from collections.abc import Callable
 
-import torch
-
+from flatout.engine.eager.accelerator import Accelerator
 from flatout.errors import TrainingFailed, is_out_of_memory
 
 # Adam's two, and one for the gradients of all ranks.
 COPIES_OF_WEIGHTS = 3
 
 
-def is_limited(device: torch.device) -> bool:
-    """Return whether running out of memory is something that a process can notice, rather than be killed for."""
-    if device.type != "cpu":
-        return device.type == "cuda"
-    if sys.platform == "win32":
-        return False
-    import resource
-
-    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-
-
-def largest_pass(attempt: Callable[[int], None], share: int) -> int:
+def largest_pass(attempt: Callable[[int], None], share: int, accelerator: Accelerator) -> int:
     """Return the most samples that one pass can take, `share` or a half, a quarter of it and so on; 0 for none.
 
     Args:
         attempt: computes a pass over so many samples.
         share: the samples of this rank in a step.
+        accelerator: the device.
     """
     samples = share
     while samples:
@@ -41,8 +29,7 @@ def largest_pass(attempt: Callable[[int], None], share: int) -> int:
             samples = 0 if samples == 1 else math.ceil(samples / 2)
         else:
             return samples
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        accelerator.empty_cache()
     return 0
 
 

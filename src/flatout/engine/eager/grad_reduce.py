@@ -91,6 +91,7 @@ class SharedGradients:
         world: the ranks.
         extras: how many more numbers are added up with them in each step.
         exact: knows what rounding took off the gradients; they travel in float64 then.
+        is_async: reading a value would wait for the device.
     """
 
     def __init__(
@@ -99,8 +100,10 @@ class SharedGradients:
         world: World,
         extras: int,
         exact: ExactSums | None = None,
+        *,
+        is_async: bool = False,
     ) -> None:
-        self._world, self._extras = world, extras
+        self._world, self._extras, self._is_async = world, extras, is_async
         self._exact = exact
         self._parts = _partition(parameters[::-1], exact)
         self._buckets = _make_buckets(self._parts, world, extras)
@@ -168,10 +171,9 @@ class SharedGradients:
         return totals[-1][-self._extras :]
 
     def _take(self, part: _Part, total: torch.Tensor) -> None:
-        # On a GPU, asking which parameters other ranks used would wait for it; there this rank's use decides, and
-        # differs from theirs only in models whose structure depends on the batch.
-        on_host = total.device.type == "cpu"
-        present = part.marks(total).tolist() if on_host else [p.grad is not None for p in part.parameters]
+        # Reading which parameters other ranks used would wait for an asynchronous device. This rank's use counts there;
+        # it differs from theirs only in models whose structure depends on the batch.
+        present = [p.grad is not None for p in part.parameters] if self._is_async else part.marks(total).tolist()
         for parameter, view, has_gradient in zip(part.parameters, part.views(total), present, strict=True):
             parameter.grad = view.to(parameter.dtype) if has_gradient else None
 

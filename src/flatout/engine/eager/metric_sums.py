@@ -2,22 +2,19 @@
 
 import torch
 
+from flatout.engine.eager.accelerator import Accelerator
 from flatout.numerics.metrics import Counts
 
 # What every step adds up over its samples: loss times weight, weight, right predictions, samples.
 SUMS = 4
 
 
-def wide_float(device: torch.device) -> torch.dtype:
-    """Return the type for long sums; MPS has no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
 class Totals:
     """Sums on the device since they were last fetched."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(2, dtype=wide_float(device), device=device)
+    def __init__(self, accelerator: Accelerator) -> None:
+        device = accelerator.device
+        self._sums = torch.zeros(2, dtype=accelerator.wide_float, device=device)
         self._numbers = torch.zeros(2, dtype=torch.int64, device=device)
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._first_bad_step = torch.full((), -1, dtype=torch.int64, device=device)

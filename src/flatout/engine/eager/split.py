@@ -1,6 +1,6 @@
 """Where the images of a split live, and how batches of them reach a device."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,7 +8,8 @@ import torch
 
 from flatout.data.feed import Samples, prefetch
 from flatout.data.order import Batch, part
-from flatout.engine.eager import device_setup as hardware
+from flatout.engine.eager.accelerator import Accelerator
+from flatout.engine.eager.device_setup import placement
 
 
 @dataclass(kw_only=True, eq=False)
@@ -45,15 +46,22 @@ class Inputs:
     total_weight: torch.Tensor
     images: torch.Tensor | None
 
+    @property
+    def constants(self) -> tuple[int, int, int]:
+        """The Python numbers of the batch, which become constants of a recorded step."""
+        return len(self.batch.samples), self.batch.count, self.total
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
     def clone(self) -> "Inputs":
-        """Return a copy that stays as it is when the original is used again."""
-        return replace(
-            self,
-            samples=self.samples.clone(),
-            weights=self.weights.clone(),
-            total_weight=self.total_weight.clone(),
-            images=None if self.images is None else self.images.clone(),
-        )
+        """Return a copy with memory of its own."""
+        return replace(self, **{name: tensor.clone() for name, tensor in self._tensors().items()})
+
+    def copy_(self, other: "Inputs") -> None:
+        """Overwrite the tensors with those of a batch of the same constants."""
+        for name, tensor in self._tensors().items():
+            tensor.copy_(getattr(other, name))
 
     def part(self, number: int, parts: int) -> "Inputs":
         """Return some of the share's samples, for one of several passes."""
@@ -69,45 +77,29 @@ class Inputs:
         )
 
 
-def place(samples: Samples, device: torch.device, wanted: str, *, ranks_here: int) -> Source:
+def place(samples: Samples, accelerator: Accelerator, wanted: str, *, ranks_here: int) -> Source:
     """Bring a split to the device if it fits, else leave it in memory or on disk."""
-    labels = torch.from_numpy(samples.labels).to(device)
-    where = hardware.placement(samples.nbytes, device, wanted, ranks_here=ranks_here)
+    labels = torch.from_numpy(samples.labels).to(accelerator.device)
+    where = placement(samples.nbytes, accelerator, wanted, ranks_here=ranks_here)
     if where == "disk":
         return Source(samples=samples, images=None, labels=labels)
     shape = samples.images.shape[1:]
     in_memory = samples.read(np.arange(len(samples)), np.empty((len(samples), *shape), samples.images.dtype))
     if where == "device":
-        return Source(samples=samples, images=torch.from_numpy(in_memory).to(device), labels=labels)
+        return Source(samples=samples, images=torch.from_numpy(in_memory).to(accelerator.device), labels=labels)
     held = Samples(images=in_memory, rows=np.arange(len(samples)), labels=samples.labels)
     return Source(samples=held, images=None, labels=labels)
 
 
-def stream(placed: Source, batches: Iterable[Batch], device: torch.device) -> Iterator[tuple[Batch, torch.Tensor]]:
+def stream(source: Source, batches: Iterable[Batch], accelerator: Accelerator) -> Iterator[tuple[Batch, torch.Tensor]]:
     """Yield the images of batches on the device, read ahead of time from the host."""
-    read = _pinned_reader(placed.samples) if device.type == "cuda" else _reader(placed.samples)
-    for batch, images in prefetch(lambda batch: (batch, read(batch.samples)), batches):
-        yield batch, images.to(device, non_blocking=True)
+    samples = source.samples
+    dtype = torch.from_numpy(np.empty(0, samples.images.dtype)).dtype
 
+    def read(batch: Batch) -> tuple[Batch, torch.Tensor]:
+        images = accelerator.pinned((len(batch.samples), *samples.images.shape[1:]), dtype)
+        samples.read(batch.samples, images.numpy())
+        return batch, images
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy a small array to the device without waiting for it."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def _reader(samples: Samples) -> Callable[[np.ndarray], torch.Tensor]:
-    shape, dtype = samples.images.shape[1:], samples.images.dtype
-    return lambda positions: torch.from_numpy(samples.read(positions, np.empty((len(positions), *shape), dtype)))
-
-
-def _pinned_reader(samples: Samples) -> Callable[[np.ndarray], torch.Tensor]:
-    """Read into page-locked memory, from which a copy to the device overlaps with its work."""
-
-    def read(positions: np.ndarray) -> torch.Tensor:
-        dtype = torch.from_numpy(np.empty(0, samples.images.dtype)).dtype
-        batch = torch.empty((len(positions), *samples.images.shape[1:]), dtype=dtype, pin_memory=True)
-        samples.read(positions, batch.numpy())
-        return batch
-
-    return read
+    for batch, images in prefetch(read, batches):
+        yield batch, images.to(accelerator.device, non_blocking=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from flatout.data.feed import Samples
 from flatout.data.order import Batch
-from flatout.engine.eager import device_setup as hardware
+from flatout.engine.eager.device_setup import MEMORY_SHARE
 from flatout.engine.xla.mesh import Layout
 from flatout.host import available_memory
 
@@ -52,9 +52,9 @@ def place(samples: Samples, layout: Layout, devices: list[Any], wanted: str) -> 
     table = None
     if devices[0].platform != "cpu" and wanted in ("auto", "device"):
         free = min(_free_bytes(device) for device in devices)
-        if wanted == "device" or samples.nbytes <= hardware.MEMORY_SHARE * free:
+        if wanted == "device" or samples.nbytes <= MEMORY_SHARE * free:
             table = layout.put_whole(_read_all(samples), layout.whole)
-    if table is None and wanted != "disk" and samples.nbytes <= hardware.MEMORY_SHARE * available_memory():
+    if table is None and wanted != "disk" and samples.nbytes <= MEMORY_SHARE * available_memory():
         samples = Samples(images=_read_all(samples), rows=np.arange(len(samples)), labels=samples.labels)
     return Placed(samples=samples, table=table, labels=samples.labels.astype(np.int32))
 

@@ -1,0 +1,187 @@
+"""What the torch engine asks of a device, by kind. Other modules of the engine never compare `device.type`."""
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from flatout.host import available_memory, processor_flags
+
+
+class Accelerator:
+    """A device of any kind; the classes below add what is special about CPUs, Apple's GPUs and NVIDIA's.
+
+    Attributes:
+        device: the torch device.
+        is_host: it computes with the cores and memory of the host.
+        is_async: operations are queued, and reading a result waits for all of them.
+        has_memory: it has memory of its own, which copies from pinned host memory reach without waiting.
+        can_capture: steps can be recorded as a graph.
+        wide_float: the type for long sums.
+    """
+
+    is_host = has_memory = can_capture = False
+    is_async = True
+    wide_float = torch.float64
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def name(self) -> str:
+        """The name of the hardware, for the log."""
+        return self.device.type.upper()
+
+    @property
+    def raises_out_of_memory(self) -> bool:
+        """Whether a lack of memory raises an error, rather than having the system end the process."""
+        return self.has_memory
+
+    def precisions(self) -> list[str]:
+        """Return the number formats that the hardware computes in, the default first."""
+        return ["fp32"]
+
+    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
+        """Set what belongs to the whole process for training; `undo` restores it, and the random state."""
+        undo.callback(torch.set_rng_state, torch.get_rng_state())
+        if not self.is_host:
+            module = torch.get_device_module(self.device)
+            undo.callback(module.set_rng_state, module.get_rng_state())
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's default generators of the host and of this device, and of no other."""
+        torch.default_generator.manual_seed(seed)
+        if not self.is_host:
+            torch.get_device_module(self.device).manual_seed(seed)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an empty host tensor, pinned if that lets copies to the device overlap with its work."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self.has_memory)
+
+    def put(self, array: np.ndarray) -> torch.Tensor:
+        """Copy a small array to the device without waiting for it."""
+        tensor = torch.from_numpy(array)
+        return (tensor.pin_memory() if self.has_memory else tensor).to(self.device, non_blocking=self.has_memory)
+
+    def free_bytes(self) -> int:
+        """Return the free memory for tensors of the device."""
+        return torch.accelerator.get_memory_info(self.device)[0] if self.has_memory else available_memory()
+
+    def peak_bytes(self) -> int | None:
+        """Return the peak memory of tensors on the device; None where that is the host's memory."""
+        return torch.accelerator.max_memory_allocated(self.device) if self.has_memory else None
+
+    def empty_cache(self) -> None:
+        """Return freed memory to the device."""
+        if self.has_memory:
+            torch.accelerator.empty_cache()
+
+    def has_room_for_graph(self) -> bool:
+        """Return whether a graph can keep the memory of a step, beside steps that run without it."""
+        held = torch.accelerator.memory_allocated(self.device)
+        reserved = torch.accelerator.memory_reserved(self.device)
+        step = torch.accelerator.max_memory_allocated(self.device) - held
+        return 2 * step <= self.free_bytes() + reserved - held
+
+    def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Record the operations of a step without running them."""
+        raise NotImplementedError
+
+
+class CPU(Accelerator):
+    """The cores of the host."""
+
+    is_host, is_async = True, False
+
+    @property
+    def raises_out_of_memory(self) -> bool:
+        """See `Accelerator`: only where the address space is limited (`ulimit -v`)."""
+        if sys.platform == "win32":
+            return False
+        import resource
+
+        return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+    def precisions(self) -> list[str]:
+        """See `Accelerator`."""
+        return ["fp32"] + ["bf16"] * bool(processor_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+
+    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
+        """See `Accelerator`."""
+        super().adapt_process(undo, precision, threads)
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads)
+        # Arithmetic on denormal numbers takes hundreds of cycles. Only a product shows whether they are flushed.
+        is_flushed = not torch.tensor(1e-310, dtype=torch.float64).mul(1.0).item()
+        undo.callback(torch.set_flush_denormal, is_flushed)
+        torch.set_flush_denormal(True)
+        _keep_freed_memory(undo)
+
+
+class MPS(Accelerator):
+    """The GPU of an Apple processor, which uses the memory of the host."""
+
+    wide_float = torch.float32
+
+
+class CUDA(Accelerator):
+    """A GPU of NVIDIA."""
+
+    has_memory = can_capture = True
+
+    @property
+    def name(self) -> str:
+        """See `Accelerator`."""
+        return torch.cuda.get_device_name(self.device)
+
+    def precisions(self) -> list[str]:
+        """See `Accelerator`."""
+        has_tf32 = torch.cuda.get_device_capability(self.device) >= (8, 0)
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return ["tf32"] * has_tf32 + ["fp32"] + ["bf16"] * has_bf16
+
+    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
+        """See `Accelerator`.
+
+        All work is queued on one stream of its own: the default stream cannot be captured, and autograd accumulates a
+        parameter's gradient on the stream that was current when it first saw the parameter.
+        """
+        undo.enter_context(torch.cuda.device(self.device))
+        undo.enter_context(torch.cuda.stream(torch.cuda.Stream()))
+        super().adapt_process(undo, precision, threads)
+        cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+        name, value = "fp32_precision", "ieee" if precision == "fp32" else "tf32"
+        for owner, setting, wanted in ((cudnn, "benchmark", True), (cudnn.conv, name, value), (products, name, value)):
+            undo.callback(setattr, owner, setting, getattr(owner, setting))
+            setattr(owner, setting, wanted)
+
+    def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """See `Accelerator`."""
+        graph = torch.cuda.CUDAGraph()
+        # The thread that reads images ahead may allocate pinned memory meanwhile: only this thread's calls are checked.
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            step()
+        return graph
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
+    """Return the accelerator of a torch device."""
+    return {"cpu": CPU, "cuda": CUDA, "mps": MPS}.get(device.type, Accelerator)(device)
+
+
+def _keep_freed_memory(undo: contextlib.ExitStack) -> None:
+    """Have glibc keep freed blocks instead of returning them to the kernel.
+
+    The activations of a step are megabytes each and freed at its end. By default, each is mapped and zeroed page by
+    page again in the next step, which took a seventh of the time of a small network's step.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        undo.callback(libc.malloc_trim, 0)
+        # M_MMAP_MAX and M_TRIM_THRESHOLD. glibc cannot be asked what they were: it returns to its defaults.
+        for option, value, default in ((-4, 0, 65536), (-1, 2**31 - 1, 128 * 1024)):
+            undo.callback(libc.mallopt, option, default)
+            libc.mallopt(option, value)

@@ -1,0 +1,183 @@
+"""Make an engine for some devices, and decide how many processes and threads to use."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flatout.engine.base import Engine
+from flatout.engine.devices import Devices, parse_devices
+from flatout.errors import InputError
+from flatout.host import physical_cores, usable_cores
+from flatout.recipe import Recipe
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import nn
+
+    from flatout.dist.world import World
+
+# Seconds for starting several processes, and for one all-reduce on a host: constant and per byte of gradients.
+LAUNCH_SECONDS = 4.0
+SUM_SECONDS, SUM_SECONDS_PER_BYTE = 5e-4, 2.5e-10
+# The speed that one more thread adds to a process, where one more process adds 1.
+THREAD_WORTH = 0.6
+MIN_SHARE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """What to start: one process for each device, the threads of each, and a sentence for the log if there is any."""
+
+    devices: Devices
+    threads: int
+    reason: str = ""
+
+
+def choose_processes(
+    spec: str, recipe: Recipe, images: int, build: "Callable[[], nn.Module]", engine: str = "torch"
+) -> Processes:
+    """Decide which devices a SPEC means for a job; only `auto` leaves a choice.
+
+    On CPUs that choice is between one process with a thread per core, and one process per core. Two processes are
+    faster than two threads, since threads synchronise after every operation and processes only a few times per step;
+    but processes take time to start, must add up their gradients, and need enough work.
+
+    Args:
+        spec: the SPEC.
+        recipe: the job.
+        images: the number of training images.
+        build: makes the model, to measure its speed.
+        engine: the engine's name.
+
+    Raises:
+        InputError: as `parse_devices`.
+    """
+    from flatout.engine.eager.device_setup import cpu_threads
+
+    devices = parse_devices(spec, engine)
+    if engine == "xla":
+        return Processes(devices=devices, threads=physical_cores())
+    asked, threads, cores = len(devices.indices), cpu_threads(len(devices.indices)), physical_cores()
+    if spec != "auto":
+        too_many = devices.kind == "cpu" and asked > usable_cores()
+        reason = f"--devices {spec}: {asked} processes share {usable_cores()} cores, which is slower than one per core"
+        return Processes(devices=devices, threads=threads, reason=reason if too_many else "")
+    batch = min(recipe.batch_size, images)
+    if devices.kind == "cuda" and asked > 1:
+        count = max(1, min(asked, batch // MIN_SHARE))
+        chosen = Devices(kind="cuda", indices=devices.indices[:count])
+        reason = f"--devices auto: using {chosen}" + f", which the batch of {batch} fills" * (count < asked)
+        return Processes(devices=chosen, threads=cpu_threads(count), reason=reason)
+    if devices.kind != "cpu" or cores == 1 or "OMP_NUM_THREADS" in os.environ or batch < MIN_SHARE * cores:
+        return Processes(devices=devices, threads=threads)
+    from flatout.engine.eager.probe import seconds_per_image
+
+    model = build()
+    seconds = seconds_per_image(model, recipe) * images * recipe.epochs
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    sums = recipe.epochs * -(-images // batch) * (SUM_SECONDS + SUM_SECONDS_PER_BYTE * gradients)
+    by_threads = seconds / (1 + THREAD_WORTH * (cores - 1))
+    by_processes = seconds / cores + sums + LAUNCH_SECONDS
+    if by_processes < by_threads:
+        devices = Devices(kind="cpu", indices=tuple(range(cores)))
+        reason = f"--devices auto: using {cores} processes, one per core ({_about(by_processes)})"
+        return Processes(devices=devices, threads=1, reason=reason)
+    reason = f"--devices auto: using 1 process with {threads} threads ({_about(by_threads)})"
+    return Processes(devices=devices, threads=threads, reason=reason)
+
+
+def _about(seconds: float) -> str:
+    return f"about {seconds:.0f} s" if seconds < 100 else f"about {seconds / 60:.0f} min"
+
+
+def local_device(spec: str, local_rank: int, local_size: int) -> str:
+    """Return the torch name of this rank's device, where a launcher has started `local_size` ranks on this host.
+
+    Raises:
+        InputError: the SPEC names another number of devices than the launcher has started ranks.
+    """
+    devices = parse_devices(spec)
+    count = len(devices.indices)
+    if spec == "auto":
+        # Where there are more ranks than GPUs, several share one; without GPUs, all use the CPU.
+        return devices.names[local_rank % count]
+    if count == local_size:
+        return devices.names[local_rank]
+    if count == 1 and devices.kind == "cpu":
+        return "cpu"
+    if count == 1 and ":" not in spec:
+        return parse_devices(f"{local_size}x{devices.kind}").names[local_rank]
+    raise InputError(f"--devices {spec}: names {count} devices, but the launcher started {local_size} ranks here")
+
+
+def join(spec: str, engine: str = "torch") -> "World":
+    """Return the world of the ranks that a launcher has started with this process, or of this process alone.
+
+    Raises:
+        InputError: the devices or the launcher's variables are wrong, or the other ranks are missing.
+    """
+    import torch
+
+    from flatout.dist.env import launched
+    from flatout.dist.world import World
+
+    found = launched()
+    if engine == "xla":
+        if found is None:
+            return World()
+        if found.local_size > 1:
+            raise InputError(
+                f"--engine xla: one process drives all devices of a host, but the launcher started {found.local_size} "
+                "here; start one for each host"
+            )
+        world = World(found, torch.device("cpu"))
+        world.join(found, shares_gpu=False)
+        return world
+    if found is None:
+        return World(device=torch.device(parse_devices(spec).names[0]))
+    names = [local_device(spec, rank, found.local_size) for rank in range(found.local_size)]
+    device = torch.device(names[found.local_rank])
+    world = World(found, device)
+    world.join(found, shares_gpu=device.type == "cuda" and len(set(names)) < len(names))
+    return world
+
+
+def make_engine(
+    model: "nn.Module",
+    recipe: Recipe,
+    *,
+    engine: str,
+    devices: str,
+    world: "World",
+    class_weights: "np.ndarray | None" = None,
+    report: Callable[[str], None],
+    **options: Any,
+) -> Engine:
+    """Return an engine that trains `model` on the devices of all ranks.
+
+    Args:
+        model: with the weights to start from.
+        recipe: complete.
+        engine: `torch` or `xla`.
+        devices: the SPEC; a rank that has joined a world uses that world's device.
+        world: the ranks.
+        class_weights: float32 [classes]; None for none.
+        report: takes sentences for the log.
+        **options: for the torch engine.
+
+    Raises:
+        InputError: the engine is not available here, or cannot compile the model.
+    """
+    if engine == "xla":
+        from flatout.engine.xla.devices import find, find_on_all_hosts
+
+        chosen = parse_devices(devices, engine)
+        kind, indices = chosen.kind, chosen.indices
+        found = find_on_all_hosts(kind, indices, world) if world.is_joined else find(kind, indices)
+        from flatout.engine.xla.engine import XlaEngine
+
+        return XlaEngine(model, recipe, devices=found, world=world, class_weights=class_weights, report=report)
+    from flatout.engine.eager.engine import TorchEngine
+
+    return TorchEngine(model, recipe, world=world, class_weights=class_weights, report=report, **options)
