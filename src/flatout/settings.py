@@ -1,18 +1,42 @@
-"""Settings as people write them, in TOML or after `--set`: taken apart, checked and made into the type asked for."""
+"""Settings as people write them, in TOML, after `--set` or in Python: parsed, checked and converted to their type."""
 
 import difflib
+import functools
 import math
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, TypeVar
 
-from flatout.errors import InputError
+from flatout.errors import InputError, TrainingFailed
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# What other libraries call our recipe keys, flags and devices.
+_ALIASES = {
+    "learning_rate": "lr",
+    "bs": "batch_size",
+    "num_epochs": "epochs",
+    "wd": "weight_decay",
+    "arch": "model",
+    "img_size": "image_size",
+    "imgsz": "image_size",
+    "random_state": "seed",
+    "validation_split": "valid_fraction",
+    "device": "devices",
+    "gpus": "devices",
+    "workers": "devices",
+    "output": "out",
+    "gpu": "cuda",
+}
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """Split one `--set KEY=VALUE`; the value is read as TOML, as a comma-separated list, or else as plain text."""
+    """Split one `--set KEY=VALUE`; the value is read as TOML, else as a comma-separated list, else as plain text."""
     key, equals, raw = text.partition("=")
     if not equals or not key.strip():
         raise InputError(f"--set {text}: must be KEY=VALUE, such as --set optimizer.lr=0.1")
@@ -46,7 +70,64 @@ def typed(value: Any, hint: Any, key: str) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a hint that names the known word closest to `word`, or the known words."""
-    known = list(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else "known: " + ", ".join(known)
+    """Return a hint: the known word that `word` abbreviates, is another name of, or resembles; else all known words."""
+    by_name = {name.lstrip("-").replace("-", "_"): name for name in known}
+    plain = word.lstrip("-").replace("-", "_").lower()
+    last = plain.rpartition(".")[2]
+    meant = (last, _ALIASES.get(last))
+    close = [name for name in by_name if name.rpartition(".")[2] in meant]
+    close = close or difflib.get_close_matches(plain, by_name, n=1, cutoff=0.6)
+    return f"did you mean {by_name[close[0]]!r}?" if close else "known: " + ", ".join(by_name.values())
+
+
+def nearest_path(path: Path) -> str:
+    """Return a hint that names the file or folder beside a missing path whose name resembles it; else nothing."""
+    try:
+        names = [entry.name for entry in path.absolute().parent.iterdir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
+    return f"did you mean '{path.parent / close[0]}'?" if close else ""
+
+
+_SWITCHES = {
+    "no-pretrained": "pretrained=False",
+    "no-cache": "cache=False",
+    "allow-code": "allow_code=True",
+    "resume": "resume=True",
+    "overwrite": "overwrite=True",
+}
+_SETTING = re.compile(r"--set (\w[\w.]*=[^\s;,)]+)")
+# A flag, and its value where a colon follows, or it is a placeholder (PATH), a number, a device, an engine or a model.
+_VALUE = r"\S+(?=: )|[A-Z]+\b|\d[\w:,.]*\b|(?:auto|cpu|cuda|mps|tpu|torch|xla|timm)\b[\w:,.]*\b"
+_FLAG = re.compile(rf"--([a-z][a-z-]*[a-z])(?: ({_VALUE}))?")
+
+
+def python_words(message: str) -> str:
+    """Return a message with command-line flags replaced by the arguments of `flatout.fit` and `Run` they stand for."""
+
+    def setting(match: re.Match[str]) -> str:
+        key, value = parse_setting(match[1])
+        section, _, last = key.rpartition(".")
+        return f"{section}={{{last!r}: {value!r}}}" if section else f"{key}={value!r}"
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match[1].replace("-", "_"), match[2] or ""
+        is_literal = value.isupper() or value.isdigit() or not value
+        return _SWITCHES.get(match[1], f"{name}={value if is_literal else repr(value)}")
+
+    return _FLAG.sub(flag, _SETTING.sub(setting, message))
+
+
+def in_python(function: Callable[P, T]) -> Callable[P, T]:
+    """Let the errors of a public function name arguments, not flags of the command line."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (InputError, TrainingFailed) as error:
+            error.args = (python_words(str(error)), *error.args[1:])
+            raise
+
+    return call

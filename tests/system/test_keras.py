@@ -127,10 +127,10 @@ def test_an_epoch_equals_a_plain_loops(kind: str, tmp_path: Path) -> None:
     model, data = build(), splits(classes)
     before = weights_of(model)
     run = fitted(model, data, tmp_path / "run")
-    assert all(map(np.array_equal, weights_of(model), before)), "the user's model stays as it is"
     oracle = build()
     expected = plain_loop(oracle, *data["train"], seed=run.recipe.seed)
     trained = run.model.to_keras()  # pyright: ignore[reportCallIssue]
+    assert all(map(np.array_equal, weights_of(model), weights_of(trained))), "the user's model is the trained one"
     assert trained.layers[-1].name == model.layers[-1].name
     for found, value, old in zip(weights_of(trained), expected, before, strict=True):
         np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5)
@@ -145,6 +145,26 @@ def test_an_epoch_equals_a_plain_loops(kind: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal([int(p.classes[0]) for p in run.predict(images, top=1)], scores.argmax(1))
     assert run.summary["valid_correct"] == (scores.argmax(1) == labels).sum()
     assert loaded.evaluate(data, devices="cpu")["valid_correct"] == run.summary["valid_correct"]
+
+
+@pytest.mark.parametrize(
+    ("first", "top"),
+    [
+        ([layers.Rescaling(1 / 255)], 255),
+        ([layers.RandomFlip(), layers.Rescaling(1 / 127.5, offset=-1)], 255),
+        ([layers.Rescaling(2.0, offset=-1)], 1),
+        ([keras.Sequential([keras.Input((12, 12, 1)), layers.Rescaling(1 / 255)])], 255),
+    ],
+)
+def test_a_model_that_rescales_gets_pixels_that_are_not_normalised(first: list[Any], top: int, tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((12, 12, 1)), *first, layers.Flatten(), layers.Dense(5)])
+    data = splits(5)
+    recipe = recipe_for(**{"data.mean": (0.4,), "data.std": (0.3,)})
+    run = flatout.fit(model, data, job=recipe, out=tmp_path / "run", devices="cpu", quiet=True)
+    assert (run.recipe.data.mean, run.recipe.data.std) == ((0.0,), (1 / top,))
+    images = data["valid"][0]
+    scores = keras.ops.softmax(model.predict(images * (top / 255), verbose=0))
+    np.testing.assert_allclose(run.probabilities(images), scores, atol=1e-4)
 
 
 def test_dropout_goes_by_the_seed(tmp_path: Path) -> None:

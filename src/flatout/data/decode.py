@@ -65,11 +65,11 @@ class ImageHeader:
     frames: int
 
 
-def decode_image(path: Path, *, size: int, channels: int, resize: str) -> np.ndarray:
+def decode_image(path: Path | bytes, *, size: int, channels: int, resize: str) -> np.ndarray:
     """Return the image in `path` as uint8 [size, size, channels].
 
     Args:
-        path: the file; its content decides the format, not its name.
+        path: the file, or its bytes; the content decides the format, not the name.
         size: height and width of the result, in pixels.
         channels: 1 (ITU-R 601 luma) or 3 (RGB).
         resize: "stretch" (to the square), or "crop" (the largest centred square, then resized; the same as resizing the
@@ -86,7 +86,7 @@ def decode_image(path: Path, *, size: int, channels: int, resize: str) -> np.nda
     """
     assert channels in (1, 3)
     assert resize in ("stretch", "crop")
-    data = _read(path)
+    data = path if isinstance(path, bytes) else _read(path)
     image = _decode_jpeg(data, size, channels, resize) if data.startswith(JPEG_START) else None
     return image if image is not None else _decode_with_pillow(data, size, channels, resize)
 

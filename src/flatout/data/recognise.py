@@ -7,6 +7,7 @@ from flatout.data.formats import npy as arrays
 from flatout.data.labels import find_class_list
 from flatout.data.source import Found, Source
 from flatout.errors import InputError
+from flatout.settings import nearest_path
 
 DIGITS = "sklearn:digits"
 _EXPECTED = (
@@ -34,7 +35,7 @@ def recognise(path: Path, *, classes: str = "") -> Found:
     if str(path) == DIGITS:
         return Found(kind="scikit-learn digits", path=path, inputs=(), read=arrays.load_digits_source)
     if not path.exists():
-        raise InputError(f"{path}: there is no such file or folder")
+        raise InputError(f"{path}: there is no such file or folder; {nearest_path(path) or 'check the path'}")
     if is_pack(path):
         return Found(kind="pack", path=path, inputs=(), read=lambda: _no_source(path))
     found = _in_folder(path, classes) if path.is_dir() else _in_file(path, classes)

@@ -45,7 +45,7 @@ class Network(NamedTuple):
 class KerasModule(nn.Module):
     """A Keras model with its weights held by torch: trainable ones as parameters, the others as buffers.
 
-    The model given is copied and stays as it is. Its last activation, softmax or sigmoid, is left out, since flatout's
+    The model given is copied. Its last activation, softmax or sigmoid, is left out, since flatout's
     losses take logits. It takes normalised images [B, C, H, W], which Keras sees as [B, H, W, C], and returns logits
     [B, K]; so far as torch runs it, which is on the CPU, in evaluation and without gradients. `--engine xla` trains it.
 
@@ -87,10 +87,19 @@ class KerasModule(nn.Module):
             else:
                 owner.register_buffer(last, value)
 
-    @property
-    def num_outputs(self) -> int:
-        """How many logits it returns for an image."""
-        return self._architecture.original.output_shape[-1]
+    def conventions(self) -> tuple[dict[str, Any], list[str]]:
+        """Return the recipe keys that follow from the model, and a sentence for each surprising one."""
+        model, keys, notes = self._architecture.original, {}, []
+        if model.output_shape[-1] == 1:
+            keys["loss"] = "binary-cross-entropy"
+        if self.left_out:
+            notes.append(f"the loss takes logits, so the model's last activation, {self.left_out}, is left out")
+        if scale := _rescaling(model):
+            # Pixels reach a model as (pixel / 255 - mean) / std.
+            top = 255 if scale < 0.1 else 1
+            keys |= {"data.mean": (0.0,), "data.std": (1 / top,)}
+            notes.append(f"the model begins with Rescaling, so it gets pixels in 0..{top}, not normalised ones")
+        return keys, notes
 
     def forward(self, x_NCHW: torch.Tensor) -> torch.Tensor:
         """Return the logits, float32 [B, K]."""
@@ -264,6 +273,17 @@ def _leaves(model: Any) -> Iterator[Any]:
             yield from _leaves(layer)
         else:
             yield layer
+
+
+def _rescaling(model: Any) -> float:
+    """Return the scale of the Rescaling that a model begins with, augmentation aside; 0 for none."""
+    keras = _keras()
+    for layer in _leaves(model):
+        if isinstance(layer, keras.layers.Rescaling):
+            return float(np.max(np.abs(layer.scale)))
+        if not isinstance(layer, keras.layers.InputLayer) and not type(layer).__name__.startswith("Random"):
+            break
+    return 0.0
 
 
 def _last_layer(model: Any) -> Any:

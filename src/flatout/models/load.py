@@ -78,12 +78,16 @@ def build_model(
     return model
 
 
-def copied(module: "nn.Module") -> "nn.Module":
+def copied(module: Any) -> "nn.Module":
     """Return a copy of a user's module, on the CPU.
 
     Raises:
-        InputError: it cannot be copied.
+        InputError: it is no module, or cannot be copied.
     """
+    from torch import nn
+
+    if not isinstance(module, nn.Module):
+        raise InputError(f"model: must be a torch module, a Keras 3 model or a name, not {module!r}")
     try:
         return copy.deepcopy(module).to("cpu")
     except Exception as error:  # what a user's module holds may raise anything

@@ -1,16 +1,16 @@
 """The public call `fit`: from data, a model and a recipe to a run folder."""
 
-import copy
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console
-from flatout.errors import InputError, Stopped
+from flatout.errors import Stopped
 from flatout.recipe import Recipe
 from flatout.run.folder import Run
 from flatout.run.monitor import signals_stop
 from flatout.run.session import Options, Session
+from flatout.settings import in_python, python_words
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from flatout.data.source import Found, Source
 
 
+@in_python
 def fit(
-    model: "nn.Module | str | None" = None,
+    model: "nn.Module | str | Any" = None,
     data: Any = None,
+    labels: Any = None,
     *,
+    validation_data: Any = None,
     job: str | Path | Recipe | None = None,
     out: str | Path | None = None,
     devices: str = "auto",
@@ -36,54 +39,59 @@ def fit(
 ) -> Run:
     """Train a classifier and return the run.
 
+    A module or Keras model given is trained: afterwards it has the weights of the run, and a module is in evaluation
+    mode on the CPU. This holds for several devices too. After an error or an interruption it is as it was before;
+    `flatout.load(out, model=model).model` then loads what was trained.
+
     Args:
-        model: a torch module or a Keras 3 model (trained as a copy; yours stays as it is), one of our names,
-            `timm:NAME`, or `package.module:factory`. None takes the job's, or one that suits the data. The run's model
-            then is a torch module; for a Keras model it is a `KerasModule`, whose `to_keras()` returns Keras's own.
-        data: a path; a pair of arrays (images, labels) or a dict or tuple of such pairs for train, valid and test;
-            torch map-style data sets in the same way. None takes the job's.
-        job: a built-in job, a recipe file or a Recipe to start from; without it, a recipe is made from what is found.
+        model: a torch module, a Keras 3 model, one of our names, `timm:NAME`, `package.module:factory` or
+            `file.py:factory`; None for the job's model, or one that suits the data.
+        data: a path; images as an array, with `labels`; a pair (images, labels), or a dict or tuple of such pairs for
+            train, valid and test; torch map-style data sets in the same way. None for the job's data.
+        labels: the labels of `data`, if that is an array of images.
+        validation_data: a pair or a data set for validation.
+        job: a built-in job, a recipe file or a Recipe to start from; by default a recipe is made for the data.
         out: the run folder; by default a new one under `runs/`.
-        devices: a device SPEC such as `auto`, `cpu`, `2xcpu`, `cuda:0,2`, `8xtpu`. Several devices work from a notebook
-            cell, a REPL and a script without a main guard too.
-        engine: `torch`, `xla`, or `auto`: XLA for TPUs and Keras models, and torch for everything else.
-        resume: continue the run in `out`; overwrite: replace it; cache: keep the decoded images for the next run.
+        devices: a device SPEC such as `auto`, `cpu`, `2xcpu`, `cuda:0,2`, `8xtpu`. Several devices also work in
+            notebooks, in a REPL, and in scripts without `if __name__ == "__main__"`.
+        engine: `torch`, `xla`, or `auto`: XLA for TPUs and Keras models, torch otherwise.
+        resume: continue the run in `out`.
+        overwrite: replace the run in `out`.
+        cache: keep the decoded images for the next run.
         quiet: print nothing.
-        **changes: recipe fields, such as `epochs=5`, `batch_size=256`, `optimizer=flatout.SGD(lr=0.01)`,
-            `augment=flatout.Augment(flip=True)`.
+        **changes: recipe keys, such as `epochs=5`, `batch_size=256`, `lr=0.01`, `optimizer="adam"` or
+            `optimizer=flatout.SGD(lr=0.01)`, `augment=flatout.Augment(flip=True)` or `augment={"flip": True}`.
 
     Raises:
-        InputError: something given is wrong; the message names it and the mend.
-        TrainingFailed: training could not go on; the weights of the last good epoch are in the run folder.
+        InputError: an argument or the data is wrong; the message names it and the fix.
+        TrainingFailed: training cannot continue; the weights of the last good epoch are in the run folder.
     """
     import sys
 
     from flatout.dist.env import launched
     from flatout.engine.devices import engine_for, parse_devices
-    from flatout.models.keras import KerasModule
+    from flatout.models.keras import KerasModule, is_keras
+    from flatout.models.load import copied
+    from flatout.run.arguments import join_data, recipe_changes
     from flatout.run.resolve import resolve
 
     process = launched()
     rank = process.rank if process else 0
     console = Console(None if quiet or rank else sys.stdout, rank=rank)
-    module = None if model is None or isinstance(model, str) else _copy(model)
+    data, flat = join_data(data, labels, validation_data), recipe_changes(changes)
+    module = None
+    if isinstance(model, str):
+        flat["model"] = model
+    elif model is not None:
+        module = KerasModule(model) if is_keras(model) else copied(model)
+        flat["model"] = f"python:{type(module).__qualname__}"
     if isinstance(module, KerasModule):
         engine = "xla" if engine == "auto" else engine
-        if module.num_outputs == 1:
-            changes.setdefault("loss", "binary-cross-entropy")
-        if module.left_out:
-            console.note(f"the loss takes logits, so the model's last activation, {module.left_out}, is left out")
+        implied, notes = module.conventions()
+        flat = {**implied, **flat}
+        for sentence in notes:
+            console.note(sentence)
     engine = engine_for(devices, engine)
-    if isinstance(model, str):
-        changes["model"] = model
-    elif module is not None:
-        changes["model"] = f"python:{type(module).__qualname__}"
-    flat = {}
-    for key, value in changes.items():
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            flat |= {f"{key}.{inner}": v for inner, v in dataclasses.asdict(value).items()}
-        else:
-            flat[key] = value
     options = Options(
         out=Path(out) if out else None,
         devices=devices,
@@ -95,33 +103,22 @@ def fit(
     )
     try:
         recipe, found = resolve(
-            job, data, flat, accelerated=parse_devices(devices, engine).is_accelerated, console=console
+            job,
+            data,
+            flat,
+            accelerated=parse_devices(devices, engine).is_accelerated,
+            console=console,
+            words=python_words,
         )
         folder = train_recipe(recipe, found, options, console, module=module)
     except Stopped:
         raise KeyboardInterrupt from None
     finally:
         console.close()
-    return Run(folder, model=module, allow_code=options.allow_code)
-
-
-def _copy(model: "nn.Module") -> "nn.Module":
-    """Return a copy on the CPU, which training and the finished run may change; of a Keras model a `KerasModule`."""
-    from torch import nn
-
-    from flatout.models.keras import KerasModule, is_keras
-
-    if is_keras(model):
-        return KerasModule(model)
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model: must be a torch module, a Keras 3 model or a name, not {model!r}")
-    try:
-        return copy.deepcopy(model).to("cpu")
-    except Exception as error:  # what a user's module holds may raise anything
-        raise InputError(
-            f"model: {type(model).__qualname__} cannot be copied ({type(error).__name__}: {error}); "
-            "keep locks, open files, generators and results of earlier computations out of it"
-        ) from error
+    run = Run(folder, model=None if isinstance(model, str) else model, allow_code=options.allow_code)
+    if module is not None:
+        _ = run.model  # loads the weights into the model given
+    return run
 
 
 def train_recipe(

@@ -11,6 +11,7 @@ import numpy as np
 from flatout.errors import InputError
 from flatout.recipe import Recipe, load_recipe
 from flatout.report.run_files import RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
+from flatout.settings import in_python
 
 if TYPE_CHECKING:
     from torch import nn
@@ -107,6 +108,7 @@ class Run:
             given.write_to(self._given)
         return model
 
+    @in_python
     def evaluate(self, data: Any = None, *, devices: str = "auto", engine: str = "auto") -> dict[str, Any]:
         """Return `test_loss`, `test_accuracy`, `test_correct`, `test_count` on the run's test data, or on other data.
 
@@ -122,11 +124,18 @@ class Run:
 
         return evaluate(self, data, devices=devices, engine=engine, console=Console())
 
+    @in_python
     def predict(self, images: Any, *, top: int = 5) -> list[Prediction]:
-        """Classify images: files, folders of files, or an array uint8 [N, H, W, C] (also [N, H, W] and one image).
+        """Return the `top` most probable classes of each image.
+
+        Args:
+            images: a file, a folder, a PIL image, the bytes of a file, an array or tensor [H, W], [H, W, C] or
+                [C, H, W], or a list of these; or one array or tensor of many images, [N, ...]. Values are uint8, or
+                numbers in 0..1 or 0..255. Images of another size are resized.
+            top: how many classes.
 
         Raises:
-            InputError: a file is missing or cannot be read as an image.
+            InputError: an image is missing or cannot be read.
         """
         from flatout.run.predict import predict
 
@@ -146,6 +155,33 @@ class Run:
                 logits = model(augment.apply(batch, None, 1 / (255 * std), -mean / std))
                 results.append(loss.probabilities(logits).numpy())
         return np.concatenate(results)
+
+    def _repr_html_(self) -> str:
+        """Return the figures of the run and its pictures, for notebooks."""
+        from base64 import b64encode
+        from html import escape
+
+        summary = self.summary
+        figures = {
+            "model": f"{self.recipe.model}, {summary.get('parameters', 0):,} parameters",
+            "test accuracy": summary.get("test_accuracy"),
+            "validation accuracy": summary.get("valid_accuracy"),
+            "trained": f"{summary.get('images_trained', 0):,} images in {summary.get('train_seconds', 0):.1f} s",
+            "devices": summary.get("devices"),
+            "folder": self.path,
+        }
+        rows = "".join(
+            f"<tr><th>{name}</th><td>{escape(f'{value:.4f}' if isinstance(value, float) else str(value))}</td></tr>"
+            for name, value in figures.items()
+            if value is not None
+        )
+        pictures = [self.path / name for name in ("curves.png", "predictions.png")]
+        shown = "".join(
+            f'<img style="max-width:45%" src="data:image/png;base64,{b64encode(picture.read_bytes()).decode()}">'
+            for picture in pictures
+            if picture.is_file()
+        )
+        return f"<table>{rows}</table>{shown}"
 
     def show(self) -> Any:
         """Show the report: in a notebook in the cell, else its path is printed."""

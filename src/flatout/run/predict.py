@@ -1,7 +1,9 @@
-"""Classify new images with a trained run."""
+"""Classify new images with a trained run, a batch at a time."""
 
-from collections.abc import Iterable
+import io
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,71 +14,97 @@ from flatout.errors import InputError
 if TYPE_CHECKING:
     from flatout.run.folder import Prediction, Run
 
+# Decoded images in memory at once.
+MOST_AT_ONCE = 256
+
 
 def predict(run: "Run", images: Any, *, top: int) -> "list[Prediction]":
     """See `Run.predict`."""
     from flatout.run.folder import Prediction
 
-    if isinstance(images, str | Path):
-        images = [images]
-    if isinstance(images, np.ndarray):
-        names, pixels = _from_array(run, images)
-    else:
-        names, pixels = _from_files(run, images)
     if not top >= 1:
         raise InputError(f"--top {top}: must be at least 1")
-    results = []
-    for name, probabilities in zip(names, run.probabilities(pixels), strict=True):
-        best = np.argsort(-probabilities, kind="stable")[:top]
-        classes = tuple(run.classes[i] for i in best)
-        results.append(
-            Prediction(file=name, classes=classes, probabilities=tuple(float(probabilities[i]) for i in best))
-        )
+    named = _named(images, run.recipe.channels)
+    results, bad = [], []
+    with ThreadPoolExecutor() as pool:
+        while batch := list(islice(named, min(MOST_AT_ONCE, run.recipe.batch_size))):
+            decoded = list(pool.map(lambda item: _pixels(run, *item), batch))
+            bad += [error for error in decoded if isinstance(error, str)]
+            if bad:  # the rest is decoded only to name every bad file
+                continue
+            for (name, _), row in zip(batch, run.probabilities(np.stack(decoded)), strict=True):
+                best = np.argsort(-row, kind="stable")[:top]
+                classes = tuple(run.classes[i] for i in best)
+                results.append(Prediction(file=name, classes=classes, probabilities=tuple(float(row[i]) for i in best)))
+    if bad:
+        raise InputError("\n".join(["these images cannot be read:", *bad]))
+    if not results:
+        raise InputError("no image to classify: name files or folders")
     return results
 
 
-def _from_files(run: "Run", paths: Iterable[str | Path]) -> tuple[list[str], np.ndarray]:
-    from flatout.data.decode import BadImage, decode_image
+def _named(images: Any, channels: int) -> Iterator[tuple[str, Any]]:
+    """Yield every image with its name: the file's, or its position."""
+    if hasattr(images, "detach"):
+        images = images.detach().cpu().numpy()
+    if isinstance(images, np.ndarray):
+        yield from _rows(images, channels)
+        return
+    if isinstance(images, str | bytes | Path) or hasattr(images, "convert"):
+        images = [images]
+    if not isinstance(images, Iterable):
+        raise InputError(f"images: a {type(images).__name__}; give files, folders, PIL images, arrays or tensors")
+    for i, image in enumerate(images):
+        if isinstance(image, str | Path):
+            yield from ((str(file), file) for file in _files(Path(image)))
+        elif isinstance(image, bytes | np.ndarray) or hasattr(image, "convert") or hasattr(image, "detach"):
+            yield str(i), image
+        else:
+            raise InputError(f"images: item {i} is a {type(image).__name__}; give a file, a PIL image or an array")
+
+
+def _rows(images: np.ndarray, channels: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the images of one array, in which values have one range; three axes are one image if they can be."""
+    from flatout.data.pixels import channels_last, range_of, to_uint8
+
+    ends = (images.shape[0], images.shape[-1]) if channels == 3 else images.shape[-1:]
+    if images.ndim == 2 or (images.ndim == 3 and channels in ends):
+        images = images[None]
+    images = channels_last(images, "images")
+    scale = range_of(images, "images")
+    for i in range(len(images)):
+        yield str(i), to_uint8(images[i : i + 1], scale, "images")[0]
+
+
+def _files(path: Path) -> list[Path]:
     from flatout.data.formats.folders import is_image_name
 
-    files: list[Path] = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if is_image_name(p.name) and p.is_file())
-            if not inside:
-                raise InputError(f"{path}: holds no images")
-            files += inside
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise InputError(f"{path}: there is no such file")
-    if not files:
-        raise InputError("no image to classify: name files or folders")
+    if path.is_dir():
+        if inside := sorted(p for p in path.rglob("*") if is_image_name(p.name) and p.is_file()):
+            return inside
+        raise InputError(f"{path}: holds no images")
+    if not path.exists():
+        raise InputError(f"{path}: there is no such file")
+    return [path]
+
+
+def _pixels(run: "Run", name: str, image: Any) -> np.ndarray | str:
+    """Return one image as the model takes it, uint8 [size, size, C], or a message."""
+    from flatout.data.decode import BadImage, decode_image, resize_images
+
     recipe = run.recipe
-
-    def decode(file: Path) -> np.ndarray | str:
-        try:
-            return decode_image(file, size=recipe.image_size, channels=recipe.channels, resize=recipe.data.resize)
-        except BadImage as error:
-            return f"{file}: {error}"
-
-    with ThreadPoolExecutor() as pool:
-        decoded = list(pool.map(decode, files))
-    bad = [d for d in decoded if isinstance(d, str)]
-    if bad:
-        raise InputError("\n".join(["these files cannot be read as images:", *bad]))
-    return [str(f) for f in files], np.stack([d for d in decoded if not isinstance(d, str)])
-
-
-def _from_array(run: "Run", images: np.ndarray) -> tuple[list[str], np.ndarray]:
-    recipe = run.recipe
-    size, channels = recipe.image_size, recipe.channels
-    if images.dtype != np.uint8:
-        raise InputError(f"images have type {images.dtype}: must be uint8, 0..255")
-    if images.shape[-1] != channels and channels == 1 and images.ndim < 4:
-        images = images[..., None]
-    if images.ndim == 3:
-        images = images[None]
-    if images.shape[1:] != (size, size, channels):
-        raise InputError(f"images have shape {images.shape}: must be [N, {size}, {size}, {channels}]")
-    return [str(i) for i in range(len(images))], images
+    shape: dict[str, Any] = {"size": recipe.image_size, "channels": recipe.channels, "resize": recipe.data.resize}
+    try:
+        if hasattr(image, "convert"):
+            # As a file, so that its mode, transparency and orientation are treated as those of files.
+            file = io.BytesIO()
+            image.save(file, "PNG" if image.mode[0] in "1LPRI" else "TIFF", compress_level=1, exif=image.getexif())
+            image = file.getvalue()
+        if isinstance(image, bytes | Path):
+            return decode_image(image, **shape)
+        if hasattr(image, "detach"):
+            image = image.detach().cpu().numpy()
+        _, pixels = next(_rows(image[None], recipe.channels))
+        return resize_images(pixels[None], **shape)[0]
+    except (BadImage, InputError, OSError) as error:
+        return f"{name}: {error}"

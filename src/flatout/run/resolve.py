@@ -1,6 +1,6 @@
-"""From the JOB and DATA that a user names to a recipe and the data it trains on."""
+"""From JOB and DATA as the user gives them to a recipe and its data."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,14 +8,20 @@ from flatout.console import Console
 from flatout.errors import InputError
 from flatout.jobs import builtin_jobs, load_job
 from flatout.recipe import Recipe, load_recipe
-from flatout.settings import nearest
+from flatout.settings import nearest, nearest_path
 
 if TYPE_CHECKING:
     from flatout.data.source import Found, Source
 
 
 def resolve(
-    job: str | Path | Recipe | None, data: Any, changes: Mapping[str, Any], *, accelerated: bool, console: Console
+    job: str | Path | Recipe | None,
+    data: Any,
+    changes: Mapping[str, Any],
+    *,
+    accelerated: bool,
+    console: Console,
+    words: Callable[[str], str] = str,
 ) -> "tuple[Recipe, Found | Source]":
     """Return the recipe and the recognised data.
 
@@ -23,8 +29,9 @@ def resolve(
         job: a built-in job, a recipe file, a path of data, a Recipe, or None for a recipe made from the data.
         data: a path or data given in Python; None takes what the recipe names, or downloads what the job is about.
         changes: dotted recipe keys to override.
-        accelerated: whether there is more than a CPU to train on; a recipe made from data then is more ambitious.
-        console: told what was made, found and downloaded.
+        accelerated: whether a GPU or TPU trains; a recipe made for data then has a larger model and images.
+        console: takes notes on what was made, found and downloaded.
+        words: puts advice that names flags in the words of the caller.
 
     Raises:
         InputError: the job or the data cannot be found, or a change does not fit.
@@ -33,23 +40,23 @@ def resolve(
 
     recipe = _named_recipe(job)
     if "data.path" in changes and (data is not None or recipe is None):
-        raise InputError(f"data.path = {changes['data.path']!r}: the data is named twice; leave one out")
+        raise InputError(f"data.path = {changes['data.path']!r}: data is given twice; remove one")
     if recipe is None and job is not None:
         if data is not None:
-            raise InputError(f"{job} is data, and --data names other data: give one of the two")
+            raise InputError(f"{job} is data, and so is --data {data}: give one of them")
         data = str(job)
     if recipe is None:
         from flatout.run.advise import advise
 
         if data is None:
-            raise InputError("no job and no data: name one of them")
+            raise InputError("no job and no data: give one of them")
         found = find(data, str(changes.get("data.classes", "")))
         recipe, reasons = advise(found, _plain(data), accelerated=accelerated)
         chosen = {key.partition(".")[0] for key in changes} | set(changes)
-        console.note("no recipe was named, so one is made from what is there:")
+        console.note("no recipe given; generated one from your data:")
         for key, reason in reasons.items():
             if key not in chosen:
-                console.note(f"  {reason}")
+                console.note(f"  {words(reason)}")
         return recipe.override(changes), found
     recipe = recipe.override(changes)
     if data is None:
@@ -70,11 +77,12 @@ def _named_recipe(job: str | Path | Recipe | None) -> Recipe | None:
         recipe = load_recipe(path)
         inner = recipe.data.path
         if inner and not inner.startswith("sklearn:") and not Path(inner).is_absolute():
-            # A recipe means the same from whichever folder it is run.
+            # Relative to the recipe, not to the current folder.
             return recipe.override({"data.path": str(path.parent / inner)})
         return recipe
     if not path.exists() and not str(job).startswith("sklearn:"):
-        raise InputError(f"no job, recipe file or data called {str(job)!r}; {nearest(str(job), builtin_jobs())}")
+        hint = nearest_path(path) or nearest(str(job), builtin_jobs())
+        raise InputError(f"no job, recipe file or data called {str(job)!r}; {hint}")
     return None
 
 
