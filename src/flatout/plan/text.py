@@ -49,10 +49,6 @@ def _compiled_lines(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _price(cost: float) -> str:
-    return f"{cost:,.2f}" if cost >= 0.1 else f"{cost:.2g}"
-
-
 def _measured_lines(result: Mapping[str, Any]) -> list[str]:
     head = ["devices", "processes x threads", "memory", "step", "images/s", "least to most", "job", "least to most"]
     table, remarks = [head], []

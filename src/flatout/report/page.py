@@ -1,10 +1,11 @@
-"""The one-page report of a run: work out what to show and fill the template.
+"""The report of a run: one page, filled in from the files of the run folder.
 
-The page is one file that fetches nothing and runs nothing; whatever comes from data (class names, paths, notes) is
-escaped by the template. A piece that is missing or damaged is left out with a sentence that says why.
+The page is a single file that loads nothing; its only script, which filters a table, is allowed by its hash. The
+template escapes all text from data (class names, paths, notes). Missing or damaged files are named in their place.
 """
 
 import base64
+import hashlib
 import io
 import re
 import tomllib
@@ -18,49 +19,75 @@ import numpy as np
 from flatout.console import duration
 from flatout.files import write_atomically
 from flatout.report import pictures
-from flatout.report.pictures import finite, shorten
-from flatout.report.run_files import Predictions, RunFiles, read_run
+from flatout.report.run_files import REPORT, Predictions, RunFiles, read_run
+from flatout.report.style import finite, shorten
 
-THUMBNAIL_PIXELS = 192  # twice the width a picture has on the page, for dense screens
-CLASSES_SHOWN = 20
-SKIPPED_SHOWN = 100
+THUMBNAIL_PIXELS = 192  # twice the width of an image on the page, for dense screens
+CLASSES_SHOWN, PAIRS_SHOWN, SKIPPED_SHOWN = 20, 10, 100
 SPLIT_NAMES = {"test": "test", "valid": "validation"}
-TIME_NAMES = {
-    "start": "start-up", "read": "finding the data", "pack": "packing", "compile": "compiling", "train": "training",
-    "evaluate": "evaluation", "pictures": "pictures", "other": "everything else",
-}  # fmt: skip
+TIME_PARTS = {
+    "start": ("start-up", "#8a95a0"),
+    "read": ("finding the data", "#eba25c"),
+    "pack": ("packing", "#d2620a"),
+    "launch": ("starting processes", "#a3acb5"),
+    "model": ("building the model", "#c9a227"),
+    "place": ("copying images to the devices", "#4c9a8b"),
+    "compile": ("compiling", "#8a6bbf"),
+    "train": ("training", "#2f7fce"),
+    "evaluate": ("evaluation", "#7fb2e5"),
+    "pictures": ("pictures", "#6fae5e"),
+    "other": ("everything else", "#c3cbd3"),
+}
+OTHER_COLOUR = TIME_PARTS["other"][1]
+# Files with lines "class, readable name", for classes that are called n01440764 or the like.
+NAME_FILES = ("class_names.csv", "class_names.txt", "classes.txt", "labels.csv", "LOC_synset_mapping.txt")
+NAME_FILE_BYTES = 10_000_000
+FILTER_SCRIPT = """
+document.querySelector("input[type=search]").addEventListener("input", event => {
+  const wanted = event.target.value.toLowerCase();
+  for (const row of document.querySelectorAll("#all-classes tbody tr"))
+    row.hidden = !row.textContent.toLowerCase().includes(wanted);
+});
+"""
 
 
 def draw_all(run: Path) -> None:
-    """Draw predictions.png, curves.png, confusion.png and report.html again from the other files of the run folder.
+    """Draw predictions.png, curves.png, confusion.png and report.html from the other files of the run folder.
 
     Raises:
-        InputError: `run` is no run folder, or a file cannot be written.
+        InputError: `run` is no run folder, a value in summary.json has the wrong type, or a file cannot be written.
     """
-    run = Path(run)
-    files = read_run(run)
+    files = read_run(Path(run))
+    names, shown = _readable_names(files), files.predictions
     if files.metrics:
-        pictures.draw_curves(run / "curves.png", files.metrics, files.summary.get("best_epoch"))
-    shown = files.predictions
+        pictures.draw_curves(files.run / "curves.png", files.metrics, files.summary)
     if shown is not None:
         picked = shown.sample[shown.grid]
         actual, predicted = shown.labels[picked].tolist(), shown.predicted[picked].tolist()
-        images = shown.images[shown.grid]
-        pictures.draw_predictions(run / "predictions.png", images, actual, predicted, files.classes)
-        pictures.draw_confusion(run / "confusion.png", shown.confusion(), files.classes)
-    _write_page(files)
+        pictures.draw_predictions(files.run / "predictions.png", shown.images[shown.grid], actual, predicted, names)
+        pictures.draw_confusion(files.run / "confusion.png", shown.confusion(), names)
+    _write_page(files, names)
 
 
-def write_page(run: Path) -> Path:
-    """Write report.html from the files of the run folder and return its path; confusion.png is embedded as it is.
+def _readable_names(files: RunFiles) -> list[str]:
+    """Return the class names to show: readable ones where a file in the run folder or beside the data has them."""
+    data = _recipe_value(files.recipe, "data.path")
+    for folder in (files.run, *([Path(data)] if data else ())):
+        for path in (folder / name for name in NAME_FILES):
+            try:
+                if path.stat().st_size > NAME_FILE_BYTES:
+                    continue
+                lines = path.read_text(encoding="utf-8").splitlines()
+            except (OSError, ValueError):
+                continue
+            pairs = (re.split(r"\s*[,;\t]\s*|\s+", line.strip(), maxsplit=1) for line in lines)
+            readable = {pair[0]: pair[1].strip(' "') for pair in pairs if len(pair) == 2 and pair[1].strip(' "')}
+            if readable.keys() >= set(files.classes):
+                return [readable[name] for name in files.classes]
+    return files.classes
 
-    Raises:
-        InputError: `run` is no run folder, or the page cannot be written.
-    """
-    return _write_page(read_run(Path(run)))
 
-
-def _write_page(files: RunFiles) -> Path:
+def _write_page(files: RunFiles, names: list[str]) -> None:
     import jinja2
 
     environment = jinja2.Environment(
@@ -71,15 +98,14 @@ def _write_page(files: RunFiles) -> Path:
         lstrip_blocks=True,
     )
     environment.filters |= {"duration": duration, "breakable": _breakable, "shorten": shorten}
-    html = environment.get_template("page.html.j2").render(_content(files))
-    path = files.run / "report.html"
-    write_atomically(path, html.encode())
-    return path
+    html = environment.get_template("page.html.j2").render(_content(files, names))
+    write_atomically(files.run / REPORT, html.encode())
 
 
-def _content(files: RunFiles) -> dict[str, Any]:
-    """Return everything the template shows, by name."""
+def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
+    """Return everything that the template shows, by name."""
     summary, shown = files.summary, files.predictions
+    rows = _class_rows(shown, names) if shown else []
     return {
         "job": summary.get("job") or _recipe_value(files.recipe, "job") or files.run.name,
         "model": _recipe_value(files.recipe, "model") or "",
@@ -90,24 +116,27 @@ def _content(files: RunFiles) -> dict[str, Any]:
         "facts": _facts(summary),
         "stopped": summary.get("stopped"),
         "verdict": [*(summary.get("verdict") or ()), *_unanswered(shown)],
-        "notes": list(summary.get("notes") or ()),
         "curves": _curves(files),
         "split": SPLIT_NAMES.get(shown.split, shown.split) if shown else "test",
-        "grid": _tiles(files, shown.grid) if shown else [],
-        "mistakes": _tiles(files, shown.mistakes) if shown else [],
+        "grid": _tiles(shown, shown.grid, names) if shown else [],
+        "mistakes": _tiles(shown, shown.mistakes, names) if shown else [],
         "confusion": _embedded(files.run / "confusion.png"),
-        "class_table": _class_table(shown, files.classes) if shown else [],
-        "classes_shown": CLASSES_SHOWN,
+        "pairs": _confused_pairs(shown, names) if shown else [],
+        "worst": rows[:CLASSES_SHOWN],
+        "all_classes": sorted(rows, key=lambda row: row["name"]) if len(rows) > CLASSES_SHOWN else [],
         "time": _time(summary),
         "recipe": re.split(r"\n\n(?=\[)", files.recipe.strip()),
         "environment": _environment(summary),
+        "notes": [*(summary.get("runs_on") or ()), *(summary.get("notes") or ())],
         "skipped": list((summary.get("skipped_images") or {}).items()),
         "skipped_shown": SKIPPED_SHOWN,
+        "script": FILTER_SCRIPT,
+        "script_hash": base64.b64encode(hashlib.sha256(FILTER_SCRIPT.encode()).digest()).decode(),
     }
 
 
 def _headline(files: RunFiles) -> dict[str, str] | None:
-    """Return the accuracy to head the page with: on test images, else validation images, else the last epoch's."""
+    """Return the accuracy at the top of the page: on test images, else validation images, else the last epoch's."""
     summary = files.summary
     test, valid = finite(summary.get("test_accuracy")), finite(summary.get("valid_accuracy"))
     correct, count = summary.get("test_correct"), summary.get("test_count")
@@ -151,13 +180,10 @@ def _curves(files: RunFiles) -> list[tuple[str, Any]]:
     quantities = ["loss", "accuracy"]
     if pictures.learning_rate_changes(files.metrics):
         quantities.append("learning_rate")
-    best = files.summary.get("best_epoch")
-    return [(quantity, Markup(pictures.curve_svg(files.metrics, quantity, best))) for quantity in quantities]
+    return [(quantity, Markup(pictures.curve_svg(files.metrics, files.summary, quantity))) for quantity in quantities]
 
 
-def _tiles(files: RunFiles, positions: np.ndarray) -> list[dict[str, Any]]:
-    shown, classes = files.predictions, files.classes
-    assert shown is not None
+def _tiles(shown: Predictions, positions: np.ndarray, names: list[str]) -> list[dict[str, Any]]:
     tiles = []
     for position in positions.tolist():
         index = int(shown.sample[position])
@@ -166,8 +192,8 @@ def _tiles(files: RunFiles, positions: np.ndarray) -> list[dict[str, Any]]:
             {
                 "image": _thumbnail(shown.images[position]),
                 "tiny": max(shown.images.shape[1:3]) < pictures.SMOOTH_FROM_PIXELS,
-                "actual": classes[actual],
-                "predicted": classes[predicted] if predicted >= 0 else "none",
+                "actual": names[actual],
+                "predicted": names[predicted] if predicted >= 0 else "none",
                 "right": actual == predicted,
                 "probability": float(shown.probabilities[index, predicted]) if predicted >= 0 else None,
             }
@@ -197,19 +223,34 @@ def _data_uri(kind: str, content: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def _class_table(shown: Predictions, classes: list[str]) -> list[dict[str, Any]]:
+def _class_rows(shown: Predictions, names: list[str]) -> list[dict[str, Any]]:
     """Return a row for each class that has images, the least accurate first."""
     matrix_KK = shown.confusion()
-    counts_K = np.bincount(shown.labels, minlength=len(classes))
+    counts_K = np.bincount(shown.labels, minlength=len(names))
     wrong_KK = matrix_KK - np.diag(np.diag(matrix_KK))
     rows = []
     for label in np.flatnonzero(counts_K).tolist():
         right, count = int(matrix_KK[label, label]), int(counts_K[label])
         rival = int(wrong_KK[label].argmax())
         times = int(wrong_KK[label, rival])
-        row = {"name": classes[label], "right": right, "count": count, "accuracy": right / count}
-        rows.append(row | {"rival": classes[rival] if times else None, "times": times})
-    return sorted(rows, key=lambda row: row["accuracy"])
+        row = {"name": names[label], "right": right, "count": count, "accuracy": right / count}
+        rows.append(row | {"rival": names[rival] if times else None, "times": times})
+    return sorted(rows, key=lambda row: (row["accuracy"], -row["count"]))
+
+
+def _confused_pairs(shown: Predictions, names: list[str]) -> list[dict[str, Any]]:
+    """Return the most frequent mistakes; none where the picture of the confusion matrix has the numbers."""
+    if len(names) <= pictures.NUMBERS_UP_TO_CLASSES:
+        return []
+    matrix_KK = shown.confusion()
+    np.fill_diagonal(matrix_KK, 0)
+    rows = []
+    for cell in np.argsort(-matrix_KK, axis=None, kind="stable")[:PAIRS_SHOWN].tolist():
+        actual, predicted = divmod(cell, len(names))
+        if (times := int(matrix_KK[actual, predicted])) > 1:
+            count = int((shown.labels == actual).sum())
+            rows.append({"actual": names[actual], "predicted": names[predicted], "times": times, "count": count})
+    return rows
 
 
 def _time(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -218,11 +259,12 @@ def _time(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     if parts and rest > 0.01 * sum(parts.values()):
         parts["other"] = rest
     total = sum(parts.values())
-    return [
-        {"key": name, "name": TIME_NAMES.get(name, name), "seconds": seconds, "share": seconds / total}
-        for name, seconds in parts.items()
-        if seconds > 0
-    ]
+    shown = []
+    for key, seconds in parts.items():
+        name, colour = TIME_PARTS.get(key, (key, OTHER_COLOUR))
+        if seconds > 0:
+            shown.append({"name": name, "colour": colour, "seconds": seconds, "share": seconds / total})
+    return shown
 
 
 def _environment(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -236,7 +278,7 @@ def _environment(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("devices", _text(summary.get("devices"))),
         ("processes", summary.get("world_size")),
         ("precision", summary.get("precision")),
-        ("threads", summary.get("threads")),
+        ("threads per process", summary.get("threads_per_rank")),
         ("most memory used", _bytes(summary.get("peak_rss_bytes"))),
         ("most device memory used", _bytes(summary.get("peak_device_bytes"))),
         *(summary.get("versions") or {}).items(),
@@ -273,8 +315,11 @@ def _date(files: RunFiles) -> str:
 
 
 def _recipe_value(recipe: str, key: str) -> str | None:
+    """Return the text under a dotted key; None where the recipe does not have it."""
     try:
-        value = tomllib.loads(recipe).get(key)
+        value: Any = tomllib.loads(recipe)
     except tomllib.TOMLDecodeError:
         return None
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
     return value if isinstance(value, str) else None

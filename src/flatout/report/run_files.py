@@ -17,6 +17,28 @@ from flatout.files import write_atomically
 RECIPE, METRICS, SUMMARY, WEIGHTS = "recipe.toml", "metrics.jsonl", "summary.json", "weights.safetensors"
 PREDICTIONS, CHECKPOINTS, LOGS, REPORT = "predictions.npz", "checkpoints", "logs", "report.html"
 PICTURES = ("predictions.png", "curves.png", "confusion.png")
+# The values of summary.json that the report reads, by an example of their type. Each may be missing or null.
+_SUMMARY_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("job", "date", "stopped", "engine", "precision"), ""),
+    **dict.fromkeys(("test_accuracy", "valid_accuracy", "images_per_second", "train_seconds", "wall_seconds"), 0.0),
+    **dict.fromkeys(
+        ("test_correct", "test_count", "epochs", "parameters", "best_epoch", "kept_epoch", "world_size"), 0
+    ),
+    **dict.fromkeys(("peak_rss_bytes", "peak_device_bytes", "threads_per_rank"), 0.0),
+    **{key: [""] for key in ("classes", "verdict", "notes", "runs_on")},
+    **{key: {"": ""} for key in ("versions", "skipped_images")},
+    "machine": {},
+    "time_seconds": {"": 0.0},
+    "train_loss_by_step": [[0.0]],
+}
+_TYPE_NAMES = {
+    str: "text",
+    float: "a number",
+    int: "a whole number",
+    list: "a list",
+    dict: "an object",
+    bool: "a boolean",
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,7 +93,8 @@ def read_run(run: Path) -> RunFiles:
     """Read a run folder for its report.
 
     Raises:
-        InputError: `run` is no folder, or has no recipe.toml, or neither summary.json nor metrics.jsonl.
+        InputError: `run` is no folder, or has no recipe.toml, or neither summary.json nor metrics.jsonl, or a
+            value in summary.json has the wrong type.
     """
     if not run.is_dir():
         raise InputError(f"{run}: there is no such run folder; give the folder that `flatout train` wrote")
@@ -86,6 +109,7 @@ def read_run(run: Path) -> RunFiles:
         )
     missing: dict[str, str] = {}
     summary = read_summary(run, missing)
+    _check_types(run / SUMMARY, summary, _SUMMARY_TYPES)
     return RunFiles(
         run=run,
         recipe=recipe.read_text(encoding="utf-8", errors="replace"),
@@ -94,6 +118,26 @@ def read_run(run: Path) -> RunFiles:
         predictions=_read_predictions(run / PREDICTIONS, len(summary.get("classes") or ()), missing),
         missing=missing,
     )
+
+
+def _check_types(path: Path, value: Any, example: Any, name: str = "") -> None:
+    """Raise InputError where a value has another type than its example; an object or a list is checked inside."""
+    if value is None:
+        return
+    types = (int, float) if isinstance(example, float) else type(example)
+    if not isinstance(value, types) or (isinstance(value, bool) and not isinstance(example, bool)):
+        found = _TYPE_NAMES.get(type(value), "true or false")
+        raise InputError(
+            f"{path}: {name} is {found}, not {_TYPE_NAMES[type(example)]}: restore the file, or remove {name} from it"
+        )
+    if isinstance(example, dict):
+        for key, inner in value.items():
+            expected = example.get(key, example.get(""))
+            if expected is not None:
+                _check_types(path, inner, expected, f"{name}.{key}" if name else key)
+    elif isinstance(example, list):
+        for index, inner in enumerate(value):
+            _check_types(path, inner, example[0], f"{name}[{index}]")
 
 
 def read_summary(run: Path, missing: dict[str, str]) -> dict[str, Any]:

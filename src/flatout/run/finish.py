@@ -175,6 +175,7 @@ def _summary(
         "epochs": recipe.epochs,
         "epochs_trained": progress.epoch,
         "best_epoch": progress.best_epoch or None,
+        "kept_epoch": chosen or None,
         "seed": recipe.seed,
         "parameters": session.parameters,
         "trained_parameters": session.trained_parameters,

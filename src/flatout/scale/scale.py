@@ -1,7 +1,7 @@
-"""`flatout scale`: the same recipe on each of several choices of devices, measured and compared.
+"""`flatout scale`: train one recipe on several choices of devices, and compare them.
 
 Every run is a process of its own, started as the user would start it, so that none inherits another's warm caches or
-memory. Repeats are interleaved (A B A B): a machine that grows slower meanwhile slows all choices alike.
+memory. Repeats alternate between the choices (A B A B), so that a machine that slows down affects all of them alike.
 """
 
 import re
@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,30 +24,25 @@ from flatout.recipe import Recipe
 from flatout.report.run_files import RECIPE, write_json
 from flatout.run.folder import Run
 from flatout.scale.chart import draw_scaling
-from flatout.scale.findings import findings
+from flatout.scale.findings import findings, is_plausible
 
 RESULT, CHART = "scaling.json", "scaling.png"
-LAST_LINES = 10  # of a run that failed without a message
+LAST_LINES = 10  # printed of a run that failed without a message
 
 # What is compared of a run: medians over the repeats, with the least and the most.
 FIGURES = (
-    "images_per_second",
-    "epoch_seconds",
-    "train_seconds",
-    "warmup_seconds",
-    "setup_seconds",
-    "wall_seconds",
-    "communication_fraction",
-    "input_wait_fraction",
-)
+    "images_per_second", "epoch_seconds", "train_seconds", "warmup_seconds", "setup_seconds", "wall_seconds",
+    "communication_fraction", "input_wait_fraction",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One SPEC to measure: its kind of device, and the batch it trains with."""
+    """One SPEC to measure: its kind of device, whether that is an accelerator, and the batch it trains with."""
 
     spec: str
     kind: str
+    accelerated: bool
     batch_size: int
 
     def folder(self, repeat: int) -> str:
@@ -61,17 +56,11 @@ def split_specs(text: str) -> list[str]:
     Raises:
         InputError: a SPEC is empty or named twice.
     """
-    specs: list[str] = []
-    for part in (part.strip() for part in text.split(",")):
-        if part.isdecimal() and specs and ":" in specs[-1]:
-            specs[-1] += f",{part}"
-        else:
-            specs.append(part)
+    specs = [spec.strip() for spec in re.split(r",(?!\s*\d+\s*(?:,|$))", text)]
     if not all(specs):
         raise InputError(f"--devices {text}: an empty SPEC between commas; write it as cpu,2xcpu")
-    for spec in specs:
-        if specs.count(spec) > 1:
-            raise InputError(f"--devices {text}: {spec} is named twice; --repeats N measures every SPEC N times")
+    if twice := [spec for spec in specs if specs.count(spec) > 1]:
+        raise InputError(f"--devices {text}: {twice[0]} is named twice; --repeats N measures every SPEC N times")
     return specs
 
 
@@ -104,7 +93,7 @@ def scale(
         Stopped: a run was stopped by a signal of its own.
     """
     from flatout.data.load import load
-    from flatout.engine.devices import engine_for, parse_devices
+    from flatout.engine.devices import engine_for, machine, parse_devices
     from flatout.run.resolve import resolve
 
     if repeats < 1:
@@ -116,26 +105,20 @@ def scale(
     accelerated = all(choice.is_accelerated for choice in chosen.values())
     recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
     choices = [
-        Choice(spec=spec, kind=d.kind, batch_size=recipe.batch_size * (len(d.indices) if weak else 1))
+        Choice(
+            spec=spec,
+            kind=d.kind,
+            accelerated=d.is_accelerated,
+            batch_size=recipe.batch_size * (len(d.indices) if weak else 1),
+        )
         for spec, d in chosen.items()
     ]
-    # Decoded here, so that the first run's total does not hold what the others find in the cache.
+    # Decoded here, or only the first run would include decoding in its time.
     load(found, recipe, cache=True, report=console)
     console.finish()
     out = out or Path("runs") / f"scale-{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}"
     _write_recipe(out, recipe)
-    result = _measure(choices, repeats, out, _head(recipe, repeats, weak), console)
-    result["findings"] = findings(result)
-    write_json(out / RESULT, result)
-    draw_scaling(out / CHART, result)
-    return {**result, "out": str(out)}
-
-
-def _head(recipe: Recipe, repeats: int, weak: bool) -> dict[str, Any]:
-    """Return what scaling.json says of the measurement as a whole."""
-    from flatout.engine.devices import machine
-
-    return {
+    head = {
         "scaling": "weak" if weak else "strong",
         "repeats": repeats,
         **{key: getattr(recipe, key) for key in ("job", "model", "batch_size", "epochs", "norm")},
@@ -143,12 +126,17 @@ def _head(recipe: Recipe, repeats: int, weak: bool) -> dict[str, Any]:
         "machine": machine(),
         "version": __version__,
     }
+    result = _measure(choices, repeats, out, head, console)
+    result["findings"] = findings(result)
+    write_json(out / RESULT, result)
+    draw_scaling(out / CHART, result)
+    return {**result, "out": str(out)}
 
 
 def _measure(
     choices: Sequence[Choice], repeats: int, out: Path, head: Mapping[str, Any], console: Console
 ) -> dict[str, Any]:
-    """Train every choice `repeats` times; scaling.json is whole after every run, whatever ends this process."""
+    """Train every choice `repeats` times; scaling.json is complete after every run, whatever ends this process."""
     runs: list[dict[str, Any]] = []
 
     def result(ended: str | None) -> dict[str, Any]:
@@ -160,14 +148,17 @@ def _measure(
                 name, folder = f"{choice.spec}, run {repeat} of {repeats}", out / choice.folder(repeat)
                 console.note(f"{name}: {folder}")
                 _train(choice, name, out / RECIPE, folder)
-                runs.append(_measured(choice, repeat, folder))
-                console.note(f"{name}: {_in_short(runs[-1])}")
+                run = _measured(choice, repeat, folder)
+                runs.append(run)
+                rate = f"{run['images_per_second']:,.0f} images per second, " if run["images_per_second"] else ""
+                times = f"training {duration(run['train_seconds'])}, everything {duration(run['wall_seconds'])}"
+                console.note(f"{name}: {rate}{times}")
                 write_json(out / RESULT, result("not finished"))
     except BaseException as error:
         known = isinstance(error, InputError | TrainingFailed)
         write_json(out / RESULT, result(str(error) if known else "stopped"))
         if runs:
-            console.note(f"what was measured so far is in {out / RESULT}")
+            console.note(f"the runs finished so far are in {out / RESULT}")
         raise
     return result(None)
 
@@ -187,9 +178,6 @@ def _write_recipe(out: Path, recipe: Recipe) -> None:
     write_atomically(out / RECIPE, recipe.to_toml(head).encode())
 
 
-# --- one run ----------------------------------------------------------------------------------------------------------
-
-
 def _train(choice: Choice, name: str, recipe: Path, out: Path) -> None:
     """Train in a process of its own; raise what it ended with, its message under the name of the run."""
     # -P: a random.py in the current folder is none of our imports.
@@ -207,11 +195,11 @@ def _train(choice: Choice, name: str, recipe: Path, out: Path) -> None:
         )
         code = _wait(child)
         errors.seek(0)
-        said = errors.read().decode(errors="replace").strip()
+        output = errors.read().decode(errors="replace").strip()
     if code == 0:
         return
-    told = re.search(r"^flatout: (.*)", said, re.MULTILINE | re.DOTALL)
-    message = told[1] if told else "\n".join([f"ended with exit code {code}", *said.splitlines()[-LAST_LINES:]])
+    found = re.search(r"^flatout: (.*)", output, re.MULTILINE | re.DOTALL)
+    message = found[1] if found else "\n".join([f"ended with exit code {code}", *output.splitlines()[-LAST_LINES:]])
     if code == 2:
         raise InputError(f"{name}: {message}")
     if code > 128:
@@ -244,7 +232,7 @@ def _measured(choice: Choice, repeat: int, folder: Path) -> dict[str, Any]:
     epoch_seconds = statistics.median(epochs[1:] or epochs)
     warmup = summary.get("warmup_seconds")
     if warmup is None and len(epochs) > 1:
-        # Too few steps to tell the first ones apart: the first epoch against the others.
+        # Too few steps to tell the first ones from the rest: compare the first epoch with the others.
         warmup = max(0.0, epochs[0] - epoch_seconds)
     split = "test" if summary["test_count"] else "valid"
     figures: dict[str, Any] = {name: summary.get(name) for name in FIGURES}
@@ -267,14 +255,6 @@ def _measured(choice: Choice, repeat: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def _in_short(run: Mapping[str, Any]) -> str:
-    rate = f"{run['images_per_second']:,.0f} images per second, " if run["images_per_second"] else ""
-    return f"{rate}training {duration(run['train_seconds'])}, everything {duration(run['wall_seconds'])}"
-
-
-# --- the comparison ---------------------------------------------------------------------------------------------------
-
-
 def compare(choices: Sequence[Choice], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return `specs`, a row of figures for each choice that was measured, and `runs`, as they came.
 
@@ -289,7 +269,9 @@ def compare(choices: Sequence[Choice], runs: Sequence[Mapping[str, Any]]) -> dic
             continue
         last = mine[-1]
         row = {"devices": choice.spec, "kind": choice.kind, "batch_size": choice.batch_size}
-        row |= {key: last[key] for key in ("world_size", "threads_per_rank", "split", "count")}
+        row |= {key: last[key] for key in ("world_size", "split", "count")}
+        # On an accelerator, the threads of its process do not compute.
+        row["threads_per_rank"] = None if choice.accelerated else last["threads_per_rank"]
         row |= {name: spread([run[name] for run in mine]) for name in FIGURES}
         row |= {"accuracy": spread([run["accuracy"] for run in mine]), "correct": [run["correct"] for run in mine]}
         rows.append(row)
@@ -308,48 +290,41 @@ def spread(values: Sequence[float | None]) -> dict[str, float] | None:
     return {"median": statistics.median(known), "min": min(known), "max": max(known)} if known else None
 
 
-# --- shown ------------------------------------------------------------------------------------------------------------
-
-
 def lines_of(result: Mapping[str, Any]) -> list[str]:
     """Return the table, a column for each SPEC, and the findings, as lines; `result` is what `scale` returned."""
-    columns = [_cells(row) for row in result["specs"]]
-    head = list(columns[0])
-    widths = [max(map(len, cells.values())) for cells in columns]
+    bases = {row["devices"]: row for row in result["specs"]}
+    columns = [_cells(row, bases[row["base"]]) for row in result["specs"]]
+    widths = [max(map(len, column.values())) for column in columns]
+    names = list(columns[0])
     table = []
-    for name in head:
-        cells = (cells[name].rjust(width) for cells, width in zip(columns, widths, strict=True))
-        table.append("   ".join((name.ljust(max(map(len, head))), *cells)))
+    for name in names:
+        cells = (column[name].rjust(width) for column, width in zip(columns, widths, strict=True))
+        table.append("   ".join((name.ljust(max(map(len, names))), *cells)))
     return [*table, "", *result["findings"], f"{result['out']}: {RESULT}, {CHART} and a folder for each run"]
 
 
-def _cells(row: Mapping[str, Any]) -> dict[str, str]:
-    def seconds(name: str) -> str:
-        return duration(row[name]["median"]) if row[name] else "-"
+def _cells(row: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, str]:
+    def median(name: str, text: Callable[[float], str]) -> str:
+        return text(row[name]["median"]) if row[name] else "-"
 
-    def share(name: str) -> str:
-        return f"{row[name]['median']:.1%}" if row[name] else "-"
-
-    def percent(value: float | None) -> str:
-        return f"{value:.0%}" if value is not None else "-"
-
-    rate, threads = row["images_per_second"], row["threads_per_rank"]
-    answers = sorted({n for n in row["correct"] if n is not None})
-    right = "..".join(f"{n:,}" for n in dict.fromkeys((answers[0], answers[-1]))) if answers else "-"
+    rate, threads, efficiency = row["images_per_second"], row["threads_per_rank"], row["efficiency"]
+    doubt = "" if is_plausible(row, base) else " (unreliable)"
+    answers = [n for n in row["correct"] if n is not None]
+    right = "..".join(f"{n:,}" for n in sorted({min(answers), max(answers)})) if answers else ""
     return {
         "devices": row["devices"],
         "processes x threads": f"{row['world_size']} x {threads}" if threads else f"{row['world_size']}",
         "batch": f"{row['batch_size']:,}",
-        "images per second": f"{rate['median']:,.0f}" if rate else "-",
+        "images per second": median("images_per_second", "{:,.0f}".format),
         "  least to most": f"{rate['min']:,.0f} to {rate['max']:,.0f}" if rate else "-",
         "speed-up": f"{row['speed_up']:.2f}" if row["speed_up"] else "-",
-        "efficiency": percent(row["efficiency"]),
+        "efficiency": "-" if efficiency is None else f"{efficiency:.0%}{doubt}",
         "  against": row["base"],
-        "time per epoch": f"{row['epoch_seconds']['median']:.3g} s",
-        "training time": seconds("train_seconds"),
-        "  of it warm-up": seconds("warmup_seconds"),
-        "everything included": seconds("wall_seconds"),
-        "communication": share("communication_fraction"),
-        "waiting for input": share("input_wait_fraction"),
-        f"{row['split']} images right": f"{right} of {row['count']:,}" if answers else "-",
+        "time per epoch": median("epoch_seconds", "{:.3g} s".format),
+        "training time": median("train_seconds", duration),
+        "  of it warm-up": median("warmup_seconds", duration),
+        "everything included": median("wall_seconds", duration),
+        "communication": median("communication_fraction", "{:.1%}".format),
+        "waiting for input": median("input_wait_fraction", "{:.1%}".format),
+        f"{row['split']} images right": f"{right} of {row['count']:,}" if right else "-",
     }

@@ -1,0 +1,161 @@
+"""The style that all pictures share: colours, figures, axes, labels, and text cut to fit.
+
+Figures are drawn through matplotlib's object interface, never through pyplot, so that drawing inside a notebook changes
+no global state there. Blue means right and red means wrong; colour-blind readers can tell these colours apart.
+"""
+
+import io
+import math
+import unicodedata
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, MUTED, FAINT, EMPTY = "#1d2329", "#66707b", "#d5dbe1", "#f1f3f5"
+RIGHT, WRONG, ORANGE, PURPLE = "#0b62b0", "#c4331d", "#d2620a", "#8a6fb0"
+
+# Fonts with Chinese, Japanese and Korean characters; the font that matplotlib brings has none.
+_CJK_FONTS = (
+    "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Source Han Sans SC", "PingFang SC", "Hiragino Sans GB",
+    "Microsoft YaHei", "SimHei", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei",
+)  # fmt: skip
+
+
+def new_figure(
+    width: float, height: float, *, dpi: int = 170, layout: Any = "constrained", title: str = ""
+) -> "Figure":
+    """Return an empty figure of a size in inches, white, with an optional title at the top left."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=dpi, facecolor="#ffffff", layout=layout)
+    FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(title, fontsize=10.5, weight="bold", color=INK, x=0.01, ha="left", parse_math=False)
+    return figure
+
+
+def write_png(figure: "Figure", path: Path) -> None:
+    """Write the figure as a PNG.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    buffer = io.BytesIO()
+    with no_glyph_warnings():
+        figure.savefig(buffer, format="png", metadata={"Software": None})
+    write_atomically(path, buffer.getvalue())
+
+
+def no_glyph_warnings() -> warnings.catch_warnings:
+    """Return a context without warnings about characters that no installed font contains; they are drawn as boxes."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)
+
+
+def style_panel(axes: "Axes", title: str, x_label: str = "") -> None:
+    """Give axes the common look: title at the left, horizontal grid lines, no frame."""
+    axes.set_title(title, fontsize=10, weight="bold", color=INK, loc="left")
+    axes.set_facecolor("#ffffff")
+    axes.set_xlabel(x_label, fontsize=8, color=MUTED)
+    axes.grid(axis="y", color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=MUTED, labelsize=8, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+
+
+def start_at_zero(axes: "Axes", *, headroom: float) -> None:
+    """Start the vertical axis at 0 and leave room at the top, as a share of the height, for labels or a legend."""
+    axes.set_ylim(0, axes.get_ylim()[1] * (1 + headroom))
+    axes.yaxis.set_major_formatter("{x:,.4g}" if axes.get_ylim()[1] < 10 else "{x:,.0f}")
+
+
+def add_legend(axes: "Axes", **options: Any) -> None:
+    """Add a legend if anything has a label."""
+    if axes.get_legend_handles_labels()[0]:
+        style = {"framealpha": 0.85, "edgecolor": "none", "fontsize": 8, "labelcolor": INK, "borderaxespad": 0.2}
+        axes.legend(**(style | options))
+
+
+def add_label(axes: "Axes", x: float, y: float, text: str, *, below: bool = False) -> None:
+    """Write a value above or below a point, on a white ground because a line may pass there."""
+    axes.annotate(
+        text, (x, y), (0, -5 if below else 5), textcoords="offset points", fontsize=8, color=INK, ha="center",
+        va="top" if below else "bottom", bbox={"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.8, "pad": 0.6},
+    )  # fmt: skip
+
+
+def add_message(axes: "Axes", text: str) -> None:
+    """Write text in place of a plot."""
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=9, color=MUTED)
+
+
+def whiskers(figures: Sequence[Mapping[str, float]]) -> list[list[float]]:
+    """Return matplotlib's error bars from the medians to the least and the most."""
+    return [[f["median"] - f["min"] for f in figures], [f["max"] - f["median"] for f in figures]]
+
+
+def draw_bars(
+    axes: "Axes",
+    names: Sequence[str],
+    figures: Sequence[Mapping[str, float]],
+    text: Callable[[float], str] = "{:,.0f}".format,
+) -> None:
+    """Draw a bar for each median, a whisker from the least to the most, the value above and the name below."""
+    medians = [figure["median"] for figure in figures]
+    bars = {"width": 0.55, "color": RIGHT, "error_kw": {"ecolor": MUTED, "capsize": 3}}
+    axes.bar(range(len(names)), medians, yerr=whiskers(figures), **bars)
+    for position, figure in enumerate(figures):
+        add_label(axes, position, figure["max"], text(figure["median"]))
+    name_ticks(axes, names)
+
+
+def name_ticks(axes: "Axes", names: Sequence[str]) -> None:
+    """Write the names of bars below them."""
+    axes.set_xticks(range(len(names)), [shorten(name, 16) for name in names])
+    axes.set_xlim(-0.7, len(names) - 0.3)
+
+
+@cache
+def families() -> list[str]:
+    """Return the font families for names from data."""
+    from matplotlib.font_manager import fontManager
+
+    installed = set(fontManager.get_font_names())
+    return ["DejaVu Sans", *(name for name in _CJK_FONTS if name in installed)]
+
+
+def finite(value: object) -> float | None:
+    """Return a finite number as a float, and None for anything else (None, NaN, infinity, text)."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def columns_of(text: str) -> int:
+    """Return the width of a text in columns; a Chinese character takes two."""
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
+def shorten(text: str, width: int) -> str:
+    """Return `text` in at most `width` columns, cut in the middle: class names often differ only at their ends."""
+    text = " ".join(text.split())
+    if columns_of(text) <= width:
+        return text
+    head, tail = text, ""
+    keep = max(width - 1, 1)
+    while columns_of(head) > keep - keep // 3:
+        head = head[:-1]
+    for character in reversed(text):
+        if columns_of(head) + columns_of(tail + character) > keep:
+            break
+        tail = character + tail
+    return f"{head.rstrip()}…{tail.lstrip()}"
