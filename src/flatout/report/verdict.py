@@ -48,7 +48,8 @@ LEAST_CLASS_IMAGES = 5
 UNBALANCED_RATIO = 10.0
 CLASSES_NAMED = 5
 
-Summary, Line = Mapping[str, Any], Mapping[str, Any]
+Summary = Mapping[str, Any]
+Line = Mapping[str, Any]
 
 
 def verdict(summary: Summary, metrics: Sequence[Line], recipe: Recipe) -> list[str]:
