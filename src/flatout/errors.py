@@ -18,6 +18,10 @@ class TrainingFailed(RuntimeError):
     exit_code = FAILED
 
 
+class DiskFull(TrainingFailed):
+    """A file cannot be written for lack of space."""
+
+
 class RankLost(TrainingFailed):
     """Another rank of the run has ended, so a collective operation cannot finish. Never the first cause."""
 

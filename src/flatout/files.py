@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from flatout.errors import InputError, TrainingFailed
+from flatout.errors import DiskFull, InputError
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
 
 
@@ -21,7 +21,7 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> N
         content: its bytes, or a function that writes the path it is given.
 
     Raises:
-        TrainingFailed: the disk is full.
+        DiskFull: the disk is full.
         InputError: the folder is missing or cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -39,8 +39,8 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> N
         temporary.replace(path)
     except OSError as error:
         reason = error.strerror or str(error)
-        if error.errno in DISK_FULL:
-            raise TrainingFailed(f"{path}: cannot be written: {reason}; free disk space, then continue") from None
+        if error.errno in _NO_SPACE:
+            raise DiskFull(f"{path}: cannot be written: {reason}; free disk space, then continue") from None
         raise InputError(f"{path}: cannot be written: {reason}; fix that, or choose another --out") from None
     finally:
         with contextlib.suppress(OSError):  # the folder itself may be missing

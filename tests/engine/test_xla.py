@@ -206,7 +206,7 @@ def test_frozen_weights_stay() -> None:
 
 def test_a_loss_that_is_not_finite_names_its_step() -> None:
     recipe = make_recipe(**{"optimizer.lr": 1e30})
-    with pytest.raises(Exception, match=r"not finite in epoch 1, step [2-5]"):
+    with pytest.raises(Exception, match=r"epoch 1: the loss is not finite in step [2-5]"):
         trained(make_engine("xla 2", make_net(), recipe, steps_per_dispatch=3), recipe)
 
 

@@ -121,7 +121,7 @@ def test_a_failing_run_passes_on_its_message_and_exit_code(tmp_path: Path, capsy
     out = tmp_path / "out"
     assert main(["scale", "digits", *TWO, "--epochs", "1", "--set", "optimizer.lr=1e30", "--out", str(out)]) == 1
     message = capsys.readouterr().err
-    assert "flatout: cpu, run 1 of 1: the loss is not finite in epoch 1" in message
+    assert "flatout: cpu, run 1 of 1: training diverged in epoch 1" in message
     assert "flatout: 2xcpu" not in message
     assert "the loss is not finite" in scaling(out)["ended"]
 

@@ -238,7 +238,7 @@ def test_a_diverging_loss_ends_with_1_and_keeps_the_last_good_weights(tmp_path: 
     changes = ["--set", "optimizer.name=sgd", "--lr", "1e30", "--set", "schedule.name=constant"]
     assert main([*arguments, *changes]) == 1
     message = capsys.readouterr().err
-    assert "not finite in epoch 1, step" in message
+    assert "training diverged in epoch 1: the loss is not finite in step" in message
     assert all(torch.isfinite(value).all() for value in weights(out).values())
     assert "failed" in summary(out)["stopped"]
     assert (out / "report.html").is_file()

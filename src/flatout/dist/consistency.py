@@ -35,7 +35,7 @@ def agree(world: "World", recipe: Recipe, pack: "Pack") -> None:
     facts |= {("recipe", key): value for key, value in recipe.flat().items() if key not in free}
     if world.local_size < world.size:
         # The ranks of one host read the same file.
-        facts |= {("data", name): value for name, value in _data(pack).items()}
+        facts |= {("data", name): value for name, value in data_facts(pack).items()}
     everyone = world.all_gather_object((socket.gethostname(), facts))
     first_host, first = everyone[0]
     for rank, (host, other) in enumerate(everyone):
@@ -47,14 +47,15 @@ def agree(world: "World", recipe: Recipe, pack: "Pack") -> None:
                 )
 
 
-def _data(pack: "Pack") -> dict[str, Any]:
+def data_facts(pack: "Pack") -> dict[str, Any]:
+    """Return what identifies the data: classes, split sizes, and checksums of labels and images."""
     count = min(len(pack.images), max(1, COMPARED_BYTES // pack.images[:1].nbytes))
     checksum = 0
     for row in np.linspace(0, len(pack.images) - 1, count).astype(np.int64):
         checksum = zlib.crc32(pack.images[row].data, checksum)
     labels = hashlib.blake2b(pack.labels.tobytes(), digest_size=8).hexdigest()
     return {
-        "classes": pack.classes,
+        "classes": list(pack.classes),
         "splits": {name: stop - start for name, (start, stop) in pack.splits.items()},
         "labels (digest)": labels,
         "images (checksum)": checksum,

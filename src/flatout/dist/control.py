@@ -3,11 +3,14 @@
 The flags travel with the gradients: the engine appends `Control.outgoing` to the step's own all-reduce.
 """
 
+import signal
 from collections import deque
 from enum import IntFlag
 from typing import TYPE_CHECKING
 
 import torch
+
+from flatout.errors import Stopped
 
 if TYPE_CHECKING:
     from flatout.dist.world import World
@@ -34,17 +37,21 @@ class Control:
     Attributes:
         outgoing: float32 [flags] on the device, 1 for each flag that this rank requests.
         incoming: float32 [flags] on the device, where the engine writes the sum of `outgoing` over the ranks.
+        stop: the signals that this process has received, INTERRUPT and TERMINATE; requested with every step.
+        heeded: which of them end a pass without gradients.
     """
 
     def __init__(self, world: "World") -> None:
         self._world = world
-        self._requested = self._received = Flag.NONE
+        self._requested = self._received = self.stop = Flag.NONE
+        self.heeded = Flag.INTERRUPT | Flag.TERMINATE
         self.outgoing = torch.zeros(len(FLAGS), device=world.device)
         self.incoming = torch.zeros_like(self.outgoing)
         self._sums: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
 
     def request(self, flags: Flag) -> None:
         """Set the flags that travel with the next step; they replace those requested before."""
+        flags |= self.stop
         if self._world.is_joined and flags != self._requested:
             self.outgoing.copy_(torch.tensor([float(flag in flags) for flag in FLAGS]))
         self._requested = flags
@@ -58,6 +65,23 @@ class Control:
             event = torch.Event(self._world.device)
             event.record()
         self._sums.append((sums, event))
+
+    def check_stop(self) -> None:
+        """End a pass without gradients if a rank was told to stop. All ranks call this equally often in a pass.
+
+        Raises:
+            Stopped: on every rank after the same call.
+        """
+        stop = self.stop
+        if self._world.is_joined:
+            self.request(Flag.NONE)
+            self.incoming.copy_(self._world.all_reduce(self.outgoing))
+            self.end_step()
+            stop = self.received()
+            # What was requested in the last training steps is for the loop.
+            self._received |= stop & ~(Flag.INTERRUPT | Flag.TERMINATE)
+        if stop := stop & self.heeded:
+            raise Stopped(signal.SIGTERM if Flag.TERMINATE in stop else signal.SIGINT)
 
     def exchange(self) -> None:
         """Exchange the flags at once, between the hosts; for engines whose steps run no all-reduce of their own."""

@@ -14,10 +14,32 @@ from flatout.numerics.metrics import Counts
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """Sums over all samples of a split, and float32 [N, K] probabilities in its order if they were requested."""
+    """The results on all samples of a split, in its order.
 
-    counts: Counts
+    Attributes:
+        loss_sum: the sum of the losses.
+        predicted: int64 [N], the most probable class; -1 where the logits are not finite.
+        labels: int64 [N], the actual class.
+        probabilities: float32 [N, K] if they were requested.
+    """
+
+    loss_sum: float
+    predicted: np.ndarray
+    labels: np.ndarray
     probabilities: np.ndarray | None
+
+    @property
+    def counts(self) -> Counts:
+        """The results as sums."""
+        count, correct = len(self.labels), int((self.predicted == self.labels).sum())
+        return Counts(loss_sum=self.loss_sum, weight_sum=float(count), correct=correct, count=count)
+
+    @property
+    def balanced_accuracy(self) -> float:
+        """The mean over the classes of the share predicted right, 0..1."""
+        counts_K = np.bincount(self.labels)
+        correct_K = np.bincount(self.labels[self.predicted == self.labels], minlength=len(counts_K))
+        return float(np.mean(correct_K[counts_K > 0] / counts_K[counts_K > 0]))
 
 
 class DeviceSplit(Protocol):

@@ -33,5 +33,8 @@ def probabilities(logits_BK: "torch.Tensor") -> "torch.Tensor":
 
 
 def predicted(logits_BK: "torch.Tensor") -> "torch.Tensor":
-    """Return the most probable class of each sample, int64 [B]."""
-    return (logits_BK[:, 0] > 0).long() if logits_BK.shape[1] == 1 else logits_BK.argmax(dim=1)
+    """Return the most probable class of each sample, int64 [B]; -1 where the logits are not finite."""
+    import torch
+
+    best_B = (logits_BK[:, 0] > 0).long() if logits_BK.shape[1] == 1 else logits_BK.argmax(dim=1)
+    return torch.where(logits_BK.isfinite().all(dim=1), best_B, -1)

@@ -1,7 +1,9 @@
-"""Checkpoints: the engine's state and the loop's progress in one file that executes no code and notices damage."""
+"""Checkpoints: the engine's state and the loop's progress in one file that executes no code and detects damage."""
 
 import json
 import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,67 +12,112 @@ from flatout.models.weights import read_weights, save_tensors
 from flatout.recipe import Recipe, from_dict
 from flatout.run.progress import Progress, from_plain, to_plain
 
-KEPT = 2
-# What may differ when a run goes on: how long it lasts, and what changes no result.
+# What may differ when a run is continued: its length, and what changes no result.
 FREE_KEYS = ("epochs", "early_stopping", "log_every", "micro_batch", "shard", "data.path", "data.placement")
 _BEST = "best."
 
 
-def save(folder: Path, state: dict[str, Any], progress: Progress, recipe: Recipe) -> Path:
-    """Write a checkpoint atomically, then remove all but the newest `KEPT`.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Checkpoint:
+    """All that a run needs to continue.
+
+    Attributes:
+        state: as `Engine.state` returns it, matching `progress`.
+        progress: the loop's position and results.
+        recipe: the recipe of the run.
+        data: facts of the data (see `consistency.data_facts`); empty in checkpoints that were written without them.
+    """
+
+    state: dict[str, Any]
+    progress: Progress
+    recipe: Recipe
+    data: dict[str, Any]
+
+    def save(self, folder: Path) -> None:
+        """Write a file into the run's `checkpoints/` atomically; of the others only the one before it is kept.
+
+        Raises:
+            TrainingFailed: the disk is full.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"epoch-{self.progress.epoch:05d}-step-{self.progress.step:07d}.safetensors"
+        tensors = {**self.state, **{_BEST + name: value for name, value in self.progress.best.items()}}
+        metadata = {
+            "progress": json.dumps(to_plain(self.progress)),
+            "recipe": self.recipe.to_toml(),
+            "data": json.dumps(self.data),
+        }
+        save_tensors(path, tensors, metadata)
+        older = [other for other in _newest_first(folder) if other.name < path.name]
+        for other in _newest_first(folder):
+            # Files that sort after this one are damaged: the run was resumed from an older one.
+            if other not in (path, *older[:1]):
+                other.unlink()
+
+    def check_resumable(self, recipe: Recipe, data: dict[str, Any], report: Callable[[str], None]) -> None:
+        """Check that a run can continue under a recipe and on some data: what shaped its first part shapes the rest.
+
+        Args:
+            recipe: the recipe to continue with.
+            data: facts of the data to continue with.
+            report: called with a sentence where the content of the data has changed.
+
+        Raises:
+            InputError: the classes differ, a key other than `FREE_KEYS` differs, or more epochs are done than wanted.
+        """
+        before = self.recipe.flat()
+        for key, value in recipe.flat().items():
+            if key not in FREE_KEYS and before[key] != value:
+                raise InputError(
+                    f"--resume: the run has {key} = {before[key]!r}; {key} = {value!r} needs a new run. "
+                    f"Only {', '.join(FREE_KEYS)} can change"
+                )
+        if recipe.epochs < self.progress.epoch:
+            raise InputError(f"--resume: epochs = {recipe.epochs}, but {self.progress.epoch} are done; give more")
+        if not self.data:
+            return
+        if self.data["classes"] != data["classes"]:
+            raise InputError(
+                f"--resume: the run was trained on the classes {', '.join(self.data['classes'])}, but the data has "
+                f"{', '.join(data['classes'])}: restore the data, or start a new run"
+            )
+        if changed := [name for name, value in data.items() if self.data.get(name) != value]:
+            report(f"the data has changed since the run began: {', '.join(changed)} differ")
+
+
+def load_newest(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
+    """Return the newest whole checkpoint; None where nothing was saved yet.
 
     Args:
         folder: the run's `checkpoints/`.
-        state: as `Engine.state` returns it, matching `progress`.
-        progress: the loop's position.
-        recipe: compared on resuming.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"epoch-{progress.epoch:05d}-step-{progress.step:07d}.safetensors"
-    tensors = {**state, **{_BEST + name: value for name, value in progress.best.items()}}
-    metadata = {"progress": json.dumps(to_plain(progress)), "recipe": recipe.to_toml()}
-    save_tensors(path, tensors, metadata)
-    for old in _newest_first(folder)[KEPT:]:
-        old.unlink()
-    return path
-
-
-def load_newest(folder: Path) -> tuple[dict[str, Any], Progress, Recipe, list[str]]:
-    """Return state, progress and recipe of the newest whole checkpoint, and a sentence for each damaged one.
+        report: called with a sentence for each damaged file.
 
     Raises:
-        InputError: there is no checkpoint, or none is whole.
+        InputError: all checkpoints are damaged.
     """
-    problems = []
-    for path in _newest_first(folder):
+    paths = _newest_first(folder)
+    for path in paths:
         try:
-            tensors, metadata = read_weights(path)
+            return _read(path)
         except InputError as error:
-            problems.append(str(error))
-            continue
-        best = {k.removeprefix(_BEST): v for k, v in tensors.items() if k.startswith(_BEST)}
-        state = {k: v for k, v in tensors.items() if not k.startswith(_BEST)}
-        recipe = from_dict(tomllib.loads(metadata["recipe"]), where=str(path))
-        return state, from_plain(json.loads(metadata["progress"]), best), recipe, problems
-    reasons = "; ".join(problems) or "there is none"
-    raise InputError(f"{folder}: no checkpoint to resume from: {reasons}; train with --overwrite to start again")
+            report(str(error))
+    if paths:
+        raise InputError(f"{folder}: all {len(paths)} checkpoints are damaged; train with --overwrite to start again")
+    return None
 
 
-def check_resumable(saved: Recipe, wanted: Recipe, progress: Progress) -> None:
-    """Check that a run may go on under a recipe: what shaped its first part must be what shapes the rest.
-
-    Raises:
-        InputError: another key than those of `FREE_KEYS` differs, or fewer epochs are wanted than are done.
-    """
-    before, now = saved.flat(), wanted.flat()
-    for key, value in now.items():
-        if key not in FREE_KEYS and before[key] != value:
-            raise InputError(
-                f"--resume: the run has {key} = {before[key]!r}, so {key} = {value!r} needs a run of its own; "
-                f"what may change is {', '.join(FREE_KEYS)}"
-            )
-    if wanted.epochs < progress.epoch:
-        raise InputError(f"--resume: epochs = {wanted.epochs}, but {progress.epoch} are done already; give more")
+def _read(path: Path) -> Checkpoint:
+    tensors, metadata = read_weights(path)
+    best = {name.removeprefix(_BEST): value for name, value in tensors.items() if name.startswith(_BEST)}
+    try:
+        return Checkpoint(
+            state={name: value for name, value in tensors.items() if not name.startswith(_BEST)},
+            progress=from_plain(json.loads(metadata["progress"]), best),
+            recipe=from_dict(tomllib.loads(metadata["recipe"]), where=str(path)),
+            data=json.loads(metadata.get("data", "{}")),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: is not a checkpoint of flatout ({type(error).__name__}: {error})") from None
 
 
 def _newest_first(folder: Path) -> list[Path]:

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import platform
+import signal
 import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ import numpy as np
 
 from flatout import __version__
 from flatout.data.feed import Samples
+from flatout.dist.control import Flag
+from flatout.errors import Stopped
 from flatout.files import write_atomically
 from flatout.numerics.random import Stream, permutation
 from flatout.report import run_files
@@ -19,7 +22,7 @@ from flatout.run.progress import Progress
 
 if TYPE_CHECKING:
     from flatout.data.pack import Pack
-    from flatout.engine.base import Engine, Evaluation
+    from flatout.engine.base import DeviceSplit, Engine, Evaluation
     from flatout.run.session import Session
 
 # The pictures of a report: a grid of 5x5 chosen at random, and as many of the most confident mistakes.
@@ -30,39 +33,56 @@ def finish(
     session: "Session",
     engine: "Engine",
     pack: "Pack",
-    placed: dict[str, Any],
-    splits: dict[str, Samples],
+    placed: "dict[str, DeviceSplit]",
     progress: Progress,
     ended: str,
-) -> None:
+    failure: Exception | None,
+) -> Exception | None:
     """Write weights, summary, predictions, pictures and report; every process evaluates, the main one writes.
 
     Args:
         session: the run; its folder, times and notes.
-        engine: holds the last weights; afterwards the chosen ones.
+        engine: the last weights; afterwards the chosen ones.
         pack: for class names.
-        placed: the splits to evaluate, as the engine placed them.
-        splits: the same splits on the host.
+        placed: the splits.
         progress: the loop's results.
         ended: why training ended early; empty if it did not.
+        failure: the same as an exception.
+
+    Returns:
+        `failure`, or the signal that ended the evaluation.
     """
     if progress.best:
         engine.load_state({**engine.state(), **progress.best})
-    began = time.perf_counter()
     shown = next((name for name in ("test", "valid") if name in placed), None)
-    results = {name: split.evaluate(with_probabilities=name == shown) for name, split in placed.items()}
+    results: dict[str, Evaluation] = {}
+    began = time.perf_counter()
+    if isinstance(failure, Stopped):
+        # The signal that ended training reaches some ranks only now.
+        session.world.control.heeded = Flag.TERMINATE
+    try:
+        # Whoever terminates a run does not wait for an evaluation.
+        if not (isinstance(failure, Stopped) and failure.signal_number == signal.SIGTERM):
+            for name in [name for name in placed if name != "train"]:
+                results[name] = placed[name].evaluate(with_probabilities=name == shown)
+    except Stopped as stopped:
+        failure = failure or stopped
+        ended = ended or f"{signal.Signals(stopped.signal_number).name} during evaluation"
+        session.note(ended)
     progress.evaluate_seconds += time.perf_counter() - began
     state = engine.state()
     memory = _memory(session, engine)
     if session.world.is_main:
         with session.world.heartbeat.alone("writing the report"):
+            splits = {name: split.samples for name, split in placed.items()}
             _write_weights(session, state, pack)
-            if shown:
+            if shown in results:
                 _write_predictions(session, shown, results[shown], splits[shown])
             summary = _summary(session, engine, pack, results, splits, progress, ended) | memory
             _write_report(session, summary, progress)
     # No process ends before the run is whole.
     session.world.barrier()
+    return failure
 
 
 def _write_report(session: "Session", summary: dict[str, Any], progress: Progress) -> None:
@@ -109,10 +129,9 @@ def _write_weights(session: "Session", state: dict[str, Any], pack: "Pack") -> N
 
 
 def _write_predictions(session: "Session", split: str, result: "Evaluation", samples: Samples) -> None:
-    """Keep every probability and the few images that the pictures show, so that a report needs no data."""
-    probabilities, labels = result.probabilities, samples.labels
+    """Keep all answers and the few images that the pictures show, so that a report needs no data."""
+    probabilities, labels, predicted = result.probabilities, result.labels, result.predicted
     assert probabilities is not None
-    predicted = np.where(np.isfinite(probabilities).all(axis=1), probabilities.argmax(axis=1), -1)
     grid = np.sort(permutation(session.recipe.seed, Stream.PICTURES, 0, len(labels))[:PICTURES])
     wrong = np.flatnonzero(predicted != labels)
     confidence = np.nan_to_num(probabilities[wrong].max(axis=1)) if len(wrong) else np.empty(0)
@@ -125,6 +144,7 @@ def _write_predictions(session: "Session", split: str, result: "Evaluation", sam
         split=np.array(split),
         probabilities=probabilities.astype(np.float32),
         labels=labels,
+        predicted=predicted,
         sample=sample,
         images=images,
         grid=positions[: len(grid)],
@@ -158,9 +178,10 @@ def _summary(
     class_counts = {
         f"{n}_class_counts": np.bincount(s.labels, minlength=len(pack.classes)).tolist() for n, s in splits.items()
     }
-    if "test" in results and (probabilities := results["test"].probabilities) is not None:
-        predicted = probabilities.argmax(axis=1)
-        class_counts["test_predicted_counts"] = np.bincount(predicted, minlength=len(pack.classes)).tolist()
+    if "test" in results:
+        answers = results["test"].predicted
+        answers = answers[answers >= 0]
+        class_counts["test_predicted_counts"] = np.bincount(answers, minlength=len(pack.classes)).tolist()
     seconds = session.seconds | {"train": progress.train_seconds, "evaluate": progress.evaluate_seconds}
     trained_for = progress.train_seconds
     return {

@@ -8,15 +8,12 @@ from flatout.console import Console
 from flatout.errors import Stopped
 from flatout.recipe import Recipe
 from flatout.run.folder import Run
-from flatout.run.monitor import signals_stop
 from flatout.run.session import Options, Session
 from flatout.settings import in_python, python_words
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from flatout.data.pack import Pack
-    from flatout.data.shared_pack import Handover
     from flatout.data.source import Found, Source
 
 
@@ -144,48 +141,27 @@ def train_recipe(
         Stopped: the process was told to end; the run folder is usable and can be resumed.
     """
     from flatout.dist.env import launched
-    from flatout.engine.factory import join
-
-    if launched() is None:
-        return _train_from_here(recipe, data, options, console, module)
-    world = join(options.devices, options.engine)
-    try:
-        session = Session(recipe, options, console, module, world)
-        session.claim_folder()
-        out = _train(session, session.load_pack(data))
-    finally:
-        world.leave()
-    return out
-
-
-def _train_from_here(
-    recipe: Recipe, data: "Found | Source", options: Options, console: Console, module: "nn.Module | None"
-) -> Path:
-    """Make the pack, then train in this process, or in one for each device."""
-    from flatout.data.shared_pack import handed_over
     from flatout.dist.launcher import run_on_ranks
     from flatout.engine.devices import parse_devices
     from flatout.engine.factory import choose_processes, join
 
+    session = Session(recipe, data, options, module)
+    if launched() is not None:
+        return _run(console, session)
     parse_devices(options.devices, options.engine)
-    session = Session(recipe, options, console, module)
-    session.claim_folder()
-    pack = session.load_pack(data)
-    start, stop = pack.splits["train"]
-    chosen = choose_processes(options.devices, recipe, stop - start, lambda: session.build_model(pack), options.engine)
-    if chosen.reason:
-        session.note(chosen.reason)
-    options = dataclasses.replace(options, devices=str(chosen.devices))
-    if len(chosen.devices.ranks.names) == 1 and options.hosts.nodes == 1:
-        session.world = join(options.devices, options.engine)
-        return _train(session, pack)
-    if options.hosts.node_rank == 0:
-        options = dataclasses.replace(options, out=session.out)
-    before = {"notes": session.notes, "seconds": session.seconds}
-    with handed_over(pack) as handover:
+    with session.prepared(console) as pack:
+        start, stop = pack.splits["train"]
+        chosen = choose_processes(
+            options.devices, recipe, stop - start, lambda: session.build_model(pack), options.engine
+        )
+        if chosen.reason:
+            session.note(chosen.reason)
+        session.options = dataclasses.replace(options, devices=str(chosen.devices))
+        if len(chosen.devices.ranks.names) == 1 and options.hosts.nodes == 1:
+            return session.run(console, join(session.options.devices, options.engine))
         return run_on_ranks(
-            _train_on_rank,
-            (recipe, handover, options, module, before),
+            _run,
+            (session,),
             devices=chosen.devices.ranks,
             hosts=options.hosts,
             threads=chosen.threads,
@@ -193,32 +169,12 @@ def _train_from_here(
         )
 
 
-def _train_on_rank(
-    console: Console,
-    recipe: Recipe,
-    handover: "Handover",
-    options: Options,
-    module: "nn.Module | None",
-    before: dict[str, Any],
-) -> Path:
-    """Train in a process that `run_on_ranks` started; `before` is what its starter has noted so far."""
+def _run(console: Console, session: Session) -> Path:
+    """Take this process's place among those that a launcher started."""
     from flatout.engine.factory import join
 
-    world = join(options.devices, options.engine)
+    world = join(session.options.devices, session.options.engine)
     try:
-        session = Session(recipe, options, console, module, world)
-        session.continue_from(**before)
-        session.claim_folder()
-        return _train(session, handover.open())
+        return session.run(console, world)
     finally:
         world.leave()
-
-
-def _train(session: Session, pack: "Pack") -> Path:
-    splits = session.read(pack)
-    engine = session.make_engine(pack, splits)
-    try:
-        with signals_stop(session):
-            return session.train(engine, pack, splits)
-    finally:
-        engine.close()

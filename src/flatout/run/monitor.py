@@ -1,4 +1,4 @@
-"""What happens beside the loop while it runs: progress is shown, checkpoints are written, signals are heeded."""
+"""What happens beside the loop: progress is shown, checkpoints are written, signals are noted."""
 
 import contextlib
 import dataclasses
@@ -11,107 +11,127 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.data.order import steps_per_epoch
 from flatout.dist.control import Flag
-from flatout.engine import recorder as record
-from flatout.errors import TrainingFailed
+from flatout.engine import recorder
 from flatout.report import run_files
-from flatout.run import checkpoint
-from flatout.run.loop import MEND, Callbacks
+from flatout.run.checkpoint import Checkpoint
 from flatout.run.progress import Progress
 
 if TYPE_CHECKING:
-    from flatout.engine.base import Engine
+    from flatout.dist.control import Control
+    from flatout.engine.base import DeviceSplit, Engine
     from flatout.run.session import Session
 
+# Checkpoints take this share of the time at most, and within an epoch come no more often than this.
+CHECKPOINT_SHARE = 0.05
+CHECKPOINT_SECONDS = 10.0
+# About how many training losses a run records: enough for a curve, too few to slow it down.
+RECORDED_LOSSES = 100
 
-class Watch:
-    """Keeps the run folder up to date while the loop runs, and shows the progress."""
 
-    # Checkpoints may cost this share of the time.
-    CHECKPOINT_SHARE = 0.05
-    # About how many training losses a run records: enough for a curve, too few to slow it down.
-    RECORDED_LOSSES = 100
+class Monitor:
+    """Keeps the run folder and the console up to date while the loop runs."""
 
-    def __init__(self, session: "Session", engine: "Engine", images_per_epoch: int, progress: Progress) -> None:
+    def __init__(self, session: "Session", engine: "Engine", train: "DeviceSplit", progress: Progress) -> None:
         self._session, self._engine, self._progress = session, engine, progress
-        self._images_per_epoch = images_per_epoch
-        recipe = session.recipe
-        self._steps_per_epoch = steps_per_epoch(images_per_epoch, recipe.batch_size, recipe.drop_last)
-        self._record_every = math.ceil(recipe.epochs * self._steps_per_epoch / self.RECORDED_LOSSES)
+        self._recipe, self._console = session.recipe, session.console
+        images_per_epoch = len(train.samples)
+        self._steps = steps_per_epoch(images_per_epoch, self._recipe.batch_size, self._recipe.drop_last)
+        self._images = self._recipe.epochs * images_per_epoch
+        self._record_every = math.ceil(self._recipe.epochs * self._steps / RECORDED_LOSSES)
         self._loss: float | None = None
-        self._saved_at = time.perf_counter()
-        self._save_seconds = 0.0
-        self._is_saved = False
-        self._is_main = session.world.is_main
-        engine.recorder = record.asked_for(session.out / "logs", session.world.rank, progress)
-        self.last_good = engine.state()
+        self._saved_at, self._save_seconds = time.perf_counter(), 0.0
+        self._saved_position: tuple[int, int] | None = None
+        self._is_requested = False
+        self._good = engine.state()
+        engine.recorder = recorder.asked_for(session.out / run_files.LOGS, session.world.rank, progress)
 
-    def callbacks(self) -> Callbacks:
-        """Return the callbacks for the loop."""
-        return Callbacks(flags=self._flags, step=self._step, poll=self._poll, loss=self._told_loss, epoch=self._epoch)
+    def flags(self) -> Flag:
+        """Return what this process requests of all with the next step."""
+        flags = Flag.LOSS if self._console.is_loss_due() else Flag.NONE
+        if not self._is_requested and self._is_checkpoint_due(CHECKPOINT_SECONDS):
+            # Only once: it may be some steps until all know.
+            self._is_requested = True
+            flags |= Flag.CHECKPOINT
+        return flags
 
-    def save(self, state: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint of where the loop stands, unless the newest one is that; on the main process alone."""
-        began = time.perf_counter()
-        state = state or self._engine.state()
-        if self._is_saved or not self._is_main:
-            return
-        checkpoint.save(self._session.out / run_files.CHECKPOINTS, state, self._progress, self._session.recipe)
-        self._saved_at = time.perf_counter()
-        self._save_seconds = self._saved_at - began
-        self._is_saved = True
-
-    def _flags(self) -> Flag:
-        stop = {None: Flag.NONE, signal.SIGINT: Flag.INTERRUPT, signal.SIGTERM: Flag.TERMINATE}
-        return stop[self._session.stop_signal] | (Flag.LOSS if self._session.console.is_loss_due() else Flag.NONE)
-
-    def _poll(self, progress: Progress) -> bool:
-        every = self._session.recipe.log_every
-        return progress.step % self._record_every == 0 or (every > 0 and progress.step % every == 0)
-
-    def _told_loss(self, progress: Progress, loss: float) -> None:
-        self._loss = loss
-        if progress.step % self._record_every == 0:
-            progress.step_losses.append((progress.epoch * self._steps_per_epoch + progress.step, loss))
-        every = self._session.recipe.log_every
-        if every > 0 and progress.step % every == 0:
-            self._session.console.note(f"epoch {progress.epoch + 1} step {progress.step}: loss {loss:.4f}")
-
-    def _step(self, progress: Progress, images: int) -> None:
-        self._is_saved = False
-        total = self._session.recipe.epochs * self._images_per_epoch
-        text = f"epoch {progress.epoch + 1}/{self._session.recipe.epochs}"
-        if self._loss is not None:
-            text += f" loss {self._loss:.4f}"
-        self._session.console.update(progress.images_trained, total, "images trained", text)
+    def step(self) -> None:
+        """Show the progress after a step."""
+        progress, recipe = self._progress, self._recipe
+        loss = "" if self._loss is None else f" loss {self._loss:.4f}"
+        text = f"epoch {progress.epoch + 1}/{recipe.epochs}{loss}"
+        self._console.update(progress.images_trained, self._images, "images trained", text)
         self._session.world.report_step(progress.epoch, progress.step)
 
-    def _epoch(self, progress: Progress) -> None:
-        session, record = self._session, progress.history[-1]
+    def wants_loss(self) -> bool:
+        """Return whether the loss is fetched after this step whatever was requested; the same on every process."""
+        return any(every and self._progress.step % every == 0 for every in (self._record_every, self._recipe.log_every))
+
+    def loss(self, loss: float) -> None:
+        """Show and record the mean loss since the last call."""
+        self._loss, progress, every = loss, self._progress, self._recipe.log_every
+        if progress.step % self._record_every == 0:
+            progress.step_losses.append((progress.epoch * self._steps + progress.step, loss))
+        if every and progress.step % every == 0:
+            self._console.note(f"epoch {progress.epoch + 1} step {progress.step}: loss {loss:.4f}")
+
+    def epoch(self, *, is_best: bool) -> None:
+        """Note a finished epoch; keep its weights if the recipe says so."""
+        session, progress, recipe = self._session, self._progress, self._recipe
+        if is_best and recipe.keep == "best":
+            progress.best = {k: v for k, v in self._good.items() if k.startswith("model.")}
+        if session.world.is_main:
+            records = [dataclasses.asdict(record) for record in progress.history]
+            run_files.write_metrics(session.out / run_files.METRICS, records)
+        self._console.note(progress.history[-1].describe(recipe.epochs, is_best=is_best))
+        if session.world.broadcast_object(self._is_checkpoint_due(0.0)):
+            self.checkpoint()
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint, unless the newest one is of the same step. Every process must call this."""
+        progress, session = self._progress, self._session
+        position, self._is_requested = (progress.epoch, progress.step), False
+        if position == self._saved_position:
+            return
+        began = time.perf_counter()
+        state = self._engine.state()
+        if session.world.is_main:
+            checkpoint = Checkpoint(state=state, progress=progress, recipe=self._recipe, data=session.data_facts)
+            checkpoint.save(session.out / run_files.CHECKPOINTS)
+        self._saved_at, self._saved_position = time.perf_counter(), position
+        self._save_seconds = self._saved_at - began
+
+    def has_finite_weights(self) -> bool:
+        """Return whether the weights after an epoch are finite, and keep them if so."""
         state = self._engine.state()
         if not all(bool(value.isfinite().all()) for value in state.values()):
-            raise TrainingFailed(f"a weight is not finite after epoch {record.epoch}; {MEND}")
-        self.last_good = state
-        self._is_saved = False
-        if self._is_main:
-            run_files.write_metrics(session.out / run_files.METRICS, [dataclasses.asdict(r) for r in progress.history])
-        session.console.note(record.describe(session.recipe.epochs, is_best=record.epoch == progress.best_epoch))
-        if time.perf_counter() - self._saved_at >= self._save_seconds / self.CHECKPOINT_SHARE:
-            self.save(state)
+            return False
+        self._good = state
+        return True
+
+    def restore(self) -> None:
+        """Load the weights of the last good epoch."""
+        self._engine.load_state(self._good)
+
+    def _is_checkpoint_due(self, least_seconds: float) -> bool:
+        interval = max(least_seconds, self._save_seconds / CHECKPOINT_SHARE)
+        return self._session.world.is_main and time.perf_counter() - self._saved_at >= interval
 
 
 @contextlib.contextmanager
-def signals_stop(session: "Session") -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the run after the current step; a second SIGINT ends it at once."""
+def signals_noted(control: "Control") -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the run after the current step or batch; a second SIGINT ends it at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def stop(number: int, frame: Any) -> None:
-        if session.stop_signal is not None and number == signal.SIGINT:
+    def note(number: int, frame: Any) -> None:
+        if seen and number == signal.SIGINT:
             raise KeyboardInterrupt
-        session.stop_signal = number
+        seen.append(number)
+        control.stop |= Flag.TERMINATE if number == signal.SIGTERM else Flag.INTERRUPT
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    seen: list[int] = []
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

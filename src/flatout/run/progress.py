@@ -19,13 +19,15 @@ class EpochRecord:
     learning_rate: float
     train_loss: float
     train_accuracy: float
-    valid_loss: float | None
-    valid_accuracy: float | None
-    test_loss: float | None
-    test_accuracy: float | None
     images: int
     seconds: float
     images_per_second: float
+    valid_loss: float | None = None
+    valid_accuracy: float | None = None
+    test_loss: float | None = None
+    test_accuracy: float | None = None
+    # The mean of the accuracies of the classes; None in records that were written without it.
+    valid_balanced_accuracy: float | None = None
 
     def describe(self, epochs: int, *, is_best: bool) -> str:
         """Return the line that is printed after the epoch, of `epochs` in all."""

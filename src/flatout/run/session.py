@@ -1,24 +1,23 @@
-"""One run from the first check to the last picture."""
+"""One training run: its phases in order, in each of its processes."""
 
 import contextlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console
-from flatout.dist.consistency import agree
+from flatout.dist.consistency import agree, data_facts
 from flatout.dist.rendezvous import Hosts
-from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
-from flatout.files import write_atomically
+from flatout.errors import DiskFull, InputError, RankLost, Stopped, TrainingFailed
 from flatout.numerics.schedule import describe_scaling
 from flatout.recipe import Recipe
 from flatout.report import run_files
-from flatout.run.loop import train
-from flatout.run.monitor import Watch
+from flatout.run import claim
+from flatout.run.loop import Loop
+from flatout.run.monitor import Monitor, signals_noted
 from flatout.run.progress import Progress
 
 if TYPE_CHECKING:
@@ -26,32 +25,15 @@ if TYPE_CHECKING:
 
     from flatout.data.feed import Samples
     from flatout.data.pack import Pack
+    from flatout.data.shared_pack import Handover
     from flatout.data.source import Found, Source
     from flatout.dist.world import World
-    from flatout.engine.base import Engine
-
-# What --overwrite removes: what a run writes, deepest first, and nothing else.
-_OWN_FILES = (
-    "checkpoints/epoch-*.safetensors",
-    "checkpoints",
-    "logs/rank-*.log",
-    "logs/rank-*.samples.jsonl",
-    "logs",
-    "predictions.png",
-    "curves.png",
-    "confusion.png",
-    run_files.RECIPE,
-    run_files.METRICS,
-    run_files.SUMMARY,
-    run_files.WEIGHTS,
-    run_files.PREDICTIONS,
-    run_files.REPORT,
-)
+    from flatout.engine.base import DeviceSplit, Engine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a recipe is run, as against what it says.
+    """How a recipe is run, other than what the recipe says.
 
     Attributes:
         out: the run folder; None for a new one under `runs/`.
@@ -77,83 +59,135 @@ class Options:
 
 
 class Session:
-    """One run from the first check to the last picture, in each of its processes; owns its folder and its times."""
+    """A training run: `prepared` for all ranks of a host, then `run` on each.
+
+    Attributes:
+        out: the run folder; None until it is claimed, if it gets a default name.
+        seconds: the time of each phase.
+        notes: sentences for the summary.
+        data_facts: classes and fingerprint of the data, for checkpoints.
+    """
+
+    console: Console
+    world: "World"
+    out: Path
 
     def __init__(
-        self,
-        recipe: Recipe,
-        options: Options,
-        console: Console,
-        module: "nn.Module | None",
-        world: "World | None" = None,
+        self, recipe: Recipe, data: "Found | Source", options: Options, module: "nn.Module | None" = None
     ) -> None:
-        from flatout.dist.world import World
-
-        self.recipe, self.options, self.console, self.world = recipe, options, console, world or World()
+        self.recipe, self.options, self.module = recipe, options, module
+        self.data: Found | Source | Pack | Handover = data
         self.began = self._lap = options.began
         self.seconds: dict[str, float] = {}
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        self.out = options.out or Path("runs") / f"{recipe.job}-{stamp}"
-        self.module = module
+        self.notes: list[str] = []
         self.setup_seconds = 0.0
         self.parameters = self.trained_parameters = 0
         self.devices, self.device_count = "", 0
-        self.stop_signal: int | None = None
-        self.notes: list[str] = []
+        self.data_facts: dict[str, Any] = {}
+        self._claimed: Path | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a rank in another process needs; the pack becomes a file that it maps."""
+        from flatout.data.pack import Pack
+        from flatout.data.shared_pack import handed_over
+
+        state = {name: value for name, value in self.__dict__.items() if name not in ("console", "world", "_open")}
+        if isinstance(self.data, Pack):
+            state["data"] = self._open.enter_context(handed_over(self.data))
+        return state
+
+    @contextlib.contextmanager
+    def prepared(self, console: Console) -> "Iterator[Pack]":
+        """Claim the folder and make the pack for the ranks of this host, in this process or in others."""
+        from flatout.dist.world import World
+
+        self.console, self.world = console, World()
+        with contextlib.ExitStack() as self._open:
+            if self.options.hosts.nodes == 1:
+                self._open.enter_context(self._claim_folder())
+            self.data = self._open.enter_context(self._load_pack())
+            yield self.data
+
+    def run(self, console: Console, world: "World") -> Path:
+        """Train on one rank, and return the run folder. These are the phases of a run.
+
+        Raises:
+            InputError, TrainingFailed, Stopped: see `train_recipe`.
+        """
+        from flatout.run.finish import finish
+
+        self.console, self.world = console, world
+        with self._claim_folder(), self._load_pack() as pack:
+            splits = self._split(pack)
+            agree(world, self.recipe, pack)
+            model = self.build_model(pack, self.note)
+            with contextlib.closing(self._make_engine(model, splits, pack)) as engine:
+                progress = self._resume(engine, pack) or Progress()
+                self._begin_folder()
+                placed = self._place(engine, splits)
+                with signals_noted(world.control):
+                    ended, failure = self._train(engine, placed, progress)
+                    failure = finish(self, engine, pack, placed, progress, ended, failure)
+        if failure:
+            raise failure
+        return self.out
 
     # --- set-up ---------------------------------------------------------------------------------------------------
 
-    def claim_folder(self) -> None:
-        """Check that the run folder may be written, before any work is done."""
-        if self.options.out is None:
-            # Processes that start together need not read the same second from their clocks.
-            self.out = self.world.broadcast_object(self.out)
-        if not self.world.is_main:
-            return
-        exists = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
-        if self.options.resume and self.options.overwrite:
-            raise InputError("--resume and --overwrite contradict each other: give one of them")
-        if self.options.resume:
-            if not (self.out / run_files.CHECKPOINTS).is_dir():
-                raise InputError(f"{self.out}: nothing to resume: it has no {run_files.CHECKPOINTS}/")
-            return
-        if not exists:
-            return
-        if not self.options.overwrite:
-            raise InputError(f"{self.out}: exists; choose another --out, or --resume or --overwrite the run in it")
-        if not (self.out / run_files.RECIPE).is_file():
-            raise InputError(f"{self.out}: is no run folder, so --overwrite will not touch it; choose another --out")
+    @contextlib.contextmanager
+    def _claim_folder(self) -> Iterator[None]:
+        """Hold the run folder in the main process, unless the process that started it does; agree on its name."""
+        with contextlib.ExitStack() as stack:
+            claimed: Path | InputError | None = self._claimed
+            if self.world.is_main and claimed is None:
+                options = self.options
+                held = claim.claimed(options.out, self.recipe.job, resume=options.resume, overwrite=options.overwrite)
+                try:
+                    claimed = stack.enter_context(held)
+                except InputError as error:
+                    claimed = error
+            claimed = self.world.broadcast_object(claimed)
+            if isinstance(claimed, InputError):
+                raise claimed
+            assert claimed is not None
+            self.out = self._claimed = claimed
+            yield
 
-    def continue_from(self, notes: list[str], seconds: dict[str, float]) -> None:
-        """Take over what the process that started this one has noted."""
-        self.notes[:0] = notes
-        self.seconds = {**seconds, "launch": time.perf_counter() - self.began - sum(seconds.values())}
-        self._lap = time.perf_counter()
-
-    def load_pack(self, data: "Found | Source") -> "Pack":
-        """Get the pack: on each host one process builds it, and the others map the same file."""
+    @contextlib.contextmanager
+    def _load_pack(self) -> "Iterator[Pack]":
+        """Provide the pack: on each host one process builds it, and the others map the same file."""
         from flatout.data.load import load
-        from flatout.data.shared_pack import handed_over
+        from flatout.data.pack import Pack
+        from flatout.data.shared_pack import Handover, handed_over
 
+        if isinstance(self.data, Pack):
+            yield self.data
+            return
+        if isinstance(self.data, Handover):
+            started = sum(self.seconds.values())
+            self.seconds["launch"] = time.perf_counter() - self.began - started
+            self._lap = time.perf_counter()
+            yield self.data.open()
+            return
         self._time("start")
         world, pack = self.world, None
         if world.local_rank == 0:
             with world.heartbeat.alone("making the pack"):
-                pack = load(data, self.recipe, cache=self.options.cache, report=self.console)
+                pack = load(self.data, self.recipe, cache=self.options.cache, report=self.console)
             self.console.finish()
         if world.is_joined:
             with handed_over(pack) if pack else contextlib.nullcontext() as own:
-                handed = world.all_gather_object(own)[world.rank - world.local_rank]
-                assert handed is not None
-                pack = pack or handed.open()
+                shared = world.all_gather_object(own)[world.rank - world.local_rank]
+                assert shared is not None
+                pack = pack or shared.open()
                 # Others may still be opening the file.
                 world.barrier()
         assert pack is not None
         self._time("pack")
-        return pack
+        yield pack
 
-    def read(self, pack: "Pack") -> "dict[str, Samples]":
-        """Say what the pack is, split it, and fill in what the recipe leaves to the data."""
+    def _split(self, pack: "Pack") -> "dict[str, Samples]":
+        """Describe and split the pack, and fill in what the recipe leaves to the data."""
         from flatout.data.load import measure, splits_of
 
         self.console.note(pack.describe())
@@ -162,22 +196,19 @@ class Session:
         if pack.skipped:
             self.note(f"{len(pack.skipped):,} unreadable images were left out")
         splits = splits_of(pack, self.recipe.data, self.recipe.seed)
-        carved = [f"{name} {len(s):,}" for name, s in splits.items() if name not in pack.splits]
-        if carved:
-            self.note(
-                f"set aside from the training images, by class: {', '.join(carved)}; train {len(splits['train']):,}"
-            )
+        if taken := [f"{name} {len(s):,}" for name, s in splits.items() if name not in pack.splits]:
+            self.note(f"taken from the training images, by class: {', '.join(taken)}; train {len(splits['train']):,}")
+        if len(splits) == 1:
+            self.note("no held-out data: accuracy will not be measured")
         if not self.recipe.data.mean:
             mean, std = measure(splits["train"])
             self.recipe = self.recipe.override({"data.mean": mean, "data.std": std})
-        if self.world.is_joined:
-            agree(self.world, self.recipe, pack)
-            ranks, batch = self.world.size, min(self.recipe.batch_size, len(splits["train"]))
-            if batch < ranks:
-                raise InputError(
-                    f"batch_size = {batch} is less than one sample for each of the {ranks} ranks: "
-                    "use a larger batch or fewer devices"
-                )
+        ranks, batch = self.world.size, min(self.recipe.batch_size, len(splits["train"]))
+        if batch < ranks:
+            raise InputError(
+                f"batch_size = {batch} is less than one sample for each of the {ranks} ranks: "
+                "use a larger batch or fewer devices"
+            )
         if self.recipe.optimizer.lr_base_batch:
             self.note(describe_scaling(self.recipe))
         self._time("read")
@@ -195,29 +226,27 @@ class Session:
             report=report,
         )
 
-    def make_engine(self, pack: "Pack", splits: "dict[str, Samples]") -> "Engine":
-        """Build the model with the weights to start from, and the engine."""
+    def _make_engine(self, model: "nn.Module", splits: "dict[str, Samples]", pack: "Pack") -> "Engine":
+        """Return the engine, with the weights to start from."""
         from flatout.data.load import class_weights
         from flatout.engine.devices import spec_of
         from flatout.engine.factory import make_engine
         from flatout.models.pretrained import load_pretrained
 
-        recipe, model = self.recipe, self.build_model(pack, self.note)
-        shape = {"image_size": recipe.image_size, "channels": recipe.channels}
+        recipe = self.recipe
         if recipe.pretrained or recipe.weights:
+            shape = {"image_size": recipe.image_size, "channels": recipe.channels}
             load_pretrained(model, recipe.model, weights=recipe.weights, report=self.note, **shape)
         elif recipe.freeze:
-            self.note("frozen layers keep their random weights: no pre-trained weights were asked for")
-        weights = None
-        if recipe.class_weights == "balanced":
-            weights = class_weights(splits["train"].labels, len(pack.classes))
+            self.note("frozen layers keep their random weights: no pre-trained weights were requested")
+        is_balanced = recipe.class_weights == "balanced"
         engine = make_engine(
             model,
             recipe,
             engine=self.options.engine,
             devices=self.options.devices,
             world=self.world,
-            class_weights=weights,
+            class_weights=class_weights(splits["train"].labels, len(pack.classes)) if is_balanced else None,
             report=self.note,
         )
         self.parameters = sum(p.numel() for p in model.parameters())
@@ -229,96 +258,85 @@ class Session:
         self._time("model")
         return engine
 
+    def _resume(self, engine: "Engine", pack: "Pack") -> Progress | None:
+        """Load the newest checkpoint if the run is to be resumed; None where there is none."""
+        from flatout.run.checkpoint import load_newest
+
+        self.data_facts = data_facts(pack)
+        if not self.options.resume:
+            return None
+        newest: Any = None
+        if self.world.is_main:
+            try:
+                newest = load_newest(self.out / run_files.CHECKPOINTS, self.note)
+            except InputError as error:
+                newest = error
+        newest = self.world.broadcast_object(newest)
+        if isinstance(newest, InputError):
+            raise newest
+        if newest is None:
+            self.note("nothing was saved yet: training starts from the beginning")
+            return None
+        newest.check_resumable(self.recipe, self.data_facts, self.note)
+        engine.load_state(newest.state)
+        self.note(f"resumed after epoch {newest.progress.epoch}, step {newest.progress.step}")
+        return newest.progress
+
+    def _begin_folder(self) -> None:
+        """Write the recipe, after an old run is removed if that was requested, and open the logs."""
+        if self.world.is_main:
+            claim.begin(self.out, self.recipe, overwrite=self.options.overwrite)
+        self.world.barrier()
+        log = self.out / run_files.LOGS / f"rank-{self.world.rank}.log"
+        try:
+            self.console.device = self.console.device or str(self.world.device)
+            self.console.open_log(log)
+        except OSError as error:
+            raise InputError(f"{log}: cannot be written: {error.strerror}") from None
+
     # --- training -------------------------------------------------------------------------------------------------
 
-    def train(self, engine: "Engine", pack: "Pack", splits: "dict[str, Samples]") -> Path:
-        """Run the loop, write checkpoints on the way and the run folder at the end; return the folder."""
-        from flatout.run.finish import finish
-
-        recipe, console = self.recipe, self.console
-        progress = self._resume(engine) if self.options.resume else Progress()
-        self._open_folder()
+    def _place(self, engine: "Engine", splits: "dict[str, Samples]") -> "dict[str, DeviceSplit]":
+        """Bring the splits to the devices, and compile the steps."""
         placed = {name: engine.place(samples) for name, samples in splits.items()}
-        trained = len(splits["train"])
-        if len(splits) == 1:
-            self.note("there is no test and no validation split, so nothing will say how good the model is")
-        console.note(
-            f"training {recipe.model} ({self.parameters:,} parameters) on {trained:,} images, "
-            f"{recipe.epochs} epochs, batch {recipe.batch_size}"
-        )
         self._time("place")
         placed["train"].compile()
         self._time("compile")
+        self.console.note(
+            f"training {self.recipe.model} ({self.parameters:,} parameters) on {len(splits['train']):,} images, "
+            f"{self.recipe.epochs} epochs, batch {self.recipe.batch_size}"
+        )
         self.setup_seconds = time.perf_counter() - self.began
-        watch = Watch(self, engine, trained, progress)
-        ended, failure = "", None
+        return placed
+
+    def _train(
+        self, engine: "Engine", placed: "dict[str, DeviceSplit]", progress: Progress
+    ) -> tuple[str, Exception | None]:
+        """Run the loop and save where it ends; return why it ended early, for people and as an exception."""
+        monitor = Monitor(self, engine, placed["train"], progress)
         try:
-            ended = train(engine, self.world, recipe, placed, progress, watch.callbacks())
-        except RankLost:
-            # Nothing more can be done together; the newest checkpoint is what there is to go on from.
-            raise
+            ended, failure = Loop(engine, self.world, self.recipe, placed, progress, monitor).run(), None
+        except (RankLost, DiskFull):
+            raise  # the ranks can do nothing more together
         except TrainingFailed as error:
-            failure = error
-            ended = f"failed: {error}"
-            engine.load_state(watch.last_good)
+            monitor.restore()
+            ended, failure = f"failed: {error}", error
         except Stopped as stopped:
-            failure = stopped
             name = signal.Signals(stopped.signal_number).name
-            ended = f"{name} in epoch {progress.epoch + 1}, step {progress.step}"
-        console.finish()
+            ended, failure = f"{name} in epoch {progress.epoch + 1}, step {progress.step}", stopped
+        self.console.finish()
         if not isinstance(failure, TrainingFailed):
-            watch.save()
+            monitor.checkpoint()
         if ended:
             self.note(ended)
-        terminated = isinstance(failure, Stopped) and failure.signal_number == signal.SIGTERM
-        # Whoever terminates a process does not wait for an evaluation.
-        evaluated = {} if terminated else {name: split for name, split in placed.items() if name != "train"}
-        finish(self, engine, pack, evaluated, splits, progress, ended)
-        if failure is not None:
-            raise failure
-        return self.out
-
-    def _open_folder(self) -> None:
-        """Make the run folder, an old run in it removed if that was asked for, and write the recipe."""
-        if self.world.is_main:
-            remove = self.options.overwrite and self.out.exists()
-            for path in (
-                p for name in (_OWN_FILES if remove else ()) for p in sorted(self.out.glob(name), reverse=True)
-            ):
-                if path.is_file():
-                    path.unlink()
-                elif not any(path.iterdir()):
-                    path.rmdir()
-        self.world.barrier()
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            self.console.device = self.console.device or str(self.world.device)
-            self.console.open_log(self.out / "logs" / f"rank-{self.world.rank}.log")
-        except OSError as error:
-            raise InputError(f"{self.out}: cannot be written: {error.strerror}") from None
-        if self.world.is_main:
-            head = f"Repeat this run: flatout train {run_files.RECIPE}"
-            write_atomically(self.out / run_files.RECIPE, self.recipe.to_toml(head).encode())
-
-    def _resume(self, engine: "Engine") -> Progress:
-        from flatout.run import checkpoint
-
-        newest = checkpoint.load_newest(self.out / run_files.CHECKPOINTS) if self.world.is_main else None
-        newest = self.world.broadcast_object(newest)
-        state, progress, recipe, problems = newest  # pyright: ignore[reportGeneralTypeIssues]
-        checkpoint.check_resumable(recipe, self.recipe, progress)
-        for problem in problems:
-            self.note(problem)
-        engine.load_state(state)
-        self.note(f"resumed after epoch {progress.epoch}, step {progress.step}")
-        return progress
+        return ended, failure
 
     def note(self, sentence: str) -> None:
-        """Say something, and keep it for the summary."""
+        """Print a sentence, and keep it for the summary."""
         self.notes.append(sentence)
         self.console.note(sentence)
 
-    def _time(self, what: str) -> None:
+    def _time(self, phase: str) -> None:
         now = time.perf_counter()
-        self.seconds[what] = now - self._lap
+        self.seconds[phase] = now - self._lap
         self._lap = now

@@ -245,8 +245,11 @@ class TorchEngine:
             if resident is None
             else ((batch, resident[self._accelerator.put(batch.samples)]) for batch in own)
         ):
+            self.world.control.check_stop()
             yield batch, images
             self.world.keep_alive()
+        if len(own) < -(-len(batches) // ranks):
+            self.world.control.check_stop()  # as often on every rank
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -397,32 +400,35 @@ class TorchEngine:
         self._agree_on_buffers()
         count = len(source.samples)
         loss_sum = torch.zeros((), dtype=self._accelerator.wide_float, device=self.device)
-        correct = torch.zeros((), dtype=torch.int64, device=self.device)
-        probabilities: list[tuple[Batch, torch.Tensor]] = []
+        predicted = torch.zeros(count, dtype=torch.int64, device=self.device)
+        probabilities: list[tuple[slice, torch.Tensor]] = []
         network = self._cut.eval_suffix if self._cut else self.model.eval()
-        for batch, images in self._batches(source, in_step=self._is_sliced):
-            with self._setup.autocast():
-                x = images.movedim(-1, 1) if self._cut else augment.apply(images, None, self._scale, self._bias)
-                logits = network(x)[: batch.count]
-            labels = source.labels[self._accelerator.put(batch.samples[: batch.count])]
-            loss_sum += loss.per_sample(logits, labels, self.recipe.loss, self.recipe.label_smoothing).sum()
-            correct += (loss.predicted(logits) == labels).sum()
-            if with_probabilities:
-                probabilities.append((batch, loss.probabilities(logits)))
-        set_train_mode(self.model)
-        loss_sum, correct = self.world.all_reduce(loss_sum), self.world.all_reduce(correct)
-        counts = Counts(loss_sum=float(loss_sum), weight_sum=float(count), correct=int(correct), count=count)
+        try:
+            for batch, images in self._batches(source, in_step=self._is_sliced):
+                with self._setup.autocast():
+                    x = images.movedim(-1, 1) if self._cut else augment.apply(images, None, self._scale, self._bias)
+                    logits = network(x)[: batch.count]
+                labels = source.labels[self._accelerator.put(batch.samples[: batch.count])]
+                loss_sum += loss.per_sample(logits, labels, self.recipe.loss, self.recipe.label_smoothing).sum()
+                rows = slice(int(batch.samples[0]), int(batch.samples[0]) + batch.count)
+                predicted[rows] = loss.predicted(logits)
+                if with_probabilities:
+                    probabilities.append((rows, loss.probabilities(logits)))
+        finally:
+            set_train_mode(self.model)
         return Evaluation(
-            counts=counts, probabilities=self._collect(probabilities, count) if with_probabilities else None
+            loss_sum=float(self.world.all_reduce(loss_sum)),
+            predicted=self.world.all_reduce(predicted).cpu().numpy(),
+            labels=source.samples.labels,
+            probabilities=self._collect(probabilities, count) if with_probabilities else None,
         )
 
-    def _collect(self, probabilities: list[tuple[Batch, torch.Tensor]], count: int) -> np.ndarray:
+    def _collect(self, probabilities: list[tuple[slice, torch.Tensor]], count: int) -> np.ndarray:
         """Bring the ranks' probabilities together, [count, K] in the order of the split."""
         classes = max(self.world.all_gather_object(probabilities[0][1].shape[1] if probabilities else 0))
         table = torch.zeros((count, classes), device=self.device)
-        for batch, rows in probabilities:
-            start = int(batch.samples[0])
-            table[start : start + batch.count] = rows
+        for rows, some in probabilities:
+            table[rows] = some
         return self.world.all_reduce(table).cpu().numpy()
 
     @torch.no_grad()

@@ -250,16 +250,19 @@ class XlaEngine:
         batches = prefetch(self._reader(placed, size, is_training=False), evaluation_batches(count, size))
         results = []
         for prepared in batches:
+            self.world.control.check_stop()
             arrays = (prepared.images, prepared.labels, prepared.weights)
             arrays = self._layout.put_batch(arrays, (self._layout.shared,) * len(arrays))
             results.append((function(self._state, *arrays, *table), prepared.batch.count))
             if len(results) > RUN_AHEAD:
-                results[-RUN_AHEAD - 1][0].correct.block_until_ready()
-        loss_sum = sum(float(r.loss_sum) for r, _ in results)
-        correct = sum(int(r.correct) for r, _ in results)
-        counts = Counts(loss_sum=loss_sum, weight_sum=float(count), correct=correct, count=count)
+                results[-RUN_AHEAD - 1][0].predicted.block_until_ready()
         rows = [np.asarray(r.probabilities)[:number] for r, number in results] if with_probabilities else None
-        return Evaluation(counts=counts, probabilities=np.concatenate(rows) if rows else None)
+        return Evaluation(
+            loss_sum=sum(float(r.loss_sum) for r, _ in results),
+            predicted=np.concatenate([np.asarray(r.predicted)[:number] for r, number in results]).astype(np.int64),
+            labels=placed.samples.labels,
+            probabilities=np.concatenate(rows) if rows else None,
+        )
 
     # --- state ----------------------------------------------------------------------------------------------------
 

@@ -58,10 +58,10 @@ class Inputs(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """Of one evaluation batch: loss sum [], right predictions [], probabilities [B, K]; padding counts in no sum."""
+    """Of one evaluation batch: loss sum [] without padding, predicted classes [B], probabilities [B, K]."""
 
     loss_sum: jax.Array
-    correct: jax.Array
+    predicted: jax.Array
     probabilities: jax.Array
 
 
@@ -219,7 +219,7 @@ class Program:
         losses, predicted, probabilities = self.evaluation.judge(logits, labels)
         # A prediction of NaN for padding must not reach the sums.
         loss_sum = jnp.where(mask > 0, losses, 0).sum()
-        return Evaluated(loss_sum, ((predicted == labels) & (mask > 0)).sum(), probabilities)
+        return Evaluated(loss_sum, predicted, probabilities)
 
 
 class _Pipeline:

@@ -1,0 +1,135 @@
+"""The claim of one process on a run folder: nobody else writes it until the process ends."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from flatout.errors import InputError
+from flatout.files import sweep_temporary_files, write_atomically
+from flatout.recipe import Recipe
+from flatout.report import run_files
+
+_LOCK = ".lock"
+# What --overwrite removes: the files that a run writes, before the folders that hold them.
+_OWN_FILES = (
+    f"{run_files.CHECKPOINTS}/epoch-*.safetensors",
+    run_files.CHECKPOINTS,
+    f"{run_files.LOGS}/rank-*.log",
+    f"{run_files.LOGS}/rank-*.samples.jsonl",
+    run_files.LOGS,
+    *run_files.PICTURES,
+    run_files.RECIPE,
+    run_files.METRICS,
+    run_files.SUMMARY,
+    run_files.WEIGHTS,
+    run_files.PREDICTIONS,
+    run_files.REPORT,
+)
+
+
+@contextlib.contextmanager
+def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
+    """Make a run folder if need be, and hold it while the context lasts. A folder that stays empty is removed.
+
+    Args:
+        out: the folder; None for a new one under `runs/`, named by the job and the time.
+        job: the name of the job.
+        resume: continue the run in the folder.
+        overwrite: replace the run in the folder, once `begin` is called.
+
+    Raises:
+        InputError: another process holds the folder, it has other content, or it cannot be written.
+    """
+    if resume and overwrite:
+        raise InputError("--resume and --overwrite contradict each other: give one of them")
+    if out:
+        _check_content(out, resume=resume, overwrite=overwrite)
+    target = out or Path("runs/new")
+    existed = {path for path in (target, *target.parents) if path.exists()}
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = _make(out, job)
+            stack.callback(_remove_empty, [path for path in (folder, *folder.parents) if path not in existed])
+            stack.enter_context(_locked(folder))
+            _check_content(folder, resume=resume, overwrite=overwrite)
+            sweep_temporary_files(folder)
+        except OSError as error:
+            raise InputError(f"{error.filename or out}: cannot be written: {error.strerror}") from None
+        yield folder
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def begin(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
+    """Write the recipe of a run into its folder, after removing an old run if `overwrite`."""
+    try:
+        for path in (p for name in _OWN_FILES if overwrite for p in folder.glob(name)):
+            if path.is_file():
+                path.unlink()
+            elif not any(path.iterdir()):
+                path.rmdir()
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot be removed: {error.strerror}") from None
+    head = f"Repeat this run: flatout train {run_files.RECIPE}"
+    write_atomically(folder / run_files.RECIPE, recipe.to_toml(head).encode())
+
+
+def _check_content(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(p.name != _LOCK for p in folder.iterdir())):
+        return
+    if not resume and not overwrite:
+        raise InputError(f"{folder}: exists; choose another --out, or --resume or --overwrite the run in it")
+    if not (folder / run_files.RECIPE).is_file():
+        flag = "resume" if resume else "overwrite"
+        raise InputError(f"{folder}: is not a run folder, so --{flag} does not touch it; choose another --out")
+
+
+def _make(out: Path | None, job: str) -> Path:
+    """Make the folder; a default name is one that nothing had before."""
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        return out
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    number = 1
+    while True:
+        folder = Path("runs") / (f"{job}-{stamp}" if number == 1 else f"{job}-{stamp}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the system releases when the process dies."""
+    path = folder / _LOCK
+    with contextlib.ExitStack() as stack:
+        while True:
+            file = stack.enter_context(path.open("a+"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                raise InputError(f"{folder}: in use by process {holder}; wait for it or choose another --out") from None
+            # The last holder may have removed the file after it was opened here.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                    break
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
