@@ -29,7 +29,6 @@ from flatout.data.feed import Samples
 from flatout.data.load import find, splits_of
 from flatout.data.order import Batch
 from flatout.data.pack import Pack, PackSettings, load_pack
-from flatout.dist.control import Flag
 from flatout.dist.world import World
 from flatout.engine.base import Engine
 from flatout.engine.devices import machine, parse_devices
@@ -143,17 +142,15 @@ def fit(
     after_epoch: Callable[[Progress], None] = lambda progress: None,
 ) -> Progress:
     """Train and return what the loop measured."""
-    tell = Callbacks(
-        flags=lambda: Flag.NONE,
-        step=lambda progress, images: None,
-        poll=lambda progress: False,
-        loss=lambda progress, loss: None,
-        epoch=after_epoch,
-    )
+
+    class AfterEpoch(Callbacks):
+        def epoch(self, *, is_best: bool) -> None:
+            after_epoch(progress)
+
     progress = Progress()
     placed = {name: engine.place(samples) for name, samples in splits.items()}
     placed["train"].compile()
-    train(engine, World(), recipe, placed, progress, tell)
+    train(engine, World(), recipe, placed, progress, AfterEpoch())
     return progress
 
 

@@ -19,7 +19,6 @@ from flatout.console import Console
 from flatout.data.feed import Samples
 from flatout.data.load import find, splits_of
 from flatout.data.pack import Pack, PackSettings, load_pack
-from flatout.dist.control import Flag
 from flatout.dist.world import World
 from flatout.engine.devices import machine
 from flatout.engine.eager.engine import TorchEngine
@@ -32,13 +31,7 @@ from flatout.run.loop import Callbacks, train
 from flatout.run.progress import EpochRecord, Progress
 
 CACHED_EPOCHS, UNCACHED_EPOCHS = 3, 2
-SILENT = Callbacks(
-    flags=lambda: Flag.NONE,
-    step=lambda progress, images: None,
-    poll=lambda progress: False,
-    loss=lambda progress, loss: None,
-    epoch=lambda progress: None,
-)
+SILENT = Callbacks()
 
 
 def load(recipe: Recipe, folder: Path, console: Console) -> tuple[Pack, dict[str, Samples]]:

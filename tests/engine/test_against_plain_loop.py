@@ -8,20 +8,13 @@ from torch.nn import functional
 
 from flatout.data.feed import Samples
 from flatout.data.order import training_batches
-from flatout.dist.control import Flag
 from flatout.dist.world import World
 from flatout.recipe import Optimizer, Recipe
 from flatout.run.loop import Callbacks, train
 from flatout.run.progress import Progress
 from tests.engine.engines import ENGINES, make_engine
 
-SILENT = Callbacks(
-    flags=lambda: Flag.NONE,
-    step=lambda progress, images: None,
-    poll=lambda progress: False,
-    loss=lambda progress, loss: None,
-    epoch=lambda progress: None,
-)
+SILENT = Callbacks()
 
 
 def make_samples(count: int = 70, size: int = 12, channels: int = 1, classes: int = 5) -> Samples:

@@ -7,8 +7,8 @@ begin anywhere.
 import math
 import signal
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,57 +21,86 @@ from flatout.numerics.metrics import NO_COUNTS
 from flatout.numerics.random import Stream, raw
 from flatout.numerics.schedule import learning_rate
 from flatout.recipe import Recipe
-from flatout.run.progress import EpochRecord, Progress
+from flatout.run.progress import Clock, EpochRecord, Progress
 
 if TYPE_CHECKING:
     from flatout.dist.world import World
-    from flatout.run.monitor import Monitor
 
 FIX = "; try a lower optimizer.lr. The weights of the last good epoch are kept."
 _STOPS = Flag.INTERRUPT | Flag.TERMINATE
 
 
-class Loop:
-    """Trains from where `progress` stands to the end of the recipe, updating it.
+class Callbacks:
+    """What happens beside the loop; every method is called on all processes after the same step."""
 
-    Args:
-        engine: holds the model.
-        world: the processes of the run.
-        recipe: the run.
-        splits: by name, as the engine placed them.
-        progress: the start; it matches the engine's state after every step, and when `run` raises `Stopped`.
-        monitor: is called after every step and epoch.
+    def flags(self) -> Flag:
+        """Return what to request of all processes with the next step."""
+        return Flag.NONE
+
+    def step(self) -> None:
+        """Called after every step."""
+
+    def wants_loss(self) -> bool:
+        """Return whether to fetch the loss after this step, whatever was requested."""
+        return False
+
+    def loss(self, loss: float) -> None:
+        """Called with the mean loss since the last call."""
+
+    def checkpoint(self) -> None:
+        """Called where a checkpoint was requested."""
+
+    def has_finite_weights(self) -> bool:
+        """Return whether the weights after an epoch are finite."""
+        return True
+
+    def epoch(self, *, is_best: bool) -> None:
+        """Called after every epoch, when its weights were found to be finite."""
+
+
+def train(
+    engine: Engine,
+    world: "World",
+    recipe: Recipe,
+    splits: Mapping[str, DeviceSplit],
+    progress: Progress,
+    callbacks: Callbacks,
+) -> str:
+    """Train the placed splits from where `progress` stands; return why training ended before the last epoch, or "".
+
+    `progress` is updated: it matches the engine's state after every step, and when this raises `Stopped`.
+
+    Raises:
+        TrainingFailed: a loss or a weight is not finite; the message names the epoch.
+        Stopped: a process of the run was told to end.
     """
+    return _Loop(engine, world, recipe, splits, progress, callbacks).run()
 
+
+class _Loop:
     def __init__(
         self,
         engine: Engine,
         world: "World",
         recipe: Recipe,
-        splits: dict[str, DeviceSplit],
+        splits: Mapping[str, DeviceSplit],
         progress: Progress,
-        monitor: "Monitor",
+        callbacks: Callbacks,
     ) -> None:
         self._engine, self._world, self._recipe, self._splits = engine, world, recipe, splits
-        self._progress, self._monitor = progress, monitor
+        self._progress, self._callbacks = progress, callbacks
         self._images = len(splits["train"].samples)
         self._steps = steps_per_epoch(self._images, recipe.batch_size, recipe.drop_last)
 
     def run(self) -> str:
-        """Train; return why training ended before the last epoch, empty if it did not.
-
-        Raises:
-            TrainingFailed: a loss or a weight is not finite; the message names the epoch.
-            Stopped: a process of the run was told to end.
-        """
         recipe, progress = self._recipe, self._progress
         while progress.epoch < recipe.epochs:
             self._train_epoch()
             # Rank 0's times and choices are those of all ranks.
             progress.history.append(self._world.broadcast_object(self._finish_epoch()))
-            if not self._monitor.has_finite_weights():
+            if not self._callbacks.has_finite_weights():
                 raise TrainingFailed(f"training diverged in epoch {progress.epoch}: a weight is not finite{FIX}")
-            self._monitor.epoch(is_best=self._choose_best())
+            self._callbacks.epoch(is_best=self._choose_best())
             waited = progress.epoch - progress.best_epoch
             if recipe.early_stopping and progress.best_epoch and waited >= recipe.early_stopping:
                 return f"early stopping: no better validation result in {waited} epochs"
@@ -80,25 +109,25 @@ class Loop:
     def _train_epoch(self) -> None:
         """Run the remaining steps of an epoch."""
         recipe, progress, train, control = self._recipe, self._progress, self._splits["train"], self._world.control
-        epoch, first_step, clock = progress.epoch, progress.step, _Clock(progress)
+        epoch, first_step, clock = progress.epoch, progress.step, Clock(progress)
         watched = _watched_losses(progress.history)
         batches = training_batches(recipe.seed, epoch, self._images, recipe.batch_size, recipe.drop_last, first_step)
         train.begin_epoch(epoch_transforms(recipe.augment, recipe.seed, epoch, self._images))
         seeds = raw(recipe.seed, Stream.STEP, epoch, self._steps) >> np.uint64(1)
         for inputs in clock.waiting(train.feed(batches)):
             rate = learning_rate(recipe, epoch * self._steps + progress.step, self._steps, watched)
-            control.request(self._monitor.flags())
+            control.request(self._callbacks.flags())
             train.train_step(inputs, rate, int(seeds[progress.step]))
             progress.step += 1
             progress.images_trained += min(recipe.batch_size, self._images - (progress.step - 1) * recipe.batch_size)
             clock.tick()
             progress.note_first_steps()
-            self._monitor.step()
+            self._callbacks.step()
             flags = control.received()
-            if flags & (Flag.LOSS | Flag.CHECKPOINT | _STOPS) or self._monitor.wants_loss():
-                self._monitor.loss(self._fetch_counts(first_step))
+            if flags & (Flag.LOSS | Flag.CHECKPOINT | _STOPS) or self._callbacks.wants_loss():
+                self._callbacks.loss(self._fetch_counts(first_step))
             if Flag.CHECKPOINT in flags:
-                self._monitor.checkpoint()
+                self._callbacks.checkpoint()
                 clock.skip()
             if flags & _STOPS:
                 raise Stopped(signal.SIGTERM if Flag.TERMINATE in flags else signal.SIGINT)
@@ -147,13 +176,11 @@ class Loop:
         return record
 
     def _choose_best(self) -> bool:
-        """Return whether the last epoch is the best on the validation split; the loss decides between equals.
-
-        Where the loss weights the classes equally, so does the accuracy.
-        """
+        """Return whether the last epoch is the best on the validation split; the loss decides between equals."""
         progress = self._progress
         if progress.history[-1].valid_accuracy is None:
             return False
+        # As the loss weights the classes, so does the accuracy.
         is_balanced = self._recipe.class_weights == "balanced"
 
         def merit(record: EpochRecord) -> tuple[float, float]:
@@ -169,31 +196,3 @@ class Loop:
 def _watched_losses(history: list[EpochRecord]) -> list[float]:
     """Return the losses that the plateau schedule watches: validation, or training where there is none."""
     return [r.train_loss if r.valid_loss is None else r.valid_loss for r in history]
-
-
-class _Clock:
-    """Adds the time of an epoch to the progress as it passes."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress, self._last = progress, time.perf_counter()
-
-    def tick(self) -> None:
-        """Count the time since the last tick as training."""
-        now = time.perf_counter()
-        self._progress.train_seconds += now - self._last
-        self._progress.epoch_seconds += now - self._last
-        self._last = now
-
-    def skip(self) -> None:
-        """Leave the time since the last tick out."""
-        self._last = time.perf_counter()
-
-    def waiting(self, inputs: Iterator[Any]) -> Iterator[Any]:
-        """Yield inputs, counting the time they take to come."""
-        while True:
-            began = time.perf_counter()
-            item = next(inputs, None)
-            self._progress.wait_seconds += time.perf_counter() - began
-            if item is None:
-                return
-            yield item

@@ -14,6 +14,7 @@ from flatout.dist.control import Flag
 from flatout.engine import recorder
 from flatout.report import run_files
 from flatout.run.checkpoint import Checkpoint
+from flatout.run.loop import Callbacks
 from flatout.run.progress import Progress
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ CHECKPOINT_SECONDS = 10.0
 RECORDED_LOSSES = 100
 
 
-class Monitor:
+class Monitor(Callbacks):
     """Keeps the run folder and the console up to date while the loop runs."""
 
     def __init__(self, session: "Session", engine: "Engine", train: "DeviceSplit", progress: Progress) -> None:

@@ -1,6 +1,8 @@
 """How far a run has come: what the loop counts, a checkpoint keeps and metrics.jsonl shows."""
 
 import dataclasses
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +90,34 @@ class Progress:
         if self.first_steps < FIRST_STEPS or images <= 0 or seconds <= 0:
             return None
         return max(0.0, self.first_seconds - self.first_images * seconds / images)
+
+
+class Clock:
+    """Adds the time of an epoch to the progress as it passes."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._last = progress, time.perf_counter()
+
+    def tick(self) -> None:
+        """Count the time since the last call as training."""
+        now = time.perf_counter()
+        self._progress.train_seconds += now - self._last
+        self._progress.epoch_seconds += now - self._last
+        self._last = now
+
+    def skip(self) -> None:
+        """Do not count the time since the last call."""
+        self._last = time.perf_counter()
+
+    def waiting(self, inputs: Iterator[Any]) -> Iterator[Any]:
+        """Yield inputs, and count the time spent waiting for them."""
+        while True:
+            began = time.perf_counter()
+            item = next(inputs, None)
+            self._progress.wait_seconds += time.perf_counter() - began
+            if item is None:
+                return
+            yield item
 
 
 def to_plain(progress: Progress) -> dict[str, Any]:

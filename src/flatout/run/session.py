@@ -16,7 +16,7 @@ from flatout.numerics.schedule import describe_scaling
 from flatout.recipe import Recipe
 from flatout.report import run_files
 from flatout.run import claim
-from flatout.run.loop import Loop
+from flatout.run.loop import train
 from flatout.run.monitor import Monitor, signals_noted
 from flatout.run.progress import Progress
 
@@ -315,7 +315,7 @@ class Session:
         """Run the loop and save where it ends; return why it ended early, for people and as an exception."""
         monitor = Monitor(self, engine, placed["train"], progress)
         try:
-            ended, failure = Loop(engine, self.world, self.recipe, placed, progress, monitor).run(), None
+            ended, failure = train(engine, self.world, self.recipe, placed, progress, monitor), None
         except (RankLost, DiskFull):
             raise  # the ranks can do nothing more together
         except TrainingFailed as error:
