@@ -1,51 +1,46 @@
-"""What a person sees while something runs: a bar on a terminal, plain lines elsewhere, a widget in a notebook.
-
-Every line goes to the log of its rank as well.
-"""
+"""Messages and progress: a bar on a terminal, lines in a file, a widget in a notebook. All messages go to a log too."""
 
 import json
-import math
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-# Seconds between two updates of the progress, and between two requests for the loss, which wait for the device.
+# Seconds between two updates of the bar, and between two requests for the loss, which wait for the device.
 BAR_INTERVAL = 0.5
 LOSS_INTERVAL = 1.0
-LINE_INTERVAL = 10.0
+# Without a bar progress is a line: after these seconds, and then after this share of the time so far.
+LINE_INTERVAL, LINE_SHARE = 10.0, 0.1
 
 
-class Display(Protocol):
-    """Where a console shows things.
+class Display:
+    """Prints lines to a stream; subclasses also draw progress in place (`has_bar`)."""
 
-    Attributes:
-        has_bar: whether progress is drawn in place; else it becomes lines.
-    """
+    has_bar = False
 
-    has_bar: bool
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
 
-    def show(self, text: str, done: int, total: int) -> None:
-        """Draw the progress in place."""
-        ...
+    def show(self, parts: Sequence[str], done: int, total: int) -> None:
+        """Draw the progress in place; the last parts of its text may be left out."""
 
     def line(self, text: str) -> None:
         """Print a line that stays, above the bar."""
-        ...
+        print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Remove the bar."""
-        ...
 
 
 class Console:
-    """Prints notes and progress, and copies every line to the log of its rank once that is open.
+    """Prints messages and progress, and copies every message to the log of its rank once that is open.
 
     Args:
         stream: where lines go; None prints nothing.
-        rank: the process among those of the run. Only rank 0 looks at the progress.
+        rank: the rank of this process; only rank 0 shows progress.
         device: torch's name of the rank's device, for the log; it may be set until the log is open.
         display: in place of a stream.
     """
@@ -57,7 +52,6 @@ class Console:
         self._display = display or _make_display(stream)
         self._log: TextIO | None = None
         self._pending: list[tuple[str, str]] = []
-        self._interval = math.inf if rank else BAR_INTERVAL if self.has_bar else LINE_INTERVAL
         self._last_shown = self._last_loss = self._started = time.monotonic()
         self._task: tuple[str, int] = ("", 0)
 
@@ -80,12 +74,12 @@ class Console:
         self._pending.clear()
 
     def hand_over(self) -> list[tuple[str, str]]:
-        """Return the lines that wait for a log, for the console of another process, which writes it."""
+        """Return and forget the messages that wait for a log, which the console of another process writes."""
         lines, self._pending = self._pending, []
         return lines
 
     def take_over(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Put the lines of another process's console first in the log; they have been shown."""
+        """Put messages that another process's console has shown first in the log."""
         self._pending[:0] = lines
 
     def close(self) -> None:
@@ -113,21 +107,25 @@ class Console:
         return True
 
     def update(self, done: int, total: int, unit: str = "images", text: str = "") -> None:
-        """Show how far a task has come, its rate and the time left; a change of unit or total begins a new task."""
+        """Show the progress of a task, its rate and the time left; a change of unit or total begins a new task."""
+        if self.rank:
+            return
         now = time.monotonic()
         if (unit, total) != self._task:
             self._task, self._started, self._first_done = (unit, total), now, done
-            self._last_shown = now if not self.has_bar else 0.0
-        if now - self._last_shown < self._interval:
+            self._last_shown = 0.0 if self.has_bar else now
+        interval = BAR_INTERVAL if self.has_bar else max(LINE_INTERVAL, LINE_SHARE * (now - self._started))
+        if now - self._last_shown < interval:
             return
         self._last_shown = now
         rate = (done - self._first_done) / max(now - self._started, 1e-9)
-        left = f", {duration((total - done) / rate)} left" if rate > 0 else ""
-        line = f"{text}{' ' if text else ''}{done:,} of {total:,} {unit}, {rate:,.0f} per second{left}"
+        parts = [text] if text else []
+        parts += [f"{duration((total - done) / rate)} left"] if rate > 0 else []
+        parts += [f"{rate:,.0f}/s", f"{done:,} of {total:,} {unit}"]
         if self.has_bar:
-            self._shown(lambda display: display.show(line, done, total))
+            self._shown(lambda display: display.show(parts, done, total))
         else:
-            self.note(line)
+            self.note("  ".join(parts))
 
     def finish(self) -> None:
         """End the task: remove the bar until the next update."""
@@ -151,7 +149,7 @@ class Console:
         try:
             action(self._display)
         except OSError:
-            # Nobody reads any more (`| head`), or the disk behind is full: the work goes on, and the log has it all.
+            # The reader has gone (`| head`), or the disk is full: training continues, and the log has all messages.
             self._display = None
 
 
@@ -173,82 +171,66 @@ def in_notebook() -> bool:
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
-class Relay:
-    """The display of a console in a process that has none: a file of events, which the launcher's console replays.
-
-    Args:
-        path: the file, one JSON array a line.
-        has_bar: whether the launcher's display has one.
-    """
+class Relay(Display):
+    """The display of a process without one: a file of events, a JSON array a line, which the launcher replays."""
 
     def __init__(self, path: Path, *, has_bar: bool) -> None:
+        super().__init__(path.open("a", encoding="utf-8"))
         self.has_bar = has_bar
-        self._file = path.open("a", encoding="utf-8")
 
-    def show(self, text: str, done: int, total: int) -> None:
+    def show(self, parts: Sequence[str], done: int, total: int) -> None:
         """Have the progress drawn."""
-        self._send("show", text, done, total)
+        super().line(json.dumps(["show", parts, done, total]))
 
     def line(self, text: str) -> None:
         """Have a line printed."""
-        self._send("line", text)
+        super().line(json.dumps(["line", text]))
 
     def close(self) -> None:
         """Have the bar removed."""
-        self._send("close")
-
-    def _send(self, *event: str | int) -> None:
-        self._file.write(json.dumps(event) + "\n")
-        self._file.flush()
+        super().line(json.dumps(["close"]))
 
 
 def _make_display(stream: TextIO | None) -> Display | None:
     if stream is None:
         return None
-    if in_notebook():
-        return _NotebookBar(stream)
-    return _TerminalBar(stream) if stream.isatty() else _Lines(stream)
+    return _NotebookBar(stream) if in_notebook() else _TerminalBar(stream) if stream.isatty() else Display(stream)
 
 
-class _Lines:
-    """Plain lines, in a pipe or a file."""
-
-    has_bar = False
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def show(self, text: str, done: int, total: int) -> None:
-        self.line(text)
-
-    def line(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Nothing is drawn that would have to go."""
-
-
-class _TerminalBar:
+class _TerminalBar(Display):
     has_bar = True
 
     def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
         from rich.console import Console as RichConsole
 
-        self._console = RichConsole(file=stream, highlight=False, soft_wrap=True)
+        self._console = RichConsole(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._progress: Any = None
 
-    def show(self, text: str, done: int, total: int) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
+    def show(self, parts: Sequence[str], done: int, total: int) -> None:
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+        from rich.table import Column
 
+        bar_width = min(24, self._console.width // 4)
+        room, fitting = self._console.width - bar_width - len(" 100%  "), list(parts)
+        while len("  ".join(fitting)) > room and len(fitting) > 1:
+            fitting.pop()
         if self._progress is None:
-            columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False))
+            text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
+            columns = (BarColumn(bar_width=bar_width), TaskProgressColumn(), text)
             self._progress = Progress(*columns, console=self._console, transient=True)
-            self._progress.add_task(text, total=total)
+            self._progress.add_task("", total=total)
             self._progress.start()
-        self._progress.update(0, description=text, completed=done, total=total)
+        self._progress.update(0, description="  ".join(fitting), completed=done, total=total)
 
     def line(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        indent = " " * (len(text) - len(text.lstrip(" ")) + 2)
+        for line in text.splitlines() or [""]:
+            # Long words, such as paths, stay whole: they can then be copied.
+            wrapped = textwrap.wrap(
+                line, self._console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+            self._console.print("\n".join(wrapped))
 
     def close(self) -> None:
         if self._progress is not None:
@@ -256,23 +238,18 @@ class _TerminalBar:
             self._progress = None
 
 
-class _NotebookBar:
+class _NotebookBar(Display):
     """An HTML progress element that updates in its cell; needs nothing but IPython."""
 
     has_bar = True
+    _handle: Any = None
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._handle: Any = None
-
-    def show(self, text: str, done: int, total: int) -> None:
+    def show(self, parts: Sequence[str], done: int, total: int) -> None:
         from html import escape
 
+        text = "  ".join(parts)
         bar = f'<progress value="{done}" max="{total}" style="width:16em"></progress> {escape(text)}'
         self._draw({"text/html": bar, "text/plain": text})
-
-    def line(self, text: str) -> None:
-        print(text, file=self._stream)
 
     def close(self) -> None:
         if self._handle is not None:

@@ -125,7 +125,7 @@ def _check_types(path: Path, value: Any, example: Any, name: str = "") -> None:
     if value is None:
         return
     types = (int, float) if isinstance(example, float) else type(example)
-    if not isinstance(value, types) or (isinstance(value, bool) and not isinstance(example, bool)):
+    if isinstance(value, bool) or not isinstance(value, types):
         found = _TYPE_NAMES.get(type(value), "true or false")
         raise InputError(
             f"{path}: {name} is {found}, not {_TYPE_NAMES[type(example)]}: restore the file, or remove {name} from it"
