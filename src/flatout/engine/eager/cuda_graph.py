@@ -61,7 +61,7 @@ class CapturedStep:
         static = inputs.clone()
         try:
             if not self._accelerator.has_room_for_graph():
-                raise RuntimeError("too little memory for the graph beside eager steps")
+                raise RuntimeError("too little memory for a graph beside eager steps")
             self._graph = self._accelerator.capture(lambda: self._step(source, static))
         except RuntimeError as error:
             self._is_off = True

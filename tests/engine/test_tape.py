@@ -1,0 +1,270 @@
+"""Recorded steps against eager ones without a GPU: a tape stands in for the CUDA graph."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.dist.world import World
+from flatout.engine.eager import cuda_graph
+from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.eager.split import Inputs
+from flatout.jobs import builtin_jobs, load_job
+from flatout.models.load import build_model
+from flatout.numerics import optim
+from flatout.recipe import Recipe
+from flatout.run.loop import train
+from flatout.run.progress import Progress
+from tests.engine.ranks import on_ranks
+from tests.engine.tape import FakeAccelerator, HostSynchronisation
+from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples
+
+BATCH, COUNT, CLASSES, EPOCHS = 8, 20, 4, 3
+# In each epoch two full batches and a padded one: three eager steps, then three that replay the fourth.
+REPLAYS = 3
+SIZES = {"cats-dogs": 32, "oct-vgg16": 32, "caltech101": 32, "digits": 8}
+
+
+def run(recipe: Recipe, net: nn.Module, *, record: bool, world: World | None = None, **options: Any):
+    """Train; return the state, the counts of the epochs, and how many steps were recorded."""
+    torch.manual_seed(1)
+    accelerator = FakeAccelerator()
+    with pytest.MonkeyPatch.context() as patch:
+        if not record:
+            patch.setattr(cuda_graph, "EAGER_STEPS", 1 << 30)
+        engine = TorchEngine(net, recipe, world=world, accelerator=accelerator, **options)
+        try:
+            samples = make_samples(COUNT, recipe.image_size, recipe.channels, CLASSES)
+            if recipe.loss == "binary-cross-entropy":
+                samples.labels[:] %= 2
+            progress = Progress()
+            train(engine, world or World(), recipe, {"train": engine.place(samples)}, progress, SILENT)
+            return engine.state(), [(r.train_loss, r.train_accuracy) for r in progress.history], accelerator.recorded
+        finally:
+            engine.close()
+
+
+def differences(recipe: Recipe, net: Any, **options: Any) -> list[str]:
+    """Return what differs between a recorded and an eager training; every bit counts."""
+    state, losses, recorded = run(recipe, net(), record=True, **options)
+    expected, expected_losses, _ = run(recipe, net(), record=False, **options)
+    assert recorded == 1
+    assert state.keys() == expected.keys()
+    assert all(value.isfinite().all() for value in expected.values())
+    different = [name for name, value in expected.items() if not torch.equal(state[name], value)]
+    return different + ["losses"] * (losses != expected_losses)
+
+
+def job_recipe(job: str, **changes: Any) -> Recipe:
+    recipe = load_job(job)
+    small = {
+        "epochs": EPOCHS, "batch_size": BATCH, "image_size": SIZES.get(job, 28), "drop_last": False,
+        "pretrained": False, "keep": "last", "data.valid_fraction": 0.0, "schedule.name": "cosine",
+    }  # fmt: skip
+    return recipe.override({**small, **changes})
+
+
+def job_net(recipe: Recipe) -> nn.Module:
+    return build_model(recipe, 2 if recipe.loss == "binary-cross-entropy" else CLASSES)
+
+
+def net_recipe(**changes: Any) -> Recipe:
+    return make_recipe(epochs=EPOCHS, batch_size=BATCH, **{"schedule.name": "cosine", "optimizer.lr": 0.05, **changes})
+
+
+@pytest.mark.parametrize("job", builtin_jobs())
+def test_built_in_jobs(job: str) -> None:
+    recipe = job_recipe(job)
+    assert differences(recipe, lambda: job_net(recipe)) == []
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "label smoothing": {"label_smoothing": 0.1},
+    "micro-batches": {"micro_batch": 3, "norm": "per-device"},
+    "momentum": {"optimizer.name": "momentum", "optimizer.nesterov": True},
+    "adamw": {"optimizer.name": "adamw", "optimizer.lr": 0.01},
+    "affine maps": {"augment.rotate": 20.0, "augment.flip": True},
+    "bfloat16": {"precision": "bf16"},
+    "streamed images": {"data.placement": "disk"},
+}
+
+
+def norm_net() -> nn.Module:
+    return make_net(classes=CLASSES)
+
+
+def plain_net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(600, CLASSES))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recipes(name: str) -> None:
+    net = plain_net if name == "micro-batches" else norm_net
+    assert differences(net_recipe(**CASES[name]), net) == []
+
+
+def test_class_weights() -> None:
+    weights = torch.tensor([0.5, 1, 2, 1]).numpy()
+    assert differences(net_recipe(), norm_net, class_weights=weights) == []
+
+
+@pytest.mark.parametrize("model", ["timm:test_efficientnet", "timm:test_vit"])
+def test_timm_models(model: str) -> None:
+    recipe = net_recipe(model=model, image_size=32)
+    assert differences(recipe, lambda: build_model(recipe, CLASSES)) == []
+
+
+def test_dropout_is_drawn_anew_in_every_step() -> None:
+    assert differences(net_recipe(), plain_net) == []
+
+
+def test_the_device_that_is_faked_computes_what_the_cpu_does() -> None:
+    recipe, samples = net_recipe(), make_samples(COUNT, classes=CLASSES)
+    state, _, recorded = run(recipe, norm_net(), record=True)
+    assert recorded == 1
+    for name, value in engine_weights(norm_net(), samples, recipe).items():
+        torch.testing.assert_close(state[f"model.{name}"], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loaded_state_and_another_split_are_recorded_anew() -> None:
+    recipe = net_recipe(**{"optimizer.name": "momentum"})
+    states = []
+    for eager_steps in (cuda_graph.EAGER_STEPS, 1 << 30):
+        accelerator = FakeAccelerator()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda_graph, "EAGER_STEPS", eager_steps)
+            engine = TorchEngine(norm_net(), recipe, accelerator=accelerator)
+            for count in (COUNT, COUNT + BATCH):
+                split = engine.place(make_samples(count, classes=CLASSES))
+                train(engine, World(), recipe, {"train": split}, Progress(), SILENT)
+                engine.load_state(engine.state())
+                train(engine, World(), recipe, {"train": split}, Progress(), SILENT)
+            states.append(engine.state())
+            engine.close()
+        assert accelerator.recorded == (4 if eager_steps < 4 else 0)
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+
+
+@pytest.mark.parametrize("reason", ["capture fails", "too little memory"])
+def test_without_a_record_training_goes_on(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors might be")
+
+    monkeypatch.setattr(FakeAccelerator, "capture", fail)
+    if reason == "too little memory":
+        monkeypatch.setattr(FakeAccelerator, "has_room_for_graph", lambda self: False)
+    notes: list[str] = []
+    state, *_ = run(net_recipe(), norm_net(), record=True, report=notes.append)
+    expected, *_ = run(net_recipe(), norm_net(), record=False)
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    (note,) = notes
+    assert note.startswith("the step runs without a CUDA graph: ")
+    assert note.endswith("capturing" if reason == "capture fails" else "beside eager steps")
+
+
+# --- planted defects --------------------------------------------------------------------------------------------------
+
+
+def test_a_python_number_of_the_batch_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the constants, the padded batch replays the record of a full one: its padding enters the statistics."""
+    monkeypatch.setattr(Inputs, "constants", property(lambda inputs: (len(inputs.batch.samples),)))
+    assert "model.3.running_var" in differences(net_recipe(), norm_net)
+
+
+def test_a_learning_rate_that_is_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = optim.build
+    monkeypatch.setattr(optim, "build", lambda *args, capturable: build(*args, capturable=False))
+    assert "model.0.weight" in differences(net_recipe(), norm_net)
+
+
+class Waits(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "item":
+            return x * (1.0 if x.mean().item() > 0 else 2.0)
+        if self.how == "if":
+            return x if x.mean() > 0 else 2 * x
+        if self.how == "mask":
+            return x + x[x > 0].mean()
+        if self.how == "tolist":
+            return x * (1.0 if x.mean(dim=(1, 2, 3)).tolist()[0] > 0 else 2.0)
+        return x + torch.tensor(random.random())
+
+
+@pytest.mark.parametrize("how", ["item", "if", "mask", "tolist", "constant"])
+def test_a_synchronisation(how: str) -> None:
+    with pytest.raises(HostSynchronisation):
+        run(net_recipe(), nn.Sequential(Waits(how), norm_net()), record=True)
+
+
+class FrozenNoise(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * random.random()
+
+
+def test_random_numbers_of_the_host() -> None:
+    def net() -> nn.Module:
+        random.seed(1)
+        return nn.Sequential(FrozenNoise(), norm_net())
+
+    assert "model.1.0.weight" in differences(net_recipe(), net)
+
+
+def test_statistics_kept_as_python_numbers() -> None:
+    class Counting(nn.BatchNorm2d):
+        """Averages with 1 / (steps so far), as `momentum=None` does, but counts the steps itself."""
+
+        steps = 0
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.steps += 1
+            self.momentum = 1 / self.steps
+            return super().forward(input)
+
+    def net() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(Counting(1), nn.Flatten(), nn.Linear(144, CLASSES))
+
+    assert "model.0.running_mean" in differences(net_recipe(), net)
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def compare_on_ranks(world: World) -> dict[str, list[str]]:
+    """Compare recorded with eager training on each rank; return what differs in each case."""
+    # As if NCCL added the gradients: gloo works on the same tensors.
+    world.backend = "nccl"
+    found = {"sgd": differences(net_recipe(), norm_net, world=world)}
+    if world.size == 2:
+        found["per-device"] = differences(net_recipe(norm="per-device"), norm_net, world=world)
+        found["dropout, adam"] = differences(net_recipe(**{"optimizer.name": "adam"}), plain_net, world=world)
+        with pytest.MonkeyPatch.context() as patch:
+            # Shares of 4 and 4 samples, then 4 and 0: the first rank's share is full, and only the total differs.
+            own = property(lambda inputs: (len(inputs.batch.samples), inputs.batch.count))
+            patch.setattr(Inputs, "constants", own)
+            found["planted"] = differences(net_recipe(), norm_net, world=world)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks(ranks: int) -> None:
+    found = on_ranks(ranks, compare_on_ranks, backend="gloo")
+    planted = [cases.pop("planted", []) for cases in found]
+    assert not any(names for cases in found for names in cases.values()), found
+    if ranks == 2:
+        assert "model.3.running_var" in planted[0]
+
+
+@pytest.fixture(autouse=True)
+def python_random_as_it_was() -> Iterator[None]:
+    state = random.getstate()
+    yield
+    random.setstate(state)
