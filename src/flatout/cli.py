@@ -1,33 +1,34 @@
-"""The command line: signals, and how a command ends: one message and an exit code."""
+"""The command line: runs a command, prints its result, and turns how it ended into one message and an exit code."""
 
 import contextlib
 import io
+import json
 import os
 import signal
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flatout.errors import DONE, InputError, Stopped, TrainingFailed, exit_code
-from flatout.parser import make_parser
+from flatout.parser import COMMANDS, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 done, 1 training failed, 2 wrong input, 130 or 143 stopped."""
-    parsed = make_parser().parse_args(arguments)
-    # How often a thread of the OpenMP that torch brings looks for work before it sleeps. By default that is so long
-    # that on a busy machine waiting threads keep others from the work they wait for.
+    args = parse(arguments)
+    # How long idle OpenMP threads spin. torch's default keeps other processes of a busy machine from working.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A class or file name that the terminal cannot show is no reason to fail.
+            # Class and file names may have characters that the terminal cannot show.
             stream.reconfigure(errors="backslashreplace")
     try:
         with _termination_unwinds():
-            parsed.command(parsed)
+            _run(args)
     except BrokenPipeError:
-        # Whoever read the output has gone, as `| head` does; Python would complain once more when it ends.
+        # The reader has ended, as `| head` does. Python would report that once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (InputError, TrainingFailed, Stopped, KeyboardInterrupt) as error:
         message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
@@ -35,6 +36,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"flatout: {message}", file=sys.stderr)
         return exit_code(error)
     return DONE
+
+
+def _run(args: Namespace) -> None:
+    """Run a command. Only rank 0 prints; progress goes to stderr where stdout has a result."""
+    from flatout.console import Console
+    from flatout.dist.env import launched
+
+    process = launched()
+    rank = process.rank if process else 0
+    console = Console(None if rank else sys.stdout if args.command == "train" else sys.stderr, rank=rank)
+    try:
+        output = COMMANDS[args.command].do(args, console)
+    finally:
+        console.close()
+    if output is None or rank:
+        return
+    result, lines = output
+    try:
+        print(json.dumps(result, indent=2) if getattr(args, "json", False) else "\n".join(lines), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise InputError(f"the standard output cannot be written: {error.strerror}") from None
 
 
 @contextlib.contextmanager

@@ -2,14 +2,22 @@
 
 import dataclasses
 import re
+import shlex
 import tomllib
 import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from flatout import recipe
-from flatout.jobs import builtin_jobs
+from flatout.cli import main
+from flatout.jobs import builtin_jobs, load_job
+from flatout.parser import COMMANDS, parse
+from flatout.plan.chips import parse_topologies
+from flatout.scale.scale import split_specs
+from flatout.settings import parse_setting
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
@@ -69,6 +77,53 @@ def test_the_recipes_shown_are_recipes() -> None:
     assert shown
     for text in shown:
         recipe.from_dict(tomllib.loads(text))
+
+
+def commands_in(path: Path) -> list[str]:
+    """Return the commands of flatout in the code blocks of a page, as they are written but for what starts them."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text_of(path), re.M | re.S)
+    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    starts = re.compile(r"(?:(?:\w+=\S+ )*flatout|(?:srun|torchrun) .*-m flatout) (?P<rest>[a-z].*)")
+    return [match["rest"] for line in lines if (match := starts.fullmatch(line))]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_can_be_given(path: Path) -> None:
+    """The parser takes it; its job, devices, topologies and recipe keys exist."""
+    for command in commands_in(path):
+        args = parse(shlex.split(command, comments=True))
+        job = getattr(args, "job", None)
+        assert job in (None, "JOB", *builtin_jobs()) or "/" in job or job.endswith(".toml"), command
+        for setting in getattr(args, "set", ()):
+            load_job("digits").override(dict([parse_setting(setting)]))
+        for spec in split_specs(getattr(args, "devices", None) or "auto"):
+            assert re.fullmatch(r"auto|(\d+x)?(cpu|cuda|mps|tpu)(:\d+(,\d+)*)?", spec), command
+        if getattr(args, "topology", None):
+            parse_topologies(args.topology)
+
+
+def test_the_commands_of_the_first_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a few small pictures in place of photos, and a single epoch."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    for name in ("my-photos", "new-photos"):
+        for label, level in (("dark", 40), ("bright", 200)):
+            (tmp_path / name / label).mkdir(parents=True)
+            for i in range(10):
+                noise = np.random.default_rng([level, i]).integers(-20, 20, (36, 36, 3))
+                Image.fromarray((level + noise).astype(np.uint8)).save(tmp_path / name / label / f"{i}.png")
+    shown = [command for page in ("README.md", "docs/data.md") for command in commands_in(ROOT / page)]
+    run = [command for command in shown if "my-photos/" in command or "runs/first" in command]
+    assert {command.split()[0] for command in run} >= {"train", "check", "predict"}
+    for command in run:
+        words = shlex.split(command, comments=True)
+        assert main([*words, *(["--epochs", "1", "--devices", "cpu"] if words[0] == "train" else [])]) == 0, command
+
+
+def test_the_examples_of_the_help_can_be_given() -> None:
+    for name, command in COMMANDS.items():
+        args = parse(shlex.split(command.example))
+        assert args.command == name
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

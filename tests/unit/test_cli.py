@@ -1,0 +1,106 @@
+"""The words of the command line: operands, flags, and what is suggested for those that do not exist."""
+
+from pathlib import Path
+
+import pytest
+
+from flatout.cli import main
+from flatout.parser import parse
+from flatout.settings import nearest, python_words
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "evaluate runs/a photos --json",
+        "evaluate runs/a --json photos",
+        "evaluate --run runs/a photos --json",
+        "evaluate --run=runs/a --data photos --json",
+        "evaluate runs/a --data photos --json",
+        "evaluate --data photos --json runs/a",
+    ],
+)
+def test_operands_are_given_by_position_or_by_name(words: str) -> None:
+    args = parse(words.split())
+    assert (args.run, args.data, args.json) == (Path("runs/a"), "photos", True)
+
+
+@pytest.mark.parametrize("words", ["predict R a.jpg b.jpg --top 2", "predict --top 2 a.jpg b.jpg --run R"])
+def test_files_to_predict_follow_the_run(words: str) -> None:
+    args = parse(words.split())
+    assert (args.run, args.files, args.top) == (Path("R"), ["a.jpg", "b.jpg"], 2)
+
+
+def test_data_is_a_flag_too() -> None:
+    assert parse(["check", "--data", "photos"]).data == parse(["check", "photos"]).data == "photos"
+    assert parse(["report", "--run", "R"]).run == parse(["report", "R"]).run == Path("R")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trian digits", "flatout: 'trian': did you mean 'train'?"),
+        ("train digits --epoch 3", "there is no flag --epoch; did you mean '--epochs'?"),
+        ("train digits --epoch=3", "there is no flag --epoch; did you mean '--epochs'?"),
+        ("train digits --learning-rate 0.1", "did you mean '--lr'?"),
+        ("train digits --bs 3", "did you mean '--batch-size'?"),
+        ("train digits more", "unexpected argument 'more'"),
+        ("evaluate", "RUN is missing"),
+        ("predict R", "FILE... is missing"),
+        ("check", "DATA is missing"),
+        ("pack photos --out x", "--size"),
+    ],
+)
+def test_wrong_words_get_one_line_and_2(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(words.split())
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "train a job" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "meant"),
+    [
+        ("gpu", ("auto", "cpu", "cuda", "mps", "tpu"), "cuda"),
+        ("optimizer.learning_rate", ("optimizer.lr", "optimizer.dampening"), "optimizer.lr"),
+        ("learning_rate", ("optimizer.lr", "optimizer.dampening"), "optimizer.lr"),
+        ("bs", ("batch_size", "seed"), "batch_size"),
+        ("Flip", ("augment.flip", "augment.crop"), "augment.flip"),
+    ],
+)
+def test_other_names_for_the_same(word: str, known: tuple[str, ...], meant: str) -> None:
+    assert nearest(word, known) == f"did you mean {meant!r}?"
+
+
+def test_the_folder_beside_is_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my-photos").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for words in (["train", "my-photoz"], ["train", "digits", "--data", "my-photoz"], ["check", "my-photoz"]):
+        assert main(words) == 2
+        assert "did you mean 'my-photos'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("x: exists; choose another --out, or --resume", "x: exists; choose another out=, or resume=True"),
+        ("--devices 2xgpu: no such kind", "devices='2xgpu': no such kind"),
+        ("try --set augment.flip=false or --set pretrained=true", "try augment={'flip': False} or pretrained=True"),
+        ("--model timm:resnet18; --batch-size N", "model='timm:resnet18'; batch_size=N"),
+        ("use --engine xla, with --epochs 3", "use engine='xla', with epochs=3"),
+        ("--no-pretrained, --no-cache", "pretrained=False, cache=False"),
+    ],
+)
+def test_messages_in_the_words_of_python(message: str, expected: str) -> None:
+    assert python_words(message) == expected
