@@ -143,7 +143,7 @@ def test_messages_name_arguments(run: flatout.Run) -> None:
 
     data = make_arrays()
     fails(r"choose another out=.* resume=True or overwrite=True", Net(), data, out=run.path)
-    fails(r"devices='gpu': .*did you mean 'cuda'", Net(), data, devices="gpu")
+    fails(r"devices='cdua': .*did you mean 'cuda'", Net(), data, devices="cdua")
     fails(r"did you mean 'optimizer.lr'", Net(), data, learning_rate=0.1)
     fails(r"did you mean 'batch_size'", Net(), data, bs=0.1)
     fails(r"optimizer\.lr is given twice", Net(), data, lr=0.1, optimizer=flatout.SGD())

@@ -261,7 +261,7 @@ INPUT_ERRORS = [
     (["train", "digits", "--set", "optimzer.lr=1"], "optimizer.lr"),
     (["train", "digits", "--lr", "-1"], "optimizer.lr = -1.0"),
     (["train", "digits", "--devices", "9xcuda"], "--devices 9xcuda"),
-    (["train", "digits", "--devices", "gpu"], "no kind of device"),
+    (["train", "digits", "--devices", "cdua"], "did you mean 'cuda'"),
     (["train", "digits", "--engine", "tensorflow"], "--engine tensorflow"),
     (["train", "digits", "--model", "fashion-cn"], "did you mean 'fashion-cnn'"),
     (["train", "digits", "--model", "nowhere:factory"], "nowhere:factory"),

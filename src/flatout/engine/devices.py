@@ -14,6 +14,7 @@ from typing import Any
 
 from flatout.errors import InputError
 from flatout.host import processor_name, total_memory, usable_cores
+from flatout.settings import nearest
 
 KINDS = ("cpu", "cuda", "mps", "tpu")
 ENGINES = ("torch", "xla")
@@ -150,7 +151,7 @@ def parse_devices(spec: str, engine: str = "torch") -> Devices:
     if kind in ("gpu", "gpus"):
         kind = "mps" if engine == "torch" and available().keys() & {"cuda", "mps"} == {"mps"} else "cuda"
     if kind not in ("auto", *KINDS):
-        raise InputError(f"--devices {spec}: unknown kind of device {kind!r}; known: auto, {', '.join(KINDS)}, gpu")
+        raise InputError(f"--devices {spec}: unknown kind of device {kind!r}; {nearest(kind, ('auto', *KINDS, 'gpu'))}")
     if kind == "cpu" and indices:
         raise InputError(f"--devices {spec}: CPU devices are not indexed; for several processes: 2xcpu")
     if engine == "xla":
