@@ -100,8 +100,10 @@ def add_message(axes: "Axes", text: str) -> None:
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=9, color=MUTED)
 
 
-def whiskers(figures: Sequence[Mapping[str, float]]) -> list[list[float]]:
-    """Return matplotlib's error bars from the medians to the least and the most."""
+def whiskers(figures: Sequence[Mapping[str, float]]) -> list[list[float]] | None:
+    """Return matplotlib's error bars from the medians to the least and the most; None if nothing was repeated."""
+    if all(f["min"] == f["max"] for f in figures):
+        return None
     return [[f["median"] - f["min"] for f in figures], [f["max"] - f["median"] for f in figures]]
 
 
