@@ -1,14 +1,15 @@
-"""A recipe: everything that decides a training run, in frozen dataclasses that check themselves.
+"""A recipe describes a training run completely, except the devices: frozen dataclasses that check themselves.
 
-A recipe comes from a built-in job, a TOML file or code, is changed only by `Recipe.override`, and is written
-into the run folder complete, so that the file alone repeats the run.
+It comes from a built-in job, a TOML file or code, is changed by `Recipe.override` only, and is written into the run
+folder, so that the file alone repeats the run.
 """
 
 import dataclasses
 import functools
+import math
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,21 +21,39 @@ MOMENTUM_DEFAULT = 0.9
 MAX_IMAGE_SIZE = 8192
 
 
-def _require(condition: bool, key: str, value: object, need: str) -> None:
-    if not condition:
-        raise InputError(f"{key} = {value!r}: {need}")
+class _Checked:
+    """Fields that are checked: `section` is the first part of their dotted keys."""
+
+    section = ""
+
+    def _require(self, condition: bool, name: str, need: str) -> None:
+        if not condition:
+            raise InputError(f"{self.section}{name} = {getattr(self, name)!r}: {need}")
+
+    def _check_ranges(self, intervals: Mapping[str, str]) -> None:
+        """Check the fields named for each interval, such as `[0, 1)` or `(0, inf)`; a bracket includes its end."""
+        for interval, names in intervals.items():
+            low, high = map(float, interval[1:-1].split(","))
+            need = f"must be at least {low:g}" if interval[0] == "[" else f"must be greater than {low:g}"
+            if high < math.inf:
+                need += f" and at most {high:g}" if interval[-1] == "]" else f" and less than {high:g}"
+            for name in names.split():
+                value = getattr(self, name)
+                is_end = (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
+                self._require(is_end or low < value < high, name, need)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """An optimizer with its hyper-parameters, as torch defines them, and how its learning rate follows the batch.
+class Optimizer(_Checked):
+    """An optimizer and its hyper-parameters, as torch defines them.
 
-    `momentum` is SGD with a momentum that defaults to 0.9; `sgd` takes any momentum, 0 by default.
-    `eps` defaults to torch's value for the optimizer.
-    lr_base_batch: the batch size that `lr` was chosen for; training then uses a rate scaled to its own. 0 for never.
-    lr_scaling: with the batch size or with its square root; by default linear, sqrt for Adam and AdamW.
+    name: `momentum` is SGD with a default momentum of 0.9; that of `sgd` is 0.
+    lr_base_batch: the batch size that `lr` was chosen for; `lr` is scaled from it to `batch_size`. 0 for no scaling.
+    lr_scaling: by the batch size or its square root; by default linear, and sqrt for Adam and AdamW.
+    eps: by default torch's value for the optimizer.
     """
 
+    section = "optimizer."
     name: Literal["sgd", "momentum", "adagrad", "adam", "adamw"] = "sgd"
     lr: float = 0.01
     lr_base_batch: int = 0
@@ -54,37 +73,27 @@ class Optimizer:
             object.__setattr__(self, "eps", 1e-10 if self.name == "adagrad" else 1e-8)
         if self.lr_scaling is None:
             object.__setattr__(self, "lr_scaling", "sqrt" if self.name in ("adam", "adamw") else "linear")
-        momentum, eps = self.momentum, self.eps
-        assert momentum is not None
-        assert eps is not None
-        _require(self.lr > 0, "optimizer.lr", self.lr, "must be greater than 0")
-        _require(self.lr_base_batch >= 0, "optimizer.lr_base_batch", self.lr_base_batch, "must not be negative")
-        _require(0 <= momentum < 1, "optimizer.momentum", momentum, "must be at least 0 and less than 1")
-        _require(is_sgd or momentum == 0, "optimizer.momentum", momentum, f"{self.name} has none; set it to 0")
-        _require(
+        momentum = self.momentum or 0.0
+        self._check_ranges(
+            {"(0, inf)": "lr eps", "[0, inf)": "lr_base_batch weight_decay", "[0, 1)": "momentum dampening"},
+        )
+        self._require(is_sgd or momentum == 0, "momentum", f"{self.name} has none; set it to 0")
+        self._require(
             self.name != "momentum" or momentum > 0,
-            "optimizer.momentum",
-            momentum,
+            "momentum",
             "must be greater than 0 for the momentum optimizer; or use optimizer.name = 'sgd'",
         )
-        _require(0 <= self.dampening < 1, "optimizer.dampening", self.dampening, "must be at least 0 and less than 1")
-        _require(
-            self.dampening == 0 or momentum > 0, "optimizer.dampening", self.dampening, "has no effect without momentum"
-        )
-        _require(
+        self._require(self.dampening == 0 or momentum > 0, "dampening", "has no effect without momentum")
+        self._require(
             not self.nesterov or (momentum > 0 and self.dampening == 0),
-            "optimizer.nesterov",
-            self.nesterov,
+            "nesterov",
             "needs a momentum greater than 0 and no dampening",
         )
-        _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "must not be negative")
-        _require(
+        self._require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-            "optimizer.betas",
-            self.betas,
+            "betas",
             "must be two numbers, each at least 0 and less than 1",
         )
-        _require(eps > 0, "optimizer.eps", eps, "must be greater than 0")
 
 
 SGD = functools.partial(Optimizer, name="sgd")
@@ -95,9 +104,10 @@ AdamW = functools.partial(Optimizer, name="adamw")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """How the learning rate moves; `schedule.py` holds the formulas. Epoch counts may be fractions where a float."""
+class Schedule(_Checked):
+    """The learning rate over time; the formulas are in `numerics/schedule.py`."""
 
+    section = "schedule."
     name: Literal["constant", "cosine", "step", "one-cycle", "plateau"] = "constant"
     warmup_epochs: float = 0.0
     step_epochs: int = 30
@@ -109,25 +119,27 @@ class Schedule:
     start_factor: float = 0.04
 
     def __post_init__(self) -> None:
-        _require(self.warmup_epochs >= 0, "schedule.warmup_epochs", self.warmup_epochs, "must not be negative")
-        _require(self.step_epochs >= 1, "schedule.step_epochs", self.step_epochs, "must be at least 1")
-        _require(0 < self.factor < 1, "schedule.factor", self.factor, "must lie between 0 and 1")
-        _require(self.patience >= 0, "schedule.patience", self.patience, "must not be negative")
-        _require(self.threshold >= 0, "schedule.threshold", self.threshold, "must not be negative")
-        _require(0 <= self.final_factor <= 1, "schedule.final_factor", self.final_factor, "must be from 0 to 1")
-        _require(0 < self.rise < 1, "schedule.rise", self.rise, "must lie between 0 and 1")
-        _require(0 < self.start_factor <= 1, "schedule.start_factor", self.start_factor, "must be from 0 to 1, not 0")
+        self._check_ranges(
+            {
+                "[0, inf)": "warmup_epochs patience threshold",
+                "[1, inf)": "step_epochs",
+                "(0, 1)": "factor rise",
+                "[0, 1]": "final_factor",
+                "(0, 1]": "start_factor",
+            },
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Augment:
-    """Random changes to training images; `augment.py` holds the geometry. Zero or false means none.
+class Augment(_Checked):
+    """Random changes to training images; the geometry is in `numerics/augment.py`. Zero or false means none.
 
-    flip: mirror left-right with probability 1/2. shear, zoom, shift: largest amount either way, as a fraction of
-    the image size. rotate: largest angle either way, in degrees. crop: random resized crop, the smallest area kept as a
-    fraction of the image, its aspect ratio between 3/4 and 4/3.
+    flip: mirror left-right with probability 1/2. shear, zoom, shift: the largest amount in either direction, as a
+    fraction of the image size. rotate: the largest angle in either direction, in degrees. crop: the smallest area of a
+    random resized crop, as a fraction of the image; its aspect ratio is between 3/4 and 4/3.
     """
 
+    section = "augment."
     flip: bool = False
     shear: float = 0.0
     zoom: float = 0.0
@@ -136,36 +148,33 @@ class Augment:
     crop: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(0 <= self.shear <= 1, "augment.shear", self.shear, "must be from 0 to 1")
-        _require(0 <= self.zoom < 1, "augment.zoom", self.zoom, "must be at least 0 and less than 1")
-        _require(0 <= self.rotate <= 180, "augment.rotate", self.rotate, "must be from 0 to 180 degrees")
-        _require(0 <= self.shift <= 1, "augment.shift", self.shift, "must be from 0 to 1")
-        _require(0 <= self.crop <= 1, "augment.crop", self.crop, "must be from 0 (none) to 1")
+        self._check_ranges({"[0, 1]": "shear shift crop", "[0, 1)": "zoom", "[0, 180]": "rotate"})
 
     @property
     def is_affine(self) -> bool:
-        """Whether images are resampled, rather than mirrored at most."""
+        """Whether images are resampled."""
         return any((self.shear, self.zoom, self.rotate, self.shift, self.crop))
 
     @property
     def is_random(self) -> bool:
-        """Whether training images differ between epochs at all."""
+        """Whether training images differ between epochs."""
         return self.flip or self.is_affine
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class Data(_Checked):
     """Where the images are and how they become arrays.
 
-    mean, std: per channel, of pixels scaled to 0..1; empty means measured on the training images.
-    resize: to a square, out of proportion (stretch) or by cutting the longer side (crop).
-    valid_fraction, test_fraction: the stratified share of the training images set aside where the data has no such
-    split (a test split only where it has no split at all).
-    classes: a file of class names, one a line. class_names: names for classes that the data only numbers.
+    mean, std: per channel, of pixels scaled to 0..1; by default measured on the training images.
+    resize: to a square, by stretching or by cropping the longer side.
+    valid_fraction, test_fraction: the share of the training images, stratified by class, for a missing split. A test
+    split is made only where the data has no split at all.
+    classes: a file of class names, one per line. class_names: names for classes that the data only numbers.
     max_bad_share: the largest share of unreadable images that `skip` accepts.
-    placement: where the decoded images live during training.
+    placement: where the decoded images are during training.
     """
 
+    section = "data."
     path: str = ""
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -179,39 +188,31 @@ class Data:
     placement: Literal["auto", "device", "memory", "disk"] = "auto"
 
     def __post_init__(self) -> None:
-        _require(all(s > 0 for s in self.std), "data.std", self.std, "every value must be greater than 0")
-        _require(
-            len(self.mean) == len(self.std),
-            "data.std",
-            self.std,
-            f"must have as many values as data.mean ({self.mean})",
-        )
-        for key in ("valid_fraction", "test_fraction", "max_bad_share"):
-            value = getattr(self, key)
-            _require(0 <= value < 1, f"data.{key}", value, "must be at least 0 and less than 1")
-        _require(
+        self._require(all(s > 0 for s in self.std), "std", "every value must be greater than 0")
+        self._require(len(self.mean) == len(self.std), "std", f"must have as many values as data.mean ({self.mean})")
+        self._check_ranges({"[0, 1)": "valid_fraction test_fraction max_bad_share"})
+        self._require(
             self.valid_fraction + self.test_fraction < 1,
-            "data.valid_fraction",
-            self.valid_fraction,
+            "valid_fraction",
             f"leaves no training images beside data.test_fraction = {self.test_fraction}",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Everything that decides a training run.
+class Recipe(_Checked):
+    """A training run.
 
-    batch_size: the global batch, on however many devices.
-    micro_batch: the most samples that a device computes at once, the batch staying what it is; 0 is automatic.
-    shard: whether each device keeps everything that training changes, or a slice of it.
-    norm: whether batch normalisation sees the global batch.
-    dropout: the share that every dropout layer drops; -1 leaves each as the model has it.
+    batch_size: the global batch, on any number of devices.
+    micro_batch: the largest number of samples that a device computes at once (gradient accumulation); 0 is automatic.
+    shard: whether each device keeps all parameters and optimizer state, or a slice (full).
+    norm: whether batch normalisation uses the global batch.
+    dropout: the rate of every dropout layer; -1 for the model's own.
     drop_last: leave out a short last batch instead of padding it.
-    pretrained: start from published weights; weights: from this file or folder instead.
+    pretrained: start from published weights. weights: from this file or folder instead.
     freeze: `all-but-last-N` layers, or comma-separated patterns of parameter names.
-    keep: whether the run's weights are the best by validation or the last.
-    early_stopping: epochs without a better validation result before training ends, 0 for never.
-    log_every: steps between printed losses, 0 for none.
+    keep: whether the run's weights are those of the best epoch by validation, or of the last.
+    early_stopping: epochs without improvement in validation before training ends; 0 for never.
+    log_every: steps between printed losses; 0 for none.
     """
 
     job: str = "custom"
@@ -242,31 +243,27 @@ class Recipe:
     data: Data = field(default_factory=Data)
 
     def __post_init__(self) -> None:
-        _require(bool(self.model), "model", self.model, "must name a model")
-        size = self.image_size
-        _require(1 <= size <= MAX_IMAGE_SIZE, "image_size", size, f"must be from 1 to {MAX_IMAGE_SIZE} pixels")
-        _require(self.epochs >= 1, "epochs", self.epochs, "must be at least 1")
-        _require(self.batch_size >= 1, "batch_size", self.batch_size, "must be at least 1")
-        _require(self.micro_batch >= 0, "micro_batch", self.micro_batch, "must not be negative")
-        _require(0 <= self.seed < 2**63, "seed", self.seed, "must be from 0 to 2^63 - 1")
-        _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "must be from 0 to 1, not 1")
-        _require(
-            self.dropout == -1 or 0 <= self.dropout < 1, "dropout", self.dropout, "must be from 0 to 1, not 1; or -1"
+        self._require(bool(self.model), "model", "must name a model")
+        self._check_ranges(
+            {
+                f"[1, {MAX_IMAGE_SIZE}]": "image_size",
+                "[1, inf)": "epochs batch_size",
+                "[0, inf)": "micro_batch early_stopping log_every",
+                "[0, 1)": "label_smoothing",
+            },
         )
-        _require(self.early_stopping >= 0, "early_stopping", self.early_stopping, "must not be negative")
-        _require(self.log_every >= 0, "log_every", self.log_every, "must not be negative")
-        _require(
-            len(self.data.mean) in (0, 1, self.channels),
-            "data.mean",
-            self.data.mean,
-            f"must have 1 value or one for each of the {self.channels} channels",
-        )
+        self._require(0 <= self.seed < 2**63, "seed", "must be at least 0 and less than 2^63")
+        if self.dropout != -1:
+            self._check_ranges({"[0, 1)": "dropout"})
+        if len(self.data.mean) not in (0, 1, self.channels):
+            need = f"must have 1 value or one for each of the {self.channels} channels"
+            raise InputError(f"data.mean = {self.data.mean!r}: {need}")
 
     def override(self, changes: Mapping[str, Any]) -> "Recipe":
         """Return a recipe with dotted keys changed, such as `{"epochs": 3, "optimizer.lr": 0.1}`.
 
-        Choosing another `optimizer.name` or `schedule.name` also puts that section's other values back to their
-        defaults, since they were chosen for the old one; the learning rate, its base batch and weight decay stay.
+        Another `optimizer.name` or `schedule.name` resets the rest of that section to its defaults, except the learning
+        rate, its base batch and weight decay.
 
         Raises:
             InputError: a key is unknown, or a value has the wrong type or is impossible.
@@ -283,7 +280,7 @@ class Recipe:
             for parent in parents:
                 inner = section.get(parent)
                 if not isinstance(inner, dict):
-                    raise _unknown_key(key, known_keys())
+                    raise InputError(f"unknown recipe key {key!r}; {nearest(key, known_keys())}")
                 section = inner
             section[last] = value
         return from_dict(table)
@@ -327,13 +324,6 @@ def known_keys() -> list[str]:
 _SECTIONS: dict[str, type] = {"optimizer": Optimizer, "schedule": Schedule, "augment": Augment, "data": Data}
 
 
-def _unknown_key(key: str, known: Iterable[str]) -> InputError:
-    known = list(known)
-    by_last_part = [k for k in known if k.rpartition(".")[2] == key]
-    hint = f"did you mean {by_last_part[0]!r}?" if by_last_part else nearest(key, known)
-    return InputError(f"unknown recipe key {key!r}; {hint}")
-
-
 def from_dict(table: Mapping[str, Any], where: str = "") -> Recipe:
     """Build a recipe from nested plain values, as read from TOML.
 
@@ -344,7 +334,9 @@ def from_dict(table: Mapping[str, Any], where: str = "") -> Recipe:
         sections = {}
         for name, cls in _SECTIONS.items():
             inner = table.get(name, {})
-            _require(isinstance(inner, Mapping), name, inner, f"must be a section, written [{name}]")
+            first = dataclasses.fields(cls)[0].name
+            if not isinstance(inner, Mapping):
+                raise InputError(f"{name} = {inner!r}: is a section; give one of its keys, such as {name}.{first}")
             sections[name] = cls(**_checked(cls, inner, prefix=f"{name}."))
         top = {key: value for key, value in table.items() if key not in _SECTIONS}
         checked = _checked(Recipe, top, prefix="")
@@ -362,7 +354,7 @@ def _checked(cls: type, table: Mapping[str, Any], prefix: str) -> dict[str, Any]
     checked = {}
     for key, value in table.items():
         if key not in hints or key in _SECTIONS:
-            raise _unknown_key(prefix + key, known_keys())
+            raise InputError(f"unknown recipe key {prefix + key!r}; {nearest(prefix + key, known_keys())}")
         checked[key] = typed(value, hints[key], prefix + key)
     return checked
 

@@ -10,11 +10,12 @@ import flatout
 from flatout.errors import InputError
 from flatout.jobs import builtin_jobs, load_job
 from flatout.recipe import Recipe, from_dict, known_keys, load_recipe
-from flatout.run.checkpoint import check_resumable
+from flatout.run.checkpoint import Checkpoint
 from flatout.run.progress import Progress
 from flatout.settings import parse_setting
 
 BASE = Recipe(model="fashion-cnn", image_size=28, epochs=2, batch_size=16)
+START = Checkpoint(state={}, progress=Progress(), recipe=BASE, data={})
 
 
 def test_all_jobs_of_the_contract_are_there() -> None:
@@ -99,7 +100,9 @@ def test_a_written_recipe_reads_back_equal_and_complete(job: str, tmp_path) -> N
 WRONG = [
     ({"epoch": 3}, "unknown recipe key 'epoch'; did you mean 'epochs'?"),
     ({"lr": 0.1}, "did you mean 'optimizer.lr'?"),
-    ({"optimizer.learning_rate": 0.1}, "unknown recipe key 'optimizer.learning_rate'"),
+    ({"optimizer.learning_rate": 0.1}, "unknown recipe key 'optimizer.learning_rate'; did you mean 'optimizer.lr'?"),
+    ({"bs": 3}, "unknown recipe key 'bs'; did you mean 'batch_size'?"),
+    ({"schedule.factor": 1.0}, "schedule.factor = 1.0: must be greater than 0 and less than 1"),
     ({"augment.flop": True}, "did you mean 'augment.flip'?"),
     ({"epochs": "3"}, "epochs = '3': must be a whole number"),
     ({"epochs": 2.5}, "epochs = 2.5: must be a whole number"),
@@ -110,11 +113,11 @@ WRONG = [
     ({"optimizer.lr": float("nan")}, "optimizer.lr"),
     ({"optimizer.name": "adm"}, "optimizer.name = 'adm': did you mean 'adam'?"),
     ({"optimizer.lr_scaling": "square"}, "optimizer.lr_scaling = 'square': did you mean 'sqrt'?"),
-    ({"optimizer.lr_base_batch": -256}, "optimizer.lr_base_batch = -256: must not be negative"),
+    ({"optimizer.lr_base_batch": -256}, "optimizer.lr_base_batch = -256: must be at least 0"),
     ({"optimizer.lr_base_batch": 256.0}, "optimizer.lr_base_batch = 256.0: must be a whole number"),
-    ({"dropout": 1}, "dropout = 1.0: must be from 0 to 1, not 1; or -1"),
+    ({"dropout": 1}, "dropout = 1.0: must be at least 0 and less than 1"),
     ({"dropout": -0.5}, "dropout = -0.5"),
-    ({"micro_batch": -1}, "micro_batch = -1: must not be negative"),
+    ({"micro_batch": -1}, "micro_batch = -1: must be at least 0"),
     ({"shard": "half"}, "shard = 'half': known: none, full"),
     ({"schedule.name": "cosin"}, "did you mean 'cosine'?"),
     ({"optimizer.nesterov": True}, "optimizer.nesterov = True: needs a momentum"),
@@ -168,13 +171,13 @@ def test_the_base_batch_belongs_to_the_rate_and_the_scaling_to_the_optimizer() -
 
 @pytest.mark.parametrize("changes", [{"shard": "full"}, {"micro_batch": 8}])
 def test_a_run_may_go_on_with_other_memory_settings(changes: dict[str, object]) -> None:
-    check_resumable(BASE, BASE.override(changes), Progress())
+    START.check_resumable(BASE.override(changes), {}, print)
 
 
 @pytest.mark.parametrize("changes", [{"dropout": 0.0}, {"optimizer.lr_base_batch": 16}])
 def test_a_run_may_not_go_on_with_other_dropout_or_another_rate(changes: dict[str, object]) -> None:
     with pytest.raises(InputError, match=next(iter(changes))):
-        check_resumable(BASE, BASE.override(changes), Progress())
+        START.check_resumable(BASE.override(changes), {}, print)
 
 
 @pytest.mark.parametrize(
