@@ -197,7 +197,8 @@ def do_devices(args: Namespace, console: Console) -> Output:
 
     found, here = available(), machine()
     lines = [f"cpu: {here['cpu']}, {found['cpu']} cores, {here['memory_bytes'] / 2**30:.0f} GiB"]
-    lines += [f"{kind}: {count} ({here['gpu'] or kind})" for kind, count in found.items() if kind != "cpu"]
+    names = {"cuda": f" ({here['gpu']})", "tpu": " (--engine xla)"}
+    lines += [f"{kind}: {count}{names.get(kind, '')}" for kind, count in found.items() if kind != "cpu"]
     if len(found) == 1:
         lines.append("no GPU or TPU")
     return {"devices": found, "machine": here}, lines

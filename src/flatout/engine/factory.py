@@ -61,7 +61,7 @@ def choose_processes(
     asked, threads, cores = len(devices.indices), cpu_threads(len(devices.indices)), physical_cores()
     if spec != "auto":
         too_many = devices.kind == "cpu" and asked > usable_cores()
-        reason = f"--devices {spec}: {asked} processes share {usable_cores()} cores, which is slower than one per core"
+        reason = f"--devices {spec}: {asked} processes on {usable_cores()} cores are slower than one per core"
         return Processes(devices=devices, threads=threads, reason=reason if too_many else "")
     batch = min(recipe.batch_size, images)
     if devices.kind == "cuda" and asked > 1:

@@ -1,0 +1,247 @@
+"""Device names, and the choice of engine, processes and threads."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.cli import main
+from flatout.engine import devices, factory
+from flatout.engine.devices import Devices, engine_for, parse_devices, spec_of, tpu_count
+from flatout.engine.eager import device_setup, probe
+from flatout.errors import InputError
+from flatout.recipe import Recipe
+
+Host = Callable[..., None]
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    """Return a function that sets what this host has."""
+
+    def has(cores: int = 4, **found: int) -> None:
+        monkeypatch.setattr(devices, "available", lambda: {"cpu": cores, **found})
+        monkeypatch.setattr(devices, "tpu_count", lambda: found.get("tpu", 0))
+        monkeypatch.setattr(factory, "usable_cores", lambda: cores)
+        monkeypatch.setattr(factory, "physical_cores", lambda: cores)
+        monkeypatch.setattr(device_setup, "physical_cores", lambda: cores)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    return has
+
+
+def pci(root: Path, *chips: tuple[str, str]) -> None:
+    for number, (vendor, device) in enumerate(chips):
+        folder = root / "sys/bus/pci/devices" / f"0000:00:0{number}.0"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "device").write_text(f"{device}\n")
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        ("cpu", ("cpu",)),
+        ("3xcpu", ("cpu", "cpu", "cpu")),
+        ("cuda", ("cuda:0",)),
+        ("2xcuda", ("cuda:0", "cuda:1")),
+        ("cuda:1", ("cuda:1",)),
+        ("cuda:0,2", ("cuda:0", "cuda:2")),
+        ("cuda:0,0", ("cuda:0", "cuda:0")),
+        ("auto", ("cuda:0", "cuda:1", "cuda:2")),
+        ("gpu", ("cuda:0",)),
+        ("2xGPU", ("cuda:0", "cuda:1")),
+        ("gpu:2", ("cuda:2",)),
+    ],
+)
+def test_specs(spec: str, names: tuple[str, ...], host: Host) -> None:
+    host(cuda=3)
+    parsed = parse_devices(spec)
+    assert parsed.names == names
+    assert parsed.is_accelerated == (names[0] != "cpu")
+    assert parse_devices(str(parsed)) == parsed
+
+
+def test_gpu_is_the_gpu_that_is_there(host: Host) -> None:
+    host(mps=1)
+    assert parse_devices("gpu").names == ("mps",)
+    assert parse_devices("auto").names == ("mps",)
+
+
+def test_spec_of_names() -> None:
+    assert spec_of(["cuda:0"] * 2 + ["cuda:1"] * 2) == "4xcuda"
+    assert str(Devices(kind="cuda", indices=(0, 0))) == "cuda:0,0"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("4xcuda", "--devices 4xcuda: only 3 available; this host has: cpu (2), cuda (3)"),
+        ("cuda:3", "--devices cuda:3: only 3 available"),
+        ("mps", "--devices mps: none found"),
+        ("33xcpu", "--devices 33xcpu: at most 32 processes"),
+        ("cpu:1", "--devices cpu:1: CPU devices are not indexed; for several processes: 2xcpu"),
+        ("2xcuda:1", "--devices 2xcuda:1: must be auto, cpu"),
+        ("0xcpu", "--devices 0xcpu: must be auto, cpu"),
+        ("2xauto", "--devices 2xauto: auto chooses the number itself"),
+        ("cqu", "--devices cqu: unknown kind of device 'cqu'"),
+        ("tpu", "--devices tpu: torch has no device tpu here"),
+    ],
+)
+def test_wrong_specs_are_explained(spec: str, message: str, host: Host) -> None:
+    host(cores=2, cuda=3)
+    with pytest.raises(InputError) as raised:
+        parse_devices(spec)
+    assert str(raised.value).startswith(message)
+
+
+# --- TPUs, without starting JAX ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodes", "chips", "count"),
+    [
+        (["vfio/0", "vfio/1"], [("0x1ae0", "0x0063"), ("0x1ae0", "0x0063"), ("0x1ae0", "0x0042")], 2),
+        (["accel0", "accel1"], [("0x1ae0", "0x0027"), ("0x1ae0", "0x0027")], 4),
+        # A GPU that is passed through, Google's network card, chips without a device node, chips yet to come.
+        (["vfio/12"], [("0x10de", "0x2330")], 0),
+        (["vfio/12"], [("0x1ae0", "0x0042")], 0),
+        ([], [("0x1ae0", "0x0063")], 0),
+        (["accel0"], [], 1),
+    ],
+)
+def test_tpus_are_counted_as_linux_shows_them(
+    nodes: list[str], chips: list[tuple[str, str]], count: int, tmp_path: Path
+) -> None:
+    pci(tmp_path, *chips)
+    for node in nodes:
+        (tmp_path / "dev" / node).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "dev" / node).touch()
+    assert tpu_count(tmp_path) == count
+
+
+def test_visible_tpu_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pci(tmp_path, *[("0x1ae0", "0x006f")] * 4)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "accel0").touch()
+    assert tpu_count(tmp_path) == 4
+    monkeypatch.setenv("TPU_VISIBLE_CHIPS", "0,1")
+    assert tpu_count(tmp_path) == 2
+
+
+def test_auto_on_a_tpu_host_is_xla_on_its_tpus(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flatout.engine.xla import devices as xla
+
+    host(tpu=8)
+    monkeypatch.setattr(xla, "has_tpu", lambda: True)
+    monkeypatch.setattr(xla, "kinds", lambda: pytest.fail("JAX was started"))
+    assert engine_for("auto", "auto") == "xla"
+    assert engine_for("cpu", "auto") == engine_for("auto", "torch") == "torch"
+    assert str(parse_devices("auto", "xla")) == "8xtpu"
+    assert str(parse_devices("4xtpu", "xla")) == "4xtpu"
+
+
+def test_devices_lists_tpus(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host(tpu=4)
+    assert main(["devices", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"] == {"cpu": 4, "tpu": 4}
+    assert main(["devices"]) == 0
+    assert "tpu: 4" in capsys.readouterr().out
+
+
+def test_an_unknown_engine() -> None:
+    with pytest.raises(InputError, match="--engine tpu: known engines: auto, torch, xla"):
+        engine_for("tpu", "tpu")
+
+
+# --- processes and threads --------------------------------------------------------------------------------------------
+
+
+def chosen(spec: str, images: int = 60_000, **changes: object) -> factory.Processes:
+    recipe = Recipe(model="test", image_size=8, channels=1, epochs=10, batch_size=64).override(changes)
+    return factory.choose_processes(spec, recipe, images, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 2)))
+
+
+def test_more_processes_than_cores_are_warned_of(host: Host) -> None:
+    host(cores=2)
+    assert chosen("2xcpu").reason == ""
+    assert chosen("3xcpu").reason == "--devices 3xcpu: 3 processes on 2 cores are slower than one per core"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "spec", "reason"),
+    [
+        (1e-6, "cpu", "using 1 process with 4 threads (about 0 s)"),
+        (1e-3, "4xcpu", "using 4 processes, one per core (about 3 min)"),
+    ],
+)
+def test_auto_weighs_threads_against_processes(
+    seconds: float, spec: str, reason: str, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host(cores=4)
+    monkeypatch.setattr(probe, "seconds_per_image", lambda model, recipe: seconds)
+    processes = chosen("auto")
+    assert str(processes.devices) == spec
+    assert processes.reason == f"--devices auto: {reason}"
+
+
+def test_auto_takes_the_gpus_that_the_batch_fills(host: Host) -> None:
+    host(cuda=4)
+    assert chosen("auto").reason == "--devices auto: using 4xcuda"
+    assert str(chosen("auto", batch_size=17).devices) == "2xcuda"
+
+
+class Formats(nn.Module):
+    """Notes the number formats that its product is computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.found = nn.Linear(64, 2), set[torch.dtype]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x.flatten(1))
+        self.found.add(y.dtype)
+        return y
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_the_estimate_computes_in_the_recipes_precision(
+    precision: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flatout.engine.eager import accelerator
+
+    monkeypatch.setattr(accelerator, "processor_flags", lambda: {"avx512_bf16"})
+    recipe = Recipe(model="test", image_size=8, channels=1, epochs=1, batch_size=64).override({"precision": precision})
+    model, generator = Formats(), torch.get_rng_state()
+    assert probe.seconds_per_image(model, recipe) > 0
+    assert model.found == {dtype}
+    assert torch.equal(torch.get_rng_state(), generator)
+    monkeypatch.setattr(accelerator, "processor_flags", set)
+    if precision == "bf16":
+        with pytest.raises(InputError, match=r"precision = 'bf16': cpu here has only fp32"):
+            probe.seconds_per_image(model, recipe)
+
+
+# --- ranks of a launcher ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        ("auto", ["cuda:0", "cuda:1", "cuda:0"]),
+        ("cpu", ["cpu"] * 3),
+        ("3xcpu", ["cpu"] * 3),
+    ],
+)
+def test_each_rank_of_a_launcher_has_a_device(spec: str, names: list[str], host: Host) -> None:
+    host(cuda=2)
+    assert [factory.local_device(spec, rank, 3) for rank in range(3)] == names
+    assert [factory.local_device("cuda", rank, 2) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    with pytest.raises(InputError, match="names 2 devices, but the launcher started 3 ranks here"):
+        factory.local_device("2xcuda", 0, 3)
