@@ -20,6 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     # How long idle OpenMP threads spin. torch's default keeps other processes of a busy machine from working.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # torch's warnings about lost connections repeat what flatout's messages say.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Class and file names may have characters that the terminal cannot show.

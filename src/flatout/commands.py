@@ -12,7 +12,7 @@ from flatout.recipe import MAX_IMAGE_SIZE
 from flatout.settings import parse_setting
 
 if TYPE_CHECKING:
-    from flatout.dist.rendezvous import Hosts
+    from flatout.dist.hosts import Hosts
 
 # The result for --json, and the lines that are printed otherwise.
 Output = tuple[Any, Sequence[str]]
@@ -29,6 +29,7 @@ def do_train(args: Namespace, console: Console) -> None:
     options = Options(
         out=args.out,
         hosts=_hosts(args),
+        restarts=args.restarts,
         devices=args.devices,
         engine=engine,
         resume=args.resume,
@@ -53,7 +54,7 @@ def _engine(args: Namespace) -> str:
 
 
 def _hosts(args: Namespace) -> "Hosts":
-    from flatout.dist.rendezvous import Hosts
+    from flatout.dist.hosts import Hosts
 
     timeout = {} if args.rendezvous_timeout is None else {"timeout": args.rendezvous_timeout}
     return Hosts(nodes=args.nodes, node_rank=args.node_rank, rendezvous=args.rendezvous, **timeout)

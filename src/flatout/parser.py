@@ -50,10 +50,15 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--images": {"type": int, "metavar": "N", "help": "training images, instead of counting them"},
     "--price": {"type": float, "metavar": "X", "help": "of one chip for an hour; adds the cost of the job"},
     "--largest-batch": {"action": "store_true", "help": "search for the largest batch that fits the TPUs"},
-    "--nodes": {"type": int, "default": 1, "metavar": "N", "help": "number of hosts (1)"},
-    "--node-rank": {"type": int, "default": 0, "metavar": "R", "help": "the index of this host, from 0"},
-    "--rendezvous": {"default": "", "metavar": "HOST:PORT", "help": "where host 0 waits for the others"},
-    "--rendezvous-timeout": {"type": float, "metavar": "S", "help": "seconds to wait for them (120)"},
+    "--nodes": {
+        "default": "1",
+        "metavar": "N|MIN:MAX",
+        "help": "number of hosts (1); MIN:MAX continues without lost ones",
+    },
+    "--node-rank": {"type": int, "metavar": "R", "help": "the index of this host, from 0 (optional)"},
+    "--rendezvous": {"default": "", "metavar": "HOST:PORT", "help": "an address of the first host"},
+    "--rendezvous-timeout": {"type": float, "metavar": "S", "help": "seconds to wait for all hosts (120)"},
+    "--restarts": {"type": int, "metavar": "N", "help": "restarts from the newest checkpoint after a rank is lost (0)"},
 }
 _OPERANDS = {
     "JOB": f"one of {', '.join(builtin_jobs())}; a recipe.toml; or the path of your data",
@@ -92,7 +97,7 @@ COMMANDS = {
         "[JOB]",
         "--data --model --epochs --batch-size --lr --seed --set --weights --no-pretrained --on-bad-image --out --resume"
         " --overwrite --no-cache --devices --engine --allow-untested"
-        " --nodes --node-rank --rendezvous --rendezvous-timeout",
+        " --nodes --node-rank --rendezvous --rendezvous-timeout --restarts",
         "train my-photos/ --epochs 20 --out runs/first",
         {"--out": {"help": f"the run folder; {_RUNS}"}},
     ),

@@ -19,6 +19,8 @@ from flatout.settings import nearest, typed
 
 MOMENTUM_DEFAULT = 0.9
 MAX_IMAGE_SIZE = 8192
+# These keys may differ when a run is resumed: they set its length, or change no result.
+FREE_KEYS = ("epochs", "early_stopping", "log_every", "micro_batch", "shard", "data.path", "data.placement")
 
 
 class _Checked:

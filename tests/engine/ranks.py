@@ -8,9 +8,8 @@ import torch
 
 from flatout.console import Console
 from flatout.dist.env import launched
-from flatout.dist.launcher import run_on_ranks
+from flatout.dist.launcher import spawn
 from flatout.dist.world import World
-from flatout.engine.devices import Devices
 
 Backend = Literal["memory", "gloo"]
 
@@ -35,8 +34,7 @@ def on_ranks_that_part(size: int, function: Callable[..., Any], *args: Any, back
 
 
 def _launch(size: int, call: Callable[..., Any], function: Callable[..., Any], args: Sequence[Any], backend: str):
-    devices = Devices(kind="cpu", indices=tuple(range(size)))
-    return run_on_ranks(call, (function, args, backend), devices=devices, threads=1, console=Console())
+    return spawn(call, (function, args, backend), names=["cpu"] * size, threads=1, console=Console())
 
 
 def _answers_of_all(console: Console, function: Callable[..., Any], args: Sequence[Any], backend: str) -> list[Any]:

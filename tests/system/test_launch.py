@@ -11,7 +11,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,14 @@ import psutil
 import pytest
 
 from flatout.console import Console
-from flatout.dist import heartbeat as vitals
-from flatout.dist.launcher import run_on_ranks
-from flatout.dist.rendezvous import Hosts
-from flatout.engine.devices import Devices
+from flatout.dist import heartbeat
+from flatout.dist.hosts import Hosts
+from flatout.dist.launcher import spawn
 from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
 
 # What a run may take to end once something is wrong with it; and its start on a busy machine.
 END_SECONDS, START_SECONDS = 15, 60
-TWO = Devices(kind="cpu", indices=(0, 1))
+TWO = ("cpu", "cpu")
 RANK = "RANK"
 
 
@@ -57,8 +56,8 @@ def eventually(condition: Callable[[], Any], seconds: float = END_SECONDS) -> An
     return value
 
 
-def run(function: Callable[..., Any], *args: Any, devices: Devices = TWO, hosts: Hosts | None = None) -> Any:
-    return run_on_ranks(function, args, devices=devices, hosts=hosts, threads=1, console=Console())
+def run(function: Callable[..., Any], *args: Any, names: Sequence[str] = TWO, **options: Any) -> Any:
+    return spawn(function, args, names=names, threads=1, console=Console(), **options)
 
 
 def is_main() -> bool:
@@ -66,12 +65,12 @@ def is_main() -> bool:
 
 
 def step(number: int) -> None:
-    vitals.current().at(0, number)
+    heartbeat.current().report_step(0, number)
 
 
 def wait_for_the_others() -> None:
     """Block as a collective does in which not all take part."""
-    with vitals.current().waiting():
+    with heartbeat.current().waiting("all_reduce"):
         time.sleep(1000)
 
 
@@ -92,7 +91,7 @@ def test_the_first_rank_answers_and_is_shown_and_each_keeps_its_log(tmp_path: Pa
     shown = io.StringIO()
     console = Console(shown)
     console.note("before the start")
-    answer = run_on_ranks(describe, (tmp_path,), devices=TWO, threads=3, console=console)
+    answer = spawn(describe, (tmp_path,), names=TWO, threads=3, console=console)
     assert answer == {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "3"}
     assert shown.getvalue().splitlines() == ["before the start", "rank 0 notes"]
     logs = [(tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 1)]
@@ -140,8 +139,7 @@ def test_an_error_for_the_user_is_raised_as_it_is(error: Exception) -> None:
 SCRIPT = """
     import sys
     from flatout.console import Console
-    from flatout.engine.devices import Devices
-    from flatout.dist.launcher import run_on_ranks
+    from flatout.dist.launcher import spawn
 
     class Model:
         def __init__(self, size):
@@ -150,9 +148,7 @@ SCRIPT = """
     def grow(console, model):
         return Model(model.size + 1)
 
-    grown = run_on_ranks(
-        grow, (Model(3),), devices=Devices(kind="cpu", indices=(0, 1)), threads=1, console=Console(sys.stdout)
-    )
+    grown = spawn(grow, (Model(3),), names=["cpu", "cpu"], threads=1, console=Console(sys.stdout))
     print(type(grown) is Model, grown.size)
 """
 
@@ -201,7 +197,7 @@ def fail(console: Console, logs: Path, how: str) -> None:
     ("how", "said"),
     [
         ("exception", "failed in epoch 1, step 17: ZeroDivisionError: of all things"),
-        ("memory", "ran out of memory in epoch 1, step 17; .* smaller batch_size .*can't allocate memory"),
+        ("memory", "ran out of memory in epoch 1, step 17: .*can't allocate memory.* smaller batch_size "),
         ("exit", "ended with exit code 7 in epoch 1, step 17"),
         ("SIGKILL", "was killed by SIGKILL in epoch 1, step 17"),
         ("SIGSEGV", "was killed by SIGSEGV in epoch 1, step 17"),
@@ -347,7 +343,7 @@ def free_port() -> int:
 
 
 def host(rank: int, port: int, **changes: Any) -> Hosts:
-    return Hosts(**{"nodes": 2, "node_rank": rank, "rendezvous": f"127.0.0.1:{port}", "timeout": 30.0} | changes)
+    return Hosts(**{"nodes": "2", "node_rank": rank, "rendezvous": f"127.0.0.1:{port}", "timeout": 30.0} | changes)
 
 
 def run_hosts(function: Callable[..., Any], hosts: list[Hosts], sizes: list[int], *args: Any) -> list[Any]:
@@ -355,9 +351,8 @@ def run_hosts(function: Callable[..., Any], hosts: list[Hosts], sizes: list[int]
     answers: list[Any] = [None] * len(hosts)
 
     def go(number: int) -> None:
-        devices = Devices(kind="cpu", indices=tuple(range(sizes[number])))
         try:
-            answers[number] = run(function, *args, devices=devices, hosts=hosts[number])
+            answers[number] = run(function, *args, names=["cpu"] * sizes[number], hosts=hosts[number])
         except Exception as error:
             answers[number] = error
 
@@ -402,7 +397,7 @@ def test_a_rank_lost_on_another_host_is_named_on_both(how: str, said: str) -> No
 
 def test_hosts_that_do_not_meet_say_who_is_missing() -> None:
     port = free_port()
-    with pytest.raises(InputError, match=rf"--rendezvous 127.0.0.1:{port}: nobody answered in 1 s .*--node-rank 0"):
+    with pytest.raises(InputError, match=rf"--rendezvous 127.0.0.1:{port}: no answer in 1 s .*--node-rank 0"):
         run(count, hosts=host(1, port, timeout=1.0))
     with pytest.raises(InputError, match=rf"--rendezvous 127.0.0.1:{port}: node 1 did not come in 1 s"):
         run(count, hosts=host(0, port, timeout=1.0))
@@ -410,24 +405,25 @@ def test_hosts_that_do_not_meet_say_who_is_missing() -> None:
         run(count, hosts=host(0, port, rendezvous=f"192.0.2.1:{port}"))
 
 
-def test_two_hosts_with_one_node_rank_are_found() -> None:
+def test_hosts_that_disagree_about_their_number_are_told() -> None:
     port = free_port()
-    hosts = [host(0, port, nodes=3), host(1, port, nodes=3), host(1, port, nodes=3)]
-    errors = run_hosts(count, hosts, [1, 1, 1])
-    assert {str(error) for error in errors} == {"--node-rank 1: two hosts have this node rank; each needs its own"}
-    assert all(isinstance(error, InputError) for error in errors)
+    errors = run_hosts(count, [host(0, port, nodes="3"), host(1, port)], [1, 1])
+    assert all(isinstance(error, InputError) and "hosts disagree" in str(error) for error in errors), errors
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"nodes": 0}, "--nodes 0"),
-        ({"nodes": 2, "node_rank": 2, "rendezvous": "a:1"}, "--node-rank 2: must be from 0 to 1"),
-        ({"nodes": 2}, "--nodes 2: needs --rendezvous HOST:PORT"),
-        ({"nodes": 2, "rendezvous": "a"}, "--rendezvous a: must be HOST:PORT"),
-        ({"nodes": 2, "rendezvous": "a:0"}, "--rendezvous a:0"),
-        ({"nodes": 2, "rendezvous": ":1"}, "--rendezvous :1"),
-        ({"nodes": 2, "rendezvous": "a:1", "timeout": 0.0}, "--rendezvous-timeout 0"),
+        ({"nodes": "0"}, "--nodes 0"),
+        ({"nodes": "two"}, "--nodes two: must be a number of hosts or MIN:MAX"),
+        ({"nodes": "3:2"}, "--nodes 3:2"),
+        ({"nodes": "1:2:3"}, "--nodes 1:2:3"),
+        ({"nodes": "2", "node_rank": 2, "rendezvous": "a:1"}, "--node-rank 2: must be from 0 to 1"),
+        ({"nodes": "2"}, "--nodes 2: needs --rendezvous HOST:PORT"),
+        ({"nodes": "2", "rendezvous": "a"}, "--rendezvous a: must be HOST:PORT"),
+        ({"nodes": "2", "rendezvous": "a:0"}, "--rendezvous a:0"),
+        ({"nodes": "2", "rendezvous": ":1"}, "--rendezvous :1"),
+        ({"nodes": "2", "rendezvous": "a:1", "timeout": 0.0}, "--rendezvous-timeout 0"),
     ],
 )
 def test_hosts_refuse_what_cannot_be(values: dict[str, Any], said: str) -> None:
@@ -440,18 +436,18 @@ def test_hosts_refuse_what_cannot_be(values: dict[str, Any], said: str) -> None:
 ALONE = """
     import os, signal, sys, time
     from pathlib import Path
-    from flatout.dist import heartbeat as vitals
+    from flatout.dist import heartbeat
 
     folder, rank, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     if rank == 0:
-        board = vitals.create(2)
+        board = heartbeat.create(2)
         (folder / "path.new").write_text(board.path)
         (folder / "path.new").rename(folder / "path")
     while not (folder / "path").exists():
         time.sleep(0.05)
-    life = vitals.attach((folder / "path").read_text(), rank, "cpu")
+    life = heartbeat.attach((folder / "path").read_text(), rank, "cpu")
     life.watch(os.getppid())
-    life.at(0, 5)
+    life.report_step(0, 5)
     if rank == 1 and how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if rank == 1 and how == "hang":
@@ -460,7 +456,7 @@ ALONE = """
         # Not before the other has seen it.
         time.sleep(3)
         os._exit(1)
-    with life.waiting():
+    with life.waiting("all_reduce"):
         time.sleep(1000)
 """
 

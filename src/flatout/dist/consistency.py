@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout import __version__
-from flatout.run.checkpoint import FREE_KEYS
 from flatout.errors import InputError
-from flatout.recipe import Recipe
+from flatout.recipe import FREE_KEYS, Recipe
 
 if TYPE_CHECKING:
     from flatout.data.pack import Pack

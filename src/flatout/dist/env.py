@@ -1,6 +1,7 @@
-"""What a launcher tells a process about the run it belongs to: ours, torchrun, Kubernetes and Slurm."""
+"""The ranks of a run as the launcher's environment variables describe them: flatout's launcher, torchrun, Slurm, Kubernetes, Ray."""
 
 import errno
+import ipaddress
 import os
 import socket
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NOD
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """This process among those of the run: of all, and of its host; and where they meet."""
+    """The rank of this process among all processes and among those of its host, and the address of the store."""
 
     rank: int
     size: int
@@ -25,67 +26,94 @@ class Launched:
 
     @property
     def where(self) -> str:
-        """The meeting place, for messages."""
+        """The address of the store, for messages."""
         return f"MASTER_ADDR {self.address}, MASTER_PORT {self.port}"
 
-    def meeting_place(self) -> dict[str, Any]:
-        """Return how torch's `init_process_group` finds the other ranks.
+    def process_group_arguments(self) -> dict[str, Any]:
+        """Return the arguments of torch's `init_process_group`.
 
-        Where no launcher keeps the store, rank 0 does, on MASTER_ADDR alone: torch by itself would listen on every
-        interface.
+        Where the launcher does not provide the store, rank 0 does. It listens on MASTER_ADDR only; torch itself would
+        listen on all interfaces.
         """
-        from torch._C._distributed_c10d import TCPStore
+        from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or self.rank:
             store = TCPStore(self.address, self.port, is_master=False)
-        elif listener := _listen(self.address, self.port):
-            file = listener.detach()
-            store = TCPStore(self.address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=file)
         else:
-            store = TCPStore(self.address, self.port, is_master=True, wait_for_workers=False)
-        return {"store": store, "rank": self.rank, "world_size": self.size}
+            try:
+                store = serve_store(self.address, self.port)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise InputError(f"{self.where}: {error.strerror}") from None
+                # A virtual address, such as that of a Kubernetes service.
+                store = TCPStore(self.address, self.port, is_master=True, wait_for_workers=False)
+        # The keys of an earlier attempt are still in the launcher's store.
+        return {
+            "store": PrefixStore(f"attempt_{restart_count()}", store),
+            "rank": self.rank,
+            "world_size": self.size,
+        }
 
 
-def _listen(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens on one address; None where that is no address of this host (a virtual one)."""
+def serve_store(address: str, port: int) -> Any:
+    """Return a TCPStore that listens on one address; torch's own would listen on all. Raises OSError."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(target)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRNOTAVAIL:
-            return None
-        raise InputError(f"MASTER_ADDR {address}, MASTER_PORT {port}: {error.strerror}") from None
-    listener.listen()
-    return listener
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def interface_to(address: str, port: int) -> str:
+    """Return the name of the network interface from which this host reaches an address."""
+    import psutil
+
+    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # This looks up the route; no packet is sent.
+        probe.connect(target)
+        own = ipaddress.ip_address(probe.getsockname()[0])
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            is_internet = each.family in (socket.AF_INET, socket.AF_INET6)
+            if is_internet and ipaddress.ip_address(each.address.partition("%")[0]) == own:
+                return name
+    return ""
+
+
+def restart_count() -> int:
+    """Return how often the launcher has restarted the ranks; a restarted rank resumes from the newest checkpoint."""
+    return _number("TORCHELASTIC_RESTART_COUNT") or 0
 
 
 def launched() -> Launched | None:
-    """Read the launcher's variables; None where nobody launched this process as one of several.
+    """Return the rank of this process from the launcher's variables; None where it was not launched as a rank.
 
     Raises:
-        InputError: some of the variables are there and others are not.
+        InputError: a variable is missing or is not a number.
     """
     names = _TORCH
     if "RANK" not in os.environ:
-        # A Slurm batch script has these variables as well; only what srun starts is one task of a step of several.
+        # A Slurm batch script has these variables too; only `srun` starts a task of a step with several.
         if "SLURM_STEP_ID" not in os.environ or (_number("SLURM_STEP_NUM_TASKS") or _number("SLURM_NTASKS") or 1) == 1:
             return None
         names = _SLURM
     rank, size, local_rank, local_size = (_number(name) for name in names)
     rank, size = rank or 0, size or 1
     if local_size is None and names is _SLURM:
-        # As many on each node, or srun would have said so.
+        # All nodes have the same number of tasks, or srun would have set the variable.
         local_size = size // (_number("SLURM_STEP_NUM_NODES") or _number("SLURM_NNODES") or 1)
     if local_size is None and local_rank is not None and size > 1:
-        raise InputError(f"{names[2]} is set, but {names[3]} is not: the launcher must say how many ranks a host has")
-    # Where neither is said, as in a Kubernetes job with a pod for each rank, every rank has a host of its own.
+        raise InputError(f"{names[2]} is set, but {names[3]} is not: set it to the number of ranks on this host")
+    # Without both, as in a Kubernetes job with one pod per rank, every rank is on a host of its own.
     local_size, local_rank = local_size or 1, local_rank or 0
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ and size > 1:
-            raise InputError(f"{names[0]} is set, but {name} is not: the launcher must say where the ranks meet")
+            raise InputError(f"{names[0]} is set, but {name} is not: set it to the address where the ranks meet")
     port = _number("MASTER_PORT") or 0
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     return Launched(rank=rank, size=size, local_rank=local_rank, local_size=local_size, address=address, port=port)

@@ -1,43 +1,44 @@
-"""Signs of life of the ranks of one host, in a little memory that they share.
+"""Heartbeats: what each rank of a host does, in memory that they share, and which rank is lost.
 
-Each rank says where it stands (epoch, step, whether it works or waits), and a thread of it beats. Who watches:
-
-- The launcher (`supervise.py`) watches the processes it started: exit codes, hearts that no longer beat (a stopped
-  process), ranks that keep all others waiting (a main thread that hangs). It ends what is to be ended.
-- The thread in each rank watches what the launcher cannot or, under plain torchrun, what nobody else does: that the
-  parent is still there, and that no other local rank is gone; then it ends its own process. Where the memory was not
-  made by the parent, the lowest healthy rank also ends peers that are stopped or that hang.
+A rank writes its position (epoch, step, working or waiting) into its slot; a thread of it writes the time. flatout's
+launcher reads the slots and ends ranks that are stopped or hang. Where another launcher started the ranks, such as
+torchrun, they watch each other. `torch.distributed.elastic.timer` cannot do this: its timers expire for a rank that waits
+for the others, too.
 """
 
 import contextlib
 import mmap
 import os
-import struct
+import signal
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
-# Seconds between two heartbeats.
+import numpy as np
+
 BEAT_SECONDS = 0.5
+# Tests shorten all limits by this factor.
+_SCALE = float(os.environ.get("FLATOUT_TIMEOUT_SCALE", "1"))
+# A rank without a heartbeat for this long is stopped: a busy one gets a core and the interpreter lock within 2 s.
+SILENT_SECONDS = 7.0 * _SCALE
+# A rank that keeps all others waiting for this long, plus three times its longest step, hangs. A rank that starts may take
+# longer (imports from a network drive, the first use of CUDA).
+STALLED_SECONDS = 8.0 * _SCALE
+STARTING_SECONDS = 300.0
+# A rank has this long to end by itself after another one has ended.
+GRACE_SECONDS = 4.0 * _SCALE
 
-# Process that made the memory, number of slots.
-_HEADER = struct.Struct("<qq")
-_HEADER_BYTES = 64
-# pid, rank, device; heartbeat; epoch, step, since, longest, phase; what it does alone.
-_WHO, _BEAT, _WHERE, _TASK = struct.Struct("<qq24s"), struct.Struct("<d"), struct.Struct("<qqddq"), struct.Struct("48s")
-_BEAT_AT = _WHO.size
-_WHERE_AT = _BEAT_AT + _BEAT.size
-_TASK_AT = _WHERE_AT + _WHERE.size
-_SLOT_BYTES = _TASK_AT + _TASK.size
+_HEADER = np.dtype([("owner", "i8"), ("local_size", "i8")])
 
 
 class Phase(IntEnum):
-    """What a rank's main thread does."""
+    """What the main thread of a rank does."""
 
     STARTING = 0
     WORKING = 1
@@ -47,19 +48,20 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vital:
+class RankState:
     """The state of one rank.
 
     Attributes:
-        pid: its process; 0 until it has attached.
-        rank, device: who it is.
-        beat: time.monotonic of its last heartbeat, which is the same clock in all processes of a host.
-        epoch, step: where it stands in training: epochs done, -1 before training, and steps of the next.
+        pid: its process; 0 until it has started.
+        rank, device: its number among all ranks and torch's name of its device.
+        beat: time.monotonic of the last heartbeat.
+        epoch, step: the position in training: epochs done (-1 before training) and steps done in the next one.
         phase: what it does.
-        since: time.monotonic of the last sign of progress: a step, a phase.
-        longest: seconds of the longest piece of work between two signs of progress.
-        task: what it does while the others wait for it, in words.
-        silent_seconds, stalled_seconds: how long an observer has seen no heartbeat, no progress.
+        since: time.monotonic of the last change of position or phase.
+        longest: seconds of the longest piece of work between two changes.
+        collectives: the number of collective operations that it has begun.
+        doing: the collective it waits in, or the work that the others wait for.
+        silent_seconds, stalled_seconds: how long an observer has seen no heartbeat, no change.
     """
 
     pid: int
@@ -71,222 +73,308 @@ class Vital:
     phase: Phase
     since: float
     longest: float
-    task: str
+    collectives: int = 0
+    doing: str = ""
     silent_seconds: float = 0.0
     stalled_seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "phase", Phase(self.phase))
+
     @property
     def name(self) -> str:
-        """Who it is, for messages."""
+        """The rank, for messages."""
         return f"rank {self.rank} ({self.device}, process {self.pid})"
 
     @property
-    def place(self) -> str:
-        """Where it stands, for messages."""
+    def position(self) -> str:
+        """The position, for messages."""
         if self.phase == Phase.ALONE:
-            return f"while {self.task}"
-        if self.epoch < 0:
-            return "while starting"
-        return f"in epoch {self.epoch + 1}, step {self.step}"
+            return f"while {self.doing}"
+        return f"in epoch {self.epoch + 1}, step {self.step}" if self.epoch >= 0 else "while starting"
+
+
+_TYPES = {int: "i8", float: "f8", Phase: "i8", str: "S96"}
+_SLOT = np.dtype([(field.name, _TYPES[field.type]) for field in fields(RankState)[:-2]])  # pyright: ignore[reportArgumentType]
 
 
 class Board:
-    """The shared memory: a slot for each local rank.
+    """The shared memory with one slot for each rank of this host.
 
     Attributes:
         path: where other processes open it.
+        owner: the process that made it.
     """
 
-    def __init__(self, memory: "mmap.mmap | bytearray", path: str, fd: int = -1) -> None:
-        self.memory, self.path, self._fd = memory, path, fd
-        self.owner, self.local_size = _HEADER.unpack_from(memory, 0)
+    def __init__(self, memory: "mmap.mmap | bytearray", path: str = "", file: int = -1) -> None:
+        self._memory, self.path, self._file = memory, path, file
+        header = np.frombuffer(memory, _HEADER, 1)[0]
+        self.owner, self.local_size = int(header["owner"]), int(header["local_size"])
+        self.slots = np.frombuffer(memory, _SLOT, self.local_size, _HEADER.itemsize)
 
-    def read(self, local_rank: int) -> Vital:
+    def read(self, local_rank: int) -> RankState:
         """Return the state of one rank."""
-        at = slot(local_rank)
-        pid, rank, device = _WHO.unpack_from(self.memory, at)
-        epoch, step, since, longest, phase = _WHERE.unpack_from(self.memory, at + _WHERE_AT)
-        return Vital(
-            pid=pid,
-            rank=rank,
-            device=_text(device),
-            beat=_BEAT.unpack_from(self.memory, at + _BEAT_AT)[0],
-            epoch=epoch,
-            step=step,
-            phase=Phase(phase),
-            since=since,
-            longest=longest,
-            task=_text(_TASK.unpack_from(self.memory, at + _TASK_AT)[0]),
-        )
+        state: dict[str, Any] = {}
+        for name, value in zip(_SLOT.names or (), self.slots[local_rank].item(), strict=True):
+            state[name] = value.decode(errors="replace") if isinstance(value, bytes) else value
+        return RankState(**state)
+
+    def read_all(self) -> list[RankState]:
+        """Return the states of the ranks that have started."""
+        return [state for state in map(self.read, range(self.local_size)) if state.pid]
 
     def close(self) -> None:
-        """Let go of the memory; it is gone when the last process has."""
-        if isinstance(self.memory, mmap.mmap):
-            self.memory.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Release the memory; it is freed when the last process has released it."""
+        if self._file >= 0:
+            os.close(self._file)
             if not self.path.startswith("/proc/"):
                 Path(self.path).unlink(missing_ok=True)
 
 
-def slot(local_rank: int) -> int:
-    """Return the offset of a rank's slot, in bytes."""
-    return _HEADER_BYTES + local_rank * _SLOT_BYTES
-
-
 def create(local_size: int) -> Board:
-    """Make the memory for the ranks of this host.
-
-    It has no name in a file system where Linux allows that, so that nothing stays behind whatever is killed.
-    """
-    size = slot(local_size)
+    """Return shared memory for the ranks of this host; on Linux without a file that could be left behind."""
     if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
-        fd = os.memfd_create("flatout-vitals")
-        path = f"/proc/{os.getpid()}/fd/{fd}"
+        file = os.memfd_create("flatout-heartbeat")
+        path = f"/proc/{os.getpid()}/fd/{file}"
     else:
-        fd, path = tempfile.mkstemp(prefix="flatout-vitals-")
-    os.ftruncate(fd, size)
-    memory = mmap.mmap(fd, size)
-    _HEADER.pack_into(memory, 0, os.getpid(), local_size)
-    return Board(memory, path, fd)
+        file, path = tempfile.mkstemp(prefix="flatout-heartbeat-")
+    os.ftruncate(file, _HEADER.itemsize + local_size * _SLOT.itemsize)
+    memory = mmap.mmap(file, 0)
+    np.frombuffer(memory, _HEADER, 1)[0] = (os.getpid(), local_size)
+    return Board(memory, path, file)
 
 
-def attach(path: str, local_rank: int, device: str, *, rank: int | None = None) -> "Vitals":
-    """Take a rank's slot in the memory that another process made, and make it this process's own.
-
-    Args:
-        path: of the board.
-        local_rank: which slot.
-        device: torch's name of the rank's device.
-        rank: the rank among all hosts; default: the local one.
-    """
+def attach(path: str, local_rank: int, device: str, *, rank: int | None = None) -> "Heartbeat":
+    """Take a rank's slot in the memory that another process made; it becomes this process's `current()`."""
     global _current
-    with open(path, "r+b") as file:  # noqa: PTH123
+    with Path(path).open("r+b") as file:
         board = Board(mmap.mmap(file.fileno(), 0), path)
-    _current = Vitals(board, local_rank, device, local_rank if rank is None else rank)
+    _current = Heartbeat(board, local_rank, device, local_rank if rank is None else rank)
     return _current
 
 
-class Vitals:
-    """What one rank says about itself.
+class Heartbeat:
+    """One rank's slot, for writing.
 
-    Args:
-        board: the shared memory.
-        local_rank: the slot.
-        device, rank: who it is.
+    Attributes:
+        lost: why this rank cannot continue; empty while it can.
     """
 
     def __init__(self, board: Board, local_rank: int, device: str, rank: int) -> None:
-        self.board, self.local_rank = board, local_rank
-        # Why this rank cannot go on, once that is known: whoever waits in a loop looks at it.
-        self.lost = ""
-        self._memory, self._at = board.memory, slot(local_rank)
-        self._place = (-1, 0)
+        self.board, self.local_rank, self.lost = board, local_rank, ""
+        self._slot = {name: board.slots[name][local_rank : local_rank + 1] for name in _SLOT.names or ()}
         self.phase, self._outer = Phase.STARTING, [Phase.STARTING]
-        self._longest, self._since = 0.0, time.monotonic()
-        self._waiting = _Waiting(self)
-        self._write()
+        self._since, self._longest = time.monotonic(), 0.0
+        for name, value in {"rank": rank, "device": device.encode(), "epoch": -1}.items():
+            self._slot[name][0] = value
+        self._enter(Phase.STARTING)
         self.beat()
-        _WHO.pack_into(self._memory, self._at, os.getpid(), rank, device.encode()[:24])
+        self._slot["pid"][0] = os.getpid()
 
-    def at(self, epoch: int, step: int) -> None:
-        """Say how far training has come: at every step, and at every batch of an evaluation (the same place again).
+    def report_step(self, epoch: int, step: int) -> None:
+        """Write the position: epochs done, and steps done in the next one."""
+        self._slot["epoch"][0], self._slot["step"][0] = epoch, step
+        self.keep_alive()
 
-        Args:
-            epoch: the number of epochs done.
-            step: the number of steps done in the next.
-        """
-        self._place = (epoch, step)
+    def keep_alive(self) -> None:
+        """Report progress at the same position, such as a batch of an evaluation."""
         self._enter(Phase.WORKING if self.phase == Phase.STARTING else self.phase)
 
-    def waiting(self) -> "_Waiting":
-        """Return a context in which this rank is blocked on others."""
-        return self._waiting
+    def count_collective(self) -> None:
+        """Count a collective operation: all ranks begin the same ones in the same order."""
+        self._slot["collectives"] += 1
+
+    def waiting(self, collective: str = "") -> contextlib.AbstractContextManager[None]:
+        """Mark a block in which this rank waits for others, or, without the name of a collective, for its device."""
+        return self._in_phase(Phase.WAITING, collective)
+
+    def alone(self, task: str) -> contextlib.AbstractContextManager[None]:
+        """Mark long work that the other ranks wait for, such as `writing the report`."""
+        return self._in_phase(Phase.ALONE, task)
+
+    def beat(self) -> None:
+        """Write the time."""
+        self._slot["beat"][0] = time.monotonic()
+
+    def end(self) -> None:
+        """Mark the end: the other ranks no longer need this one."""
+        self._enter(Phase.ENDED)
+
+    def watch(self, parent: int, on_lost: Callable[[str], None] | None = None) -> None:
+        """Start the thread that writes heartbeats and watches the parent process and the other ranks.
+
+        Args:
+            parent: the process that started this one.
+            on_lost: called with the reason before the thread ends this process.
+        """
+        if self.phase != Phase.ENDED:
+            threading.Thread(target=_watch, args=(self, parent, on_lost), name="heartbeat", daemon=True).start()
 
     @contextlib.contextmanager
-    def alone(self, task: str):
-        """Mark long work for which the other ranks legitimately wait, such as `writing the report`."""
-        _TASK.pack_into(self._memory, self._at + _TASK_AT, task.encode()[:48])
-        self._push(Phase.ALONE)
+    def _in_phase(self, phase: Phase, doing: str) -> Iterator[None]:
+        self._slot["doing"][0] = doing.encode()
+        self._outer.append(self.phase)
+        self._enter(phase)
         try:
             yield
         finally:
-            self._pop()
-
-    def beat(self) -> None:
-        """Say that this process runs."""
-        _BEAT.pack_into(self._memory, self._at + _BEAT_AT, time.monotonic())
-
-    def end(self) -> None:
-        """Say that this rank is done and no other needs it: it may go, and is not missed."""
-        self._enter(Phase.ENDED)
-
-    def read(self, local_rank: int) -> Vital:
-        """Return the state of a rank of this host."""
-        return self.board.read(local_rank)
-
-    def watch(self, parent_pid: int, on_lost: Callable[[str], None] | None = None) -> None:
-        """Start the thread that beats and looks after this process's parent and peers.
-
-        Args:
-            parent_pid: the launcher or agent that started this process.
-            on_lost: called in that thread with the reason before it ends the process.
-        """
-        from flatout.dist.watchdog import Watchdog
-
-        if self.phase != Phase.ENDED:
-            threading.Thread(target=Watchdog(self, parent_pid, on_lost).run, name="vitals", daemon=True).start()
+            self._enter(self._outer.pop())
 
     def _enter(self, phase: Phase) -> None:
         now = time.monotonic()
         if self.phase == Phase.WORKING and now - self._since > self._longest:
-            self._longest = now - self._since
+            self._slot["longest"][0] = self._longest = now - self._since
         self.phase, self._since = phase, now
-        self._write()
-
-    def _write(self) -> None:
-        _WHERE.pack_into(self._memory, self._at + _WHERE_AT, *self._place, self._since, self._longest, self.phase)
-
-    def _push(self, phase: Phase) -> None:
-        self._outer.append(self.phase)
-        self._enter(phase)
-
-    def _pop(self) -> None:
-        self._enter(self._outer.pop())
+        self._slot["phase"][0], self._slot["since"][0] = phase, now
 
 
-class _Waiting:
-    """The context of `Vitals.waiting`: one object for all uses, as it is entered several times in a step."""
-
-    def __init__(self, vitals: Vitals) -> None:
-        self._vitals = vitals
-
-    def __enter__(self) -> None:
-        self._vitals._push(Phase.WAITING)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._vitals._pop()
+# --- which rank is lost -----------------------------------------------------------------------------------------------
 
 
-def _text(padded: bytes) -> str:
-    return padded.rstrip(b"\0").decode(errors="replace")
+class Observer:
+    """Reads a board repeatedly and measures how long each rank has been silent and has stood still.
+
+    Time in which the observer itself did not run does not count: then the whole machine stood still.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board, self._read_at = board, time.monotonic()
+        self._before: dict[int, RankState] = {}
+
+    def read(self) -> list[RankState]:
+        """Return the states of the ranks that have started, with their times."""
+        now = time.monotonic()
+        passed, self._read_at = min(now - self._read_at, 2 * BEAT_SECONDS), now
+        states = []
+        for state in self._board.read_all():
+            before = self._before.get(state.rank, state)
+            silent = before.silent_seconds + passed if state.beat == before.beat else 0.0
+            stalled = before.stalled_seconds + passed if state.since == before.since else 0.0
+            states.append(replace(state, silent_seconds=silent, stalled_seconds=stalled))
+        self._before = {state.rank: state for state in states}
+        return states
 
 
-def _private() -> Vitals:
-    memory = bytearray(slot(1))
-    _HEADER.pack_into(memory, 0, os.getpid(), 1)
-    return Vitals(Board(memory, ""), 0, "", 0)
+def find_lost(states: Sequence[RankState], *, is_stopping: bool = False) -> tuple[RankState, str] | None:
+    """Return a rank that is stopped or hangs, and the reason in words; None if all is well.
+
+    Args:
+        states: of all ranks that are known, from `Observer.read`.
+        is_stopping: the user has ended the run, so ranks that all wait for each other are lost in any collective.
+    """
+    for state in states:
+        if _is_silent(state):
+            return state, f"did not answer for {state.silent_seconds:.0f} s"
+    running = [state for state in states if state.phase != Phase.ENDED]
+    busy = [state for state in running if state.phase != Phase.WAITING]
+    if not running or any(state.phase == Phase.ALONE for state in busy):
+        return None
+    # Busy ranks may be as far as each other; of waiting ones the one with the fewest collectives is behind.
+    last = min(busy or running, key=lambda state: (state.epoch, state.step, state.collectives, -state.rank))
+    limit = STALLED_SECONDS + 3 * max(state.longest for state in running)
+    if last.phase == Phase.STARTING:
+        limit = STARTING_SECONDS
+    seconds = min(state.stalled_seconds for state in running)
+    if seconds <= limit:
+        return None
+    if busy:
+        # An accelerator's host runs ahead of it, so the others may also be further.
+        is_hung = any(
+            state.phase == Phase.WAITING or (state.epoch, state.step) > (last.epoch, last.step) for state in running
+        )
+        return (last, f"kept all others waiting for {seconds:.0f} s") if is_hung else None
+    if is_stopping:
+        return last, f"did not stop for {seconds:.0f} s"
+    other = next((s for s in running if (s.doing, s.collectives) != (last.doing, last.collectives)), None)
+    if other is None or not all(state.doing for state in running):
+        return None
+    where = f"rank {other.rank} in {other.doing} ({other.collectives})"
+    return last, f"waited in {last.doing} (collective {last.collectives}) and {where} for {seconds:.0f} s"
+
+
+def _is_silent(state: RankState) -> bool:
+    if state.silent_seconds <= SILENT_SECONDS or state.phase == Phase.ENDED:
+        return False
+    # Loading a large library from a slow disk holds the interpreter lock.
+    is_starting = state.phase == Phase.STARTING and state.silent_seconds <= STARTING_SECONDS
+    return not is_starting or _status(state.pid) in ("stopped", "tracing-stop")
+
+
+def _status(pid: int) -> str:
+    """Return psutil's status of a process; empty if there is none."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def end_process(pid: int) -> None:
+    """Kill a process and, if it leads a process group, the whole group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
+
+
+def _watch(heartbeat: Heartbeat, parent: int, on_lost: Callable[[str], None] | None) -> None:
+    """Write heartbeats; end this process when its parent or another rank of this host is gone."""
+    observer = Observer(heartbeat.board)
+    while True:
+        heartbeat.beat()
+        peers = [state for state in observer.read() if state.phase != Phase.ENDED]
+        if os.getppid() != parent:
+            _lose(heartbeat, "the process that started this rank is gone", on_lost)
+            # Stopped ranks cannot end themselves.
+            for pid in [state.pid for state in peers if state.pid != os.getpid()] + [os.getpid()]:
+                end_process(pid)
+        if heartbeat.phase != Phase.ENDED:
+            gone = next((state for state in peers if _status(state.pid) in ("", "zombie", "dead")), None)
+            if gone:
+                _lose(heartbeat, f"{gone.name} is gone, last seen {gone.position}", on_lost)
+                time.sleep(GRACE_SECONDS)
+                if heartbeat.phase != Phase.ENDED:
+                    end_process(os.getpid())
+            if heartbeat.board.owner != parent:
+                _end_lost(peers)
+        time.sleep(BEAT_SECONDS)
+
+
+def _end_lost(peers: list[RankState]) -> None:
+    """End a rank that is stopped or hangs, if this rank is the lowest that is well."""
+    lost = find_lost(peers)
+    well = [state.pid for state in peers if not lost or state is not lost[0]]
+    if lost and well and well[0] == os.getpid():
+        _log(f"{lost[0].name} {lost[1]}, {lost[0].position}: it is ended")
+        end_process(lost[0].pid)
+
+
+def _lose(heartbeat: Heartbeat, reason: str, on_lost: Callable[[str], None] | None) -> None:
+    heartbeat.lost = reason
+    _log(f"{reason}: this rank ends")
+    if on_lost:
+        on_lost(reason)
+
+
+def _log(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(f"flatout: {text}", file=sys.stderr, flush=True)
+
+
+def _private() -> Heartbeat:
+    memory = bytearray(_HEADER.itemsize + _SLOT.itemsize)
+    np.frombuffer(memory, _HEADER, 1)[0] = (os.getpid(), 1)
+    return Heartbeat(Board(memory), 0, "", 0)
 
 
 NONE = _private()
-"""For a run of one process, which nobody watches."""
+"""For a run of one process, which nothing watches."""
 
 _current = NONE
 
 
-def current() -> Vitals:
-    """Return what this process attached to, or `NONE`."""
+def current() -> Heartbeat:
+    """Return the heartbeat that this process has attached to, or `NONE`."""
     return _current

@@ -1,10 +1,6 @@
-"""Start one process for each device, on this host, and get the answer of the first.
-
-They are started through torchrun's library, but not through its agent, whose rendezvous listens on every interface.
-"""
+"""Run a function on the devices of a run: in this process, in a new process for each device, or as an already launched rank."""
 
 import contextlib
-import logging
 import os
 import pickle
 import shutil
@@ -16,182 +12,181 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.dist import heartbeat as vitals
 from flatout.console import Console
-from flatout.errors import InputError
-from flatout.dist.rendezvous import Hosts, Meeting
-from flatout.dist.worker import Payload, said_file
-from flatout.dist.supervisor import Asked, Rank, Supervisor, end_all
-from flatout.dist.watchdog import end_process
+from flatout.dist.env import launched
+from flatout.dist.hosts import Hosts
+from flatout.errors import InputError, Stopped, TrainingFailed
 
 if TYPE_CHECKING:
-    from flatout.engine.devices import Devices
+    from flatout.dist.elastic import Signals
+    from flatout.dist.worker import Payload
 
-__all__ = ["Hosts", "run_on_ranks"]
 
-
-def run_on_ranks(
+def run_on_devices(
     function: Callable[..., Any],
     args: Sequence[Any],
     *,
-    devices: "Devices",
-    hosts: Hosts | None = None,
-    threads: int,
+    spec: str,
+    engine: str,
     console: Console,
+    hosts: Hosts | None = None,
+    restarts: int | None = None,
+    threads: int | None = None,
+    own_process: bool = False,
 ) -> Any:
-    """Call a function in one new process for each device, and return what the first of them returns.
+    """Call function(console, world, *args) on every rank, with a joined world; return what the first rank returns.
 
     Args:
-        function: called as function(console, *args) in each process, which is a rank of torch.distributed as the usual
-            variables say (RANK, WORLD_SIZE, LOCAL_RANK, ...). It and its arguments may be defined in `__main__`.
+        function: it and its arguments may be defined in `__main__`, such as a notebook.
         args: its arguments.
-        devices: one process is started for each.
+        spec: the devices of this host.
+        engine: `torch` or `xla`.
+        console: shows what rank 0's console prints.
         hosts: the hosts of the run; each calls this. Default: this one alone.
-        threads: OMP_NUM_THREADS of each process, unless the user has set it.
-        console: shows what rank 0's console is told.
+        restarts: how often the ranks are started again after one was lost. Default: as often as hosts may be lost.
+        threads: OMP_NUM_THREADS of each new process, unless the user has set it. Default: all cores, shared evenly.
+        own_process: start a process even for a single device.
 
     Raises:
         InputError, TrainingFailed, Stopped, KeyboardInterrupt: as the function raised them.
         InputError: an argument cannot be pickled; the hosts did not meet.
-        TrainingFailed: a rank died, hung, or raised something else, and all others were ended. The message names it,
-            and has the last lines of its log.
+        TrainingFailed: a rank died, hung, or raised something else, and all others were ended. The message names it and
+            has the last lines of its log.
     """
+    from flatout.engine.devices import parse_devices
+    from flatout.engine.eager.device_setup import cpu_threads
+
+    if launched() is not None:
+        return _join_and_call(console, spec, engine, function, args)
+    hosts = hosts or Hosts()
+    restarts = hosts.most - hosts.least if restarts is None else restarts
+    if restarts < 0:
+        raise InputError(f"--restarts {restarts}: must be 0 or more")
+    names = parse_devices(spec, engine).ranks.names
+    if len(names) == hosts.most == 1 and restarts == 0 and not own_process:
+        return _join_and_call(console, spec, engine, function, args)
+    threads = threads or cpu_threads(len(names))
+    call = (spec, engine, function, args)
+    return spawn(_join_and_call, call, names=names, threads=threads, console=console, hosts=hosts, restarts=restarts)
+
+
+def _join_and_call(console: Console, spec: str, engine: str, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    from flatout.engine.factory import join
+
+    world = join(spec, engine)
+    try:
+        result = function(console, world, *args)
+        # All hosts end together, so that none takes another one's end for a loss.
+        world.barrier()
+    finally:
+        world.leave()
+    return result
+
+
+def spawn(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    names: Sequence[str],
+    threads: int,
+    console: Console,
+    hosts: Hosts | None = None,
+    restarts: int = 0,
+) -> Any:
+    """Call function(console, *args) in one new process for each device name; see `run_on_devices`."""
     import cloudpickle
 
-    names = devices.names
+    from flatout.dist.worker import Payload
+
     try:
         call = cloudpickle.dumps((function, tuple(args)))
-    except Exception as error:  # what users' objects hold may raise anything
+    except Exception as error:  # users' objects may raise anything
         raise InputError(
-            "the model or the data cannot be given to other processes, of which each device needs one "
-            f"({type(error).__name__}: {error}); keep locks, open files and the like out of them, "
-            "and out of the global variables that they use"
+            "the model or the data cannot be sent to the processes of the devices "
+            f"({type(error).__name__}: {error}); remove locks, open files and the like from them, "
+            "and from the global variables that they use"
         ) from error
+    payload = Payload(
+        launcher=os.getpid(),
+        path=_search_path(),
+        python_path=os.environ.get("PYTHONPATH"),
+        call=call,
+        has_display=console.has_display,
+        has_bar=console.has_bar,
+        lines=console.hand_over(),
+    )
+    try:
+        return _run(payload, names, threads, console, hosts or Hosts(), restarts)
+    except (InputError, TrainingFailed, Stopped, KeyboardInterrupt) as error:
+        # Its traceback, which a notebook keeps, would keep the store and its port.
+        error.__context__ = None
+        raise error.with_traceback(None)  # noqa: B904
+
+
+def _run(
+    payload: "Payload", names: Sequence[str], threads: int, console: Console, hosts: Hosts, restarts: int
+) -> Any:
+    """Run the ranks of this host; return the first one's value, or raise why there is none."""
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+
+    from flatout.dist.elastic import Agent, Signals
+    from flatout.dist.rendezvous import Rendezvous
+
     with contextlib.ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="flatout-"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        meeting = stack.enter_context(contextlib.closing(Meeting(hosts or Hosts(), len(names))))
-        board = stack.enter_context(contextlib.closing(vitals.create(len(names))))
-        payload = Payload(
-            launcher=os.getpid(),
-            path=_search_path(),
-            python_path=os.environ.get("PYTHONPATH"),
-            call=call,
-            shows=console.has_display,
-            has_bar=console.has_bar,
-            lines=console.hand_over(),
-        )
-        (folder / "payload").write_bytes(pickle.dumps(payload))
-        asked = stack.enter_context(_signals())
-        ranks = _start(names, meeting, board, folder, threads)
-        stack.callback(end_all, ranks)
-        return Supervisor(ranks, folder, board, meeting, console, asked).run()
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="flatout-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            (folder / "payload").write_bytes(pickle.dumps(payload))
+        except OSError as error:
+            raise TrainingFailed(
+                f"the temporary folder cannot be written: {error.strerror or error}; free space in it, or set TMPDIR to "
+                "another one"
+            ) from None
+        signals = stack.enter_context(_handling(Signals()))
+        rendezvous = Rendezvous.open(hosts)
+        agent = Agent(names, folder, rendezvous, _environment(threads), restarts, console, signals)
+        stack.callback(agent.close)
+        rendezvous.check()
+        kind, where = InputError, f"--rendezvous {hosts.rendezvous}"
+        try:
+            agent.run()
+        except RendezvousTimeoutError:
+            kind = TrainingFailed if rendezvous.attempt else InputError
+            raise kind(
+                f"{where}: {rendezvous.missing()} in {hosts.timeout:g} s; start the same command there, or wait longer "
+                "with --rendezvous-timeout"
+            ) from None
+        except RendezvousClosedError:
+            raise kind(f"{where}: the run has ended: {rendezvous.hear(0) or 'see the other hosts'}") from None
+        except RendezvousError:
+            raise kind(f"{where}: the first host is gone; see its output") from None
+        if agent.error is not None:
+            raise agent.error
+        return agent.value()
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[Asked]:
-    """Note SIGINT and SIGTERM instead of dying of them; other threads than the main one get none."""
-    asked = Asked()
+def _handling(signals: "Signals") -> Iterator["Signals"]:
+    """Have SIGINT and SIGTERM noted; a thread other than the main one gets no signals."""
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield signals
         return
-
-    def note(number: int, frame: Any) -> None:
-        asked.at_once = asked.at_once or (asked.number != 0 and number == signal.SIGINT)
-        asked.number = asked.number or number
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signals.note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-# --- starting ---------------------------------------------------------------------------------------------------------
-
-
-def _start(names: Sequence[str], meeting: Meeting, board: vitals.Board, folder: Path, threads: int) -> list[Rank]:
-    """Start a process for each device."""
-    from torch.distributed.elastic.multiprocessing import start_processes
-
-    # torch logs what it starts and ends; here the verdict tells that.
-    logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)
-    numbers = [meeting.first_rank + i for i in range(len(names))]
-    commands = {i: ("-P", "-m", "flatout.dist.worker", str(folder)) for i in range(len(names))}
-    shared = _environment(meeting, board, threads)
-    environments = {
-        i: shared | {"RANK": str(number), "LOCAL_RANK": str(i), "FLATOUT_DEVICE": name}
-        for i, (number, name) in enumerate(zip(numbers, names, strict=True))
-    }
-    files = _logs_specs({i: str(said_file(folder, number)) for i, number in enumerate(numbers)})
-    result: list[Any] = []
-
-    def call() -> None:
-        try:
-            result.append(start_processes("flatout", sys.executable, commands, environments, files))
-        except BaseException as error:
-            result.append(error)
-
-    # In a thread of its own, as in the main one torch would replace the signal handlers, for good.
-    starter = threading.Thread(target=call, name="start ranks")
-    starter.start()
-    starter.join()
-    if isinstance(result[0], BaseException):
-        _end_unknown(board)
-        raise result[0]
-    ranks = []
-    for i, number in enumerate(numbers):
-        handler = result[0].subprocess_handlers[i]
-        # Closes this process's copies of the output files, with the least of signals.
-        handler.close(signal.SIGCONT)
-        ranks.append(Rank(number=number, device=names[i], local_rank=i, process=handler.proc))
-    return ranks
-
-
-def _environment(meeting: Meeting, board: vitals.Board, threads: int) -> dict[str, str]:
-    """Return the variables that all ranks of this host have, those of torchrun among them."""
-    environment = {
-        "WORLD_SIZE": meeting.world_size,
-        "LOCAL_WORLD_SIZE": board.local_size,
-        "MASTER_ADDR": meeting.address,
-        "MASTER_PORT": meeting.port,
-        # The launcher keeps the store: every rank is its client.
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "FLATOUT_VITALS": board.path,
-        # So that flatout is found as it was here, whatever changed sys.path.
-        "PYTHONPATH": os.pathsep.join(_search_path()),
-    }
-    # torch's own words about lost connections say nothing that the messages of ranks and launcher do not.
-    defaults = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    if meeting.interface:
-        defaults |= {"GLOO_SOCKET_IFNAME": meeting.interface, "NCCL_SOCKET_IFNAME": f"={meeting.interface}"}
-    environment |= {name: value for name, value in defaults.items() if name not in os.environ}
-    return {name: str(value) for name, value in environment.items()}
+def _environment(threads: int) -> dict[str, str]:
+    """Return the variables of all ranks, besides torch's."""
+    # torch's warnings about lost connections repeat what the messages say.
+    defaults = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    defaults = {name: value for name, value in defaults.items() if name not in os.environ}
+    # flatout is found as it was here, whatever changed sys.path.
+    return {**defaults, "PYTHONPATH": os.pathsep.join(_search_path())}
 
 
 def _search_path() -> list[str]:
     return [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)]
-
-
-def _logs_specs(files: dict[int, str]) -> Any:
-    """Return where each rank's output goes: both streams to one file, once `rank.main` has joined them."""
-    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-
-    class Files(LogsSpecs):
-        @property
-        def root_log_dir(self) -> str:
-            return str(Path(files[0]).parent)
-
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            nowhere = dict.fromkeys(envs, os.devnull)
-            return LogsDest(stdouts=nowhere, stderrs=files, error_files=nowhere)
-
-    return Files()
-
-
-def _end_unknown(board: vitals.Board) -> None:
-    """End the ranks that were started before the start of another failed."""
-    for vital in map(board.read, range(board.local_size)):
-        if vital.pid and vital.phase != vitals.Phase.ENDED:
-            end_process(vital.pid)

@@ -1,290 +1,234 @@
-"""Where the processes of a run meet: one host by itself, or several that find each other."""
+"""torch's rendezvous of the hosts, over a store that listens on one address only; and what the hosts tell each other."""
 
 import contextlib
 import datetime
-import ipaddress
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import asdict
+from typing import Any
 
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from flatout.dist.env import serve_store
+from flatout.dist.heartbeat import BEAT_SECONDS, SILENT_SECONDS, RankState
+from flatout.dist.hosts import Hosts
 from flatout.errors import InputError
-from flatout.dist.heartbeat import Phase, Vital
-from flatout.dist.watchdog import SILENT_SECONDS
 
-_LOOPBACK = "127.0.0.1"
-# Seconds between two tries to reach the rendezvous, and that its keeper waits for the others at the end.
+# A rendezvous of elastic hosts waits this long for one more host; a host without a heartbeat for LOST_SECONDS is left out.
+_LAST_CALL_SECONDS, _LOST_SECONDS = 2, 8
+# The host with the store waits this long for the others to read why the run ended.
+_FAREWELL_SECONDS = 5.0
 _RETRY_SECONDS = 0.25
-_FAREWELL_SECONDS = 10.0
 
 
-Answer = TypeVar("Answer")
+class Rendezvous(DynamicRendezvousHandler):
+    """torch's rendezvous over a store that flatout opens: torch's own would listen on all interfaces.
 
-
-@dataclass(frozen=True, kw_only=True)
-class Hosts:
-    """The hosts of a run.
+    The ranks use the same store. Meanwhile a thread tells the other hosts how the ranks of this one are.
 
     Attributes:
-        nodes: how many there are.
-        node_rank: which of them this one is.
-        rendezvous: HOST:PORT on the host with node rank 0; needed for more than one host.
-        timeout: seconds in which all must have come there.
+        attempt: how often the ranks have been started before, the same number on all hosts.
+        others: the states of the ranks of other hosts.
+        failure: why another host has ended the run.
+        silent: which host no longer answers.
     """
 
-    nodes: int = 1
-    node_rank: int = 0
-    rendezvous: str = ""
-    timeout: float = 120.0
+    hosts: Hosts
+    base: TCPStore
+    is_server: bool
+    attempt = 0
+    failure, silent = "", ""
+    is_closing = False
+    others: Sequence[RankState] = ()
+    _answered, _waiting = 0.0, 0
 
-    def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise InputError(f"--nodes {self.nodes}: must be 1 or more")
-        if not 0 <= self.node_rank < self.nodes:
-            raise InputError(
-                f"--node-rank {self.node_rank}: must be from 0 to {self.nodes - 1}, as there are {self.nodes} nodes"
-            )
-        if not self.timeout > 0:
-            raise InputError(f"--rendezvous-timeout {self.timeout:g}: must be more than 0 seconds")
-        if self.nodes == 1 and not self.rendezvous:
-            return
-        if not self.rendezvous:
-            raise InputError(
-                f"--nodes {self.nodes}: needs --rendezvous HOST:PORT, where the host with node rank 0 listens"
-            )
-        host, _, port = self.rendezvous.rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-            raise InputError(f"--rendezvous {self.rendezvous}: must be HOST:PORT, with a port from 1 to 65535")
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port of the rendezvous."""
-        if self.nodes == 1:
-            return _LOOPBACK, 0
-        host, _, port = self.rendezvous.rpartition(":")
-        return host.strip("[]"), int(port)
-
-
-class Meeting:
-    """The store that all processes of a run reach, and this host's place among the others.
-
-    Attributes:
-        address, port: of the store.
-        first_rank: the rank of this host's first process.
-        world_size: the number of processes of all hosts.
-        interface: the network interface that leads to the other processes.
-    """
-
-    def __init__(self, hosts: Hosts, local_size: int) -> None:
-        self.hosts = hosts
-        self.address, self.port = hosts.address
-        self._deadline = time.monotonic() + hosts.timeout
-        self._looked = time.monotonic()
-        # What each other node said last, and for how long it has said nothing new.
-        self._heard: dict[int, tuple[str, float]] = {}
-        self._store: Any = None
-        self._is_stuck = False
-        try:
-            if hosts.node_rank == 0:
-                self._serve()
-            else:
-                self._connect()
-            sizes = self._exchange(local_size)
-        except BaseException:
-            self.close()
-            raise
-        self.first_rank, self.world_size = sum(sizes[: hosts.node_rank]), sum(sizes)
-        self.interface = interface_to(self.address, self.port)
-
-    def tell(self, failure: str) -> None:
-        """Tell the other hosts why this one has failed; the first to tell is heard."""
-        if self.hosts.nodes > 1:
-            with contextlib.suppress(RuntimeError):
-                if self._is_stuck:
-                    return
-                self._store.compare_set("failed", "", f"node {self.hosts.node_rank}: {failure}")
-
-    def exchange(self, here: Sequence[Vital]) -> tuple[list[Vital], str]:
-        """Tell the other hosts how the ranks of this one are.
-
-        Returns:
-            How theirs are, and why one of them has failed: what it told, or that it no longer answers; empty while all
-            is well.
-        """
-        if self.hosts.nodes == 1:
-            return [], ""
-        looked, self._looked = self._looked, time.monotonic()
-        try:
-            if self._is_stuck:
-                raise RuntimeError
-            others, told = self._answered(lambda: self._exchange_vitals(here, min(self._looked - looked, 1.0)))
-        except RuntimeError:
-            others, told = [], f"node 0: its launcher no longer answers at {self.hosts.rendezvous}"
-        return others, "" if told.startswith(f"node {self.hosts.node_rank}:") else told
-
-    def _exchange_vitals(self, here: Sequence[Vital], passed: float) -> tuple[list[Vital], str]:
-        others: list[Vital] = []
-        self._store.set(f"vitals {self.hosts.node_rank}", json.dumps([self._looked, *map(asdict, here)]))
-        told = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
-        for node in (node for node in range(self.hosts.nodes) if node != self.hosts.node_rank):
-            key = f"vitals {node}"
-            text = self._store.get(key).decode() if self._store.check([key]) else ""
-            before, silent = self._heard.get(node, ("", 0.0))
-            silent = 0.0 if text != before else silent + passed
-            self._heard[node] = (text, silent)
-            if silent > SILENT_SECONDS and not told and not self._store.check([f"left {node}"]):
-                told = f"node {node}: its launcher does not answer"
-            others += [Vital(**fields | {"phase": Phase(fields["phase"])}) for fields in json.loads(text or "[0]")[1:]]
-        return others, told
-
-    def _answered(self, ask: Callable[[], Answer]) -> Answer:
-        """Return what the store answers; a cable may be pulled, and torch then waits for ever.
+    @classmethod
+    def open(cls, hosts: Hosts) -> "Rendezvous":
+        """Open the store or connect to it.
 
         Raises:
-            RuntimeError: it does not answer, and is not asked again.
+            InputError: this is not possible.
         """
-        answers: list[Answer] = []
-        failures: list[RuntimeError] = []
-
-        def run() -> None:
-            try:
-                answers.append(ask())
-            except RuntimeError as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=run, name="rendezvous", daemon=True)
-        thread.start()
-        thread.join(SILENT_SECONDS)
-        self._is_stuck = thread.is_alive()
-        if not answers:
-            raise failures[0] if failures else RuntimeError("the store does not answer")
-        return answers[0]
-
-    def close(self) -> None:
-        """Leave; the host that keeps the store waits a little for those that have come to it and still answer."""
-        if self.hosts.nodes > 1 and self._store is not None and not self._is_stuck:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"left {self.hosts.node_rank}", "")
-                self._store.add("left", 1)
-                until = time.monotonic() + _FAREWELL_SECONDS
-                while self.hosts.node_rank == 0 and time.monotonic() < until and self._is_awaited():
-                    time.sleep(_RETRY_SECONDS / 5)
-        self._store = None
-
-    def _is_awaited(self) -> bool:
-        """Return whether a host has come, has not left, and is not known to be silent."""
-        silent = sum(seconds > SILENT_SECONDS for _, seconds in self._heard.values())
-        return self._store.add("left", 0) < self._store.add("came", 0) - silent
-
-    def _serve(self) -> None:
-        """Keep the store, and listen on the one address that is needed: torch by itself listens on all."""
-        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-        where = f"--rendezvous {self.hosts.rendezvous}"
-        try:
-            family, _, _, _, target = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
-        except socket.gaierror as error:
-            raise InputError(f"{where}: {error.strerror}") from None
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(target)
-            listener.listen(1024)
-        except OSError as error:
-            listener.close()
-            raise InputError(
-                f"{where}: this host cannot listen there: {error.strerror}; it must be a free port on an address "
-                "of the host with --node-rank 0, which one host alone may have"
-            ) from None
-        self.address, self.port = listener.getsockname()[:2]
-        timeout = datetime.timedelta(seconds=max(self.hosts.timeout, 1))
-        # The store owns the socket from here on, and closes it.
-        self._store = TCPStore(
-            self.address,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=listener.detach(),
+        store, is_server = _open_store(hosts)
+        # The ranks of the first host come first, also after a restart: it has the run folder.
+        position = hosts.node_rank if hosts.node_rank is not None else 0 if is_server else hosts.most
+        timeout = RendezvousTimeout(
+            join=datetime.timedelta(seconds=hosts.timeout), last_call=datetime.timedelta(seconds=_LAST_CALL_SECONDS)
         )
+        made = cls.from_backend(
+            "flatout",
+            store,
+            C10dRendezvousBackend(store, "flatout"),
+            hosts.least,
+            hosts.most,
+            f"{position:06d} {socket.gethostname()}",
+            timeout,
+            keep_alive_interval=1,
+            keep_alive_max_attempt=_LOST_SECONDS,
+        )
+        made.hosts, made.base, made.is_server = hosts, store, is_server
+        made._stop = threading.Event()
+        return made
 
-    def _connect(self) -> None:
-        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    def check(self) -> None:
+        """Check that the hosts agree on --nodes; raises InputError if not."""
+        if self.hosts.most == 1:
+            return
+        self.base.add("came", 1)
+        if self.hosts.node_rank is not None:
+            self.base.set(f"node {self.hosts.node_rank}", "")
+        nodes = self.base.compare_set("nodes", "", self.hosts.nodes).decode()
+        if nodes != self.hosts.nodes:
+            problem = f"hosts disagree on --nodes: {nodes} and {self.hosts.nodes}"
+            self.end_run(problem)
+            raise InputError(problem)
 
-        while True:
-            try:
-                with socket.create_connection((self.address, self.port), timeout=max(self._left(), 0.1)):
-                    break
-            except OSError as error:
-                if self._left() <= _RETRY_SECONDS:
-                    raise InputError(
-                        f"--rendezvous {self.hosts.rendezvous}: nobody answered in {self.hosts.timeout:g} s "
-                        f"({error.strerror or error}); start the host with --node-rank 0, and let this one reach it"
-                    ) from None
-            time.sleep(_RETRY_SECONDS)
-        timeout = datetime.timedelta(seconds=max(self._left(), 1))
+    @property
+    def use_agent_store(self) -> bool:
+        """See torch; the ranks are clients of this store."""
+        return True
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
+        return self.base
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See torch."""
+        self._stop.set()
+        info = super().next_rendezvous()
+        if info.rank == 0:
+            info.store.set("attempt", str(self.base.add("attempts", 1) - 1))
+        self.attempt = int(info.store.get("attempt"))
+        store = RendezvousStoreInfo(self.hosts.address[0], self.base.port)
+        return RendezvousInfo(info.store, info.rank, info.world_size, store)
+
+    def num_nodes_waiting(self) -> int:
+        """See torch; the thread has asked, as the store may not answer."""
+        return 0 if self.is_closing else self._waiting
+
+    # --- what hosts tell each other -------------------------------------------------------------------------------
+
+    def exchange(self, rank: int, size: int, read: Callable[[], list[RankState]]) -> None:
+        """Start to tell the other hosts the states of this host's ranks, and to read theirs."""
+        self.others, self.failure, self.silent, self._waiting = [], "", "", 0
+        self._answered = time.monotonic()
+        if self.hosts.most > 1:
+            self._stop = threading.Event()
+            threading.Thread(target=self._exchange, args=(rank, size, read, self._stop), daemon=True).start()
+
+    def _exchange(self, rank: int, size: int, read: Callable[[], list[RankState]], stop: threading.Event) -> None:
+        store = PrefixStore(f"attempt {self.attempt}", self.base)
+        seen: dict[int, tuple[str, float]] = {}
+        with contextlib.suppress(Exception):  # `look` reports a store that does not answer
+            while not stop.wait(BEAT_SECONDS):
+                store.set(f"ranks {rank}", json.dumps([time.monotonic(), *(asdict(state) for state in read())]))
+                if self.base.check(["failure"]):
+                    self.failure = self.base.get("failure").decode()
+                others: list[RankState] = []
+                for host in set(range(size)) - {rank}:
+                    text = store.get(f"ranks {host}").decode() if store.check([f"ranks {host}"]) else "[0]"
+                    if text != seen.get(host, ("", 0.0))[0]:
+                        seen[host] = (text, time.monotonic())
+                    elif time.monotonic() - seen[host][1] > SILENT_SECONDS:
+                        self.silent = f"host {host} of {size} no longer answers"
+                    others += [RankState(**fields) for fields in json.loads(text)[1:]]
+                self._waiting = super().num_nodes_waiting()
+                self.others, self._answered = others, time.monotonic()
+
+    def look(self) -> str:
+        """Return why the ranks of this host cannot go on: another host has failed or no longer answers; empty if not."""
+        if self.hosts.most > 1 and not self.is_server and time.monotonic() - self._answered > SILENT_SECONDS:
+            self.silent = f"the host at --rendezvous {self.hosts.rendezvous} no longer answers"
+        return self.failure or self.silent
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the store does not answer, so that a call of it might never return."""
+        return self.silent.startswith("the host at")
+
+    def missing(self) -> str:
+        """Return which hosts have not come, for messages."""
+        if self.hosts.node_rank is None:
+            return f"only {self.base.add('came', 0)} of {self.hosts.least} hosts came"
+        missing = [node for node in range(self.hosts.least) if not self.base.check([f"node {node}"])]
+        return f"node {', '.join(map(str, missing))} did not come"
+
+    def end_run(self, failure: str) -> None:
+        """End the run on all hosts; the first reason counts."""
+        if self.hosts.most > 1 and not self.is_stuck:
+            with contextlib.suppress(RuntimeError):
+                self.base.compare_set("failure", "", f"{self.hosts.name}: {failure}")
+
+    def hear(self, seconds: float) -> str:
+        """Return the reason why another host has ended the run; wait for it a little."""
+        until = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError):
+            while not self.is_stuck and not self.base.check(["failure"]) and time.monotonic() < until:
+                time.sleep(BEAT_SECONDS / 5)
+            return self.failure or self.base.get("failure").decode() if self.base.check(["failure"]) else ""
+        return ""
+
+    def leave(self) -> None:
+        """Leave the run for good; the host with the store waits a little for the others."""
+        self._stop.set()
+        if self.is_stuck:
+            return
+        with contextlib.suppress(Exception):
+            self.shutdown()
+            if self.hosts.most > 1:
+                left, came = self.base.add("left", 1), self.base.add("came", 0)
+                until = time.monotonic() + _FAREWELL_SECONDS
+                while self.is_server and not self.silent and left < came and time.monotonic() < until:
+                    time.sleep(BEAT_SECONDS / 5)
+                    left = self.base.add("left", 0)
+
+
+def _open_store(hosts: Hosts) -> tuple[TCPStore, bool]:
+    """Return the store, and whether this host keeps it."""
+    address, port = hosts.address
+    where = f"--rendezvous {hosts.rendezvous}"
+    try:
+        is_here = hosts.most == 1 or hosts.node_rank == 0 or (hosts.node_rank is None and _is_own(address))
+    except socket.gaierror as error:
+        raise InputError(f"{where}: {error.strerror}") from None
+    if is_here:
         try:
-            self._store = TCPStore(self.address, self.port, is_master=False, timeout=timeout)
-        except RuntimeError:
-            raise InputError(
-                f"--rendezvous {self.hosts.rendezvous}: what answers there is no flatout; is it the right port?"
-            ) from None
-
-    def _exchange(self, local_size: int) -> list[int]:
-        """Tell the other hosts how many processes there are here; return the numbers of all hosts."""
-        hosts = self.hosts
-        if hosts.nodes == 1:
-            return [local_size]
+            return serve_store(address, port), True
+        except OSError as error:
+            if hosts.node_rank == 0:
+                raise InputError(
+                    f"{where}: this host cannot listen there: {error.strerror}; it must be a free port of an address of "
+                    "the host with --node-rank 0"
+                ) from None
+    deadline = time.monotonic() + hosts.timeout
+    while True:
         try:
-            self._store.add("came", 1)
-            if self._store.add(f"taken {hosts.node_rank}", 1) > 1:
-                self._refuse(f"--node-rank {hosts.node_rank}: two hosts have this node rank; each needs its own")
-            if int(self._store.compare_set("nodes", "", str(hosts.nodes))) != hosts.nodes:
-                self._refuse(
-                    f"--nodes {hosts.nodes}: the host with --node-rank {hosts.node_rank} says so, but not all do"
-                )
-            self._store.set(f"size {hosts.node_rank}", str(local_size))
-            keys = [f"size {node}" for node in range(hosts.nodes)]
-            while not self._store.check(keys):
-                if self._store.check(["problem"]):
-                    raise InputError(self._store.get("problem").decode())
-                if self._left() <= 0:
-                    missing = ", ".join(str(node) for node, key in enumerate(keys) if not self._store.check([key]))
-                    raise InputError(
-                        f"--rendezvous {hosts.rendezvous}: node {missing} did not come in {hosts.timeout:g} s; start "
-                        "the same command there, with its --node-rank, or wait longer with --rendezvous-timeout"
-                    )
-                time.sleep(_RETRY_SECONDS / 5)
-            return [int(self._store.get(key)) for key in keys]
-        except RuntimeError:
-            raise InputError(
-                f"--rendezvous {hosts.rendezvous}: the host with node rank 0 has gone again; it says why"
-            ) from None
-
-    def _refuse(self, problem: str) -> None:
-        """Tell all hosts what is wrong with them."""
-        self._store.set("problem", problem)
-        raise InputError(problem)
-
-    def _left(self) -> float:
-        return self._deadline - time.monotonic()
+            with socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.1)):
+                break
+        except OSError as error:
+            if time.monotonic() > deadline - _RETRY_SECONDS:
+                raise InputError(
+                    f"{where}: no answer in {hosts.timeout:g} s ({error.strerror or error}); start the host with that "
+                    "address (--node-rank 0), and make it reachable from this one"
+                ) from None
+        time.sleep(_RETRY_SECONDS)
+    try:
+        return TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=30)), False
+    except RuntimeError:
+        raise InputError(f"{where}: another program than flatout answers; is it the right port?") from None
 
 
-def interface_to(address: str, port: int) -> str:
-    """Return the name of the network interface from which this host reaches an address."""
-    import psutil
-
-    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # No packet is sent: this asks the routing table.
-        probe.connect(target)
-        own = ipaddress.ip_address(probe.getsockname()[0])
-    for name, addresses in psutil.net_if_addrs().items():
-        for each in addresses:
-            is_internet = each.family in (socket.AF_INET, socket.AF_INET6)
-            if is_internet and ipaddress.ip_address(each.address.partition("%")[0]) == own:
-                return name
-    return ""
+def _is_own(address: str) -> bool:
+    """Return whether an address belongs to this host."""
+    family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(target)
+        except OSError:
+            return False
+    return True

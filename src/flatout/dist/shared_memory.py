@@ -40,7 +40,7 @@ class SharedMemory:
 
     def __init__(self, world: "World") -> None:
         self.rank, self.size = world.rank, world.size
-        self._vitals, self._barrier = world.heartbeat, world.barrier
+        self._heartbeat, self._barrier = world.heartbeat, world.barrier
         self._peers = _connect(world)
         self._heard = {peer: [0, 0, 0] for peer in self._peers}
         self._said = [0, 0, 0]
@@ -95,7 +95,7 @@ class SharedMemory:
                 if time.perf_counter() < deadline:
                     said = connection.recv(4096, socket.MSG_DONTWAIT)
                 else:
-                    with self._vitals.waiting():
+                    with self._heartbeat.waiting("sum in shared memory"):
                         said = connection.recv(4096)
             except BlockingIOError:
                 continue

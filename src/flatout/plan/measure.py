@@ -60,7 +60,7 @@ def measure(
 
 def _row(work: Work, spec: str, engine: str, allow_code: bool, console: Console) -> dict[str, Any]:
     """Measure one SPEC."""
-    from flatout.dist.launcher import run_on_ranks
+    from flatout.dist.launcher import run_on_devices
     from flatout.engine.factory import choose_processes
 
     recipe = work.recipe
@@ -77,7 +77,15 @@ def _row(work: Work, spec: str, engine: str, allow_code: bool, console: Console)
         )
     console.note(f"{spec}: measuring steps of {work.batch:,} images")
     arguments = (work, str(chosen.devices), engine, allow_code)
-    measured = run_on_ranks(_on_rank, arguments, devices=ranks, threads=chosen.threads, console=console)
+    measured = run_on_devices(
+        _on_rank,
+        arguments,
+        spec=str(chosen.devices),
+        engine=engine,
+        threads=chosen.threads,
+        console=console,
+        own_process=True,
+    )
     jobs = [measured["once_seconds"] * work.images + seconds * work.steps for seconds in measured["step_seconds"]]
     return {
         "devices": spec,
@@ -100,35 +108,19 @@ def _row(work: Work, spec: str, engine: str, allow_code: bool, console: Console)
     }
 
 
-def _on_rank(console: Console, work: Work, devices: str, engine: str, allow_code: bool) -> dict[str, Any]:
-    """Measure in a process that `run_on_ranks` started; all return the same."""
+def _on_rank(
+    console: Console, world: "World", work: Work, devices: str, engine: str, allow_code: bool
+) -> dict[str, Any]:
+    """Measure on one of the ranks; all return the same."""
     from flatout.engine.factory import make_engine
 
     began = time.perf_counter()
-    world = _join(devices, engine)
+    model = build_model(work.recipe, work.classes, allow_code=allow_code)
+    made = make_engine(model, work.recipe, engine=engine, devices=devices, world=world, report=console.note)
     try:
-        model = build_model(work.recipe, work.classes, allow_code=allow_code)
-        made = make_engine(model, work.recipe, engine=engine, devices=devices, world=world, report=console.note)
-        try:
-            return _Measurement(work, made, world, began).run()
-        finally:
-            made.close()
+        return _Measurement(work, made, world, began).run()
     finally:
-        world.leave()
-
-
-def _join(devices: str, engine: str) -> "World":
-    """Meet the other processes; a process that is the only one computes as training in one process does."""
-    import torch
-
-    from flatout.dist.env import launched
-    from flatout.dist.world import World
-    from flatout.engine.factory import join
-
-    found = launched()
-    if found is not None and found.size > 1:
-        return join(devices, engine)
-    return World(device=torch.device("cpu" if engine == "xla" else devices))
+        made.close()
 
 
 class _Measurement:

@@ -9,11 +9,9 @@ from typing import Any
 
 from flatout.errors import InputError
 from flatout.models.weights import read_weights, save_tensors
-from flatout.recipe import Recipe, from_dict
+from flatout.recipe import FREE_KEYS, Recipe, from_dict
 from flatout.run.progress import Progress, from_plain, to_plain
 
-# What may differ when a run is continued: its length, and what changes no result.
-FREE_KEYS = ("epochs", "early_stopping", "log_every", "micro_batch", "shard", "data.path", "data.placement")
 _BEST = "best."
 
 

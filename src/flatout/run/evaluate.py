@@ -16,36 +16,17 @@ if TYPE_CHECKING:
 def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Console) -> dict[str, Any]:
     """See `Run.evaluate`. Several devices have a process each, as in training."""
     from flatout.dist.env import launched
-    from flatout.dist.launcher import run_on_ranks
+    from flatout.dist.launcher import run_on_devices
     from flatout.engine.devices import engine_for, parse_devices
-    from flatout.engine.eager.device_setup import cpu_threads
-    from flatout.engine.factory import join
 
     engine = engine_for(devices, engine)
     if devices == "auto" and launched() is None:
-        # One device does: starting a process for each would take longer than they would save.
+        # Starting a process for each device would take longer than they would save.
         devices = str(parse_devices("auto", engine).first)
-    chosen = parse_devices(devices, engine)
-    if launched() is None and len(chosen.ranks.names) > 1:
-        return run_on_ranks(
-            _evaluate_on_rank,
-            (run, data, devices, engine),
-            devices=chosen,
-            threads=cpu_threads(len(chosen.names)),
-            console=console,
-        )
-    world = join(devices, engine)
-    try:
-        return _evaluate(run, data, world, devices=devices, engine=engine, console=console)
-    finally:
-        world.leave()
+    return run_on_devices(_evaluate, (run, data, devices, engine), spec=devices, engine=engine, console=console)
 
 
-def _evaluate_on_rank(console: Console, run: "Run", data: Any, devices: str, engine: str) -> dict[str, Any]:
-    return evaluate(run, data, devices=devices, engine=engine, console=console)
-
-
-def _evaluate(run: "Run", data: Any, world: "World", *, devices: str, engine: str, console: Console) -> dict[str, Any]:
+def _evaluate(console: Console, world: "World", run: "Run", data: Any, devices: str, engine: str) -> dict[str, Any]:
     from flatout.data.load import find, load, match_classes, splits_of
     from flatout.engine.devices import spec_of
     from flatout.engine.factory import make_engine

@@ -1,6 +1,7 @@
 """The public call `fit`: from data, a model and a recipe to a run folder."""
 
 import dataclasses
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from flatout.data.source import Found, Source
+    from flatout.dist.world import World
 
 
 @in_python
@@ -123,8 +125,8 @@ def train_recipe(
 ) -> Path:
     """Train as a recipe says and write the run folder.
 
-    One device is this process's; for several, a process is started for each. Where a launcher such as torchrun has
-    started this process as one of several, it takes its place among them.
+    One device is used in this process; several get a process each. A process that another launcher, such as torchrun,
+    has started as a rank joins the other ranks.
 
     Args:
         recipe: complete but for what is measured on the data.
@@ -141,40 +143,40 @@ def train_recipe(
         Stopped: the process was told to end; the run folder is usable and can be resumed.
     """
     from flatout.dist.env import launched
-    from flatout.dist.launcher import run_on_ranks
+    from flatout.dist.launcher import run_on_devices
     from flatout.engine.devices import parse_devices
-    from flatout.engine.factory import choose_processes, join
+    from flatout.engine.factory import choose_processes
 
+    hosts, engine = options.hosts, options.engine
+    if hosts.most > 1 and options.out is None:
+        # The first host's name is used by all, and again after a restart.
+        options = dataclasses.replace(options, out=Path("runs") / f"{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}")
     session = Session(recipe, data, options, module)
     if launched() is not None:
-        return _run(console, session)
-    parse_devices(options.devices, options.engine)
+        return run_on_devices(_run, (session,), spec=options.devices, engine=engine, console=console)
+    parse_devices(options.devices, engine)
     with session.prepared(console) as pack:
         start, stop = pack.splits["train"]
-        chosen = choose_processes(
-            options.devices, recipe, stop - start, lambda: session.build_model(pack), options.engine
-        )
+        chosen = choose_processes(options.devices, recipe, stop - start, lambda: session.build_model(pack), engine)
         if chosen.reason:
             session.note(chosen.reason)
         session.options = dataclasses.replace(options, devices=str(chosen.devices))
-        if len(chosen.devices.ranks.names) == 1 and options.hosts.nodes == 1:
-            return session.run(console, join(session.options.devices, options.engine))
-        return run_on_ranks(
+        return run_on_devices(
             _run,
             (session,),
-            devices=chosen.devices.ranks,
-            hosts=options.hosts,
-            threads=chosen.threads,
+            spec=session.options.devices,
+            engine=engine,
             console=console,
+            hosts=hosts,
+            restarts=options.restarts,
+            threads=chosen.threads,
         )
 
 
-def _run(console: Console, session: Session) -> Path:
-    """Take this process's place among those that a launcher started."""
-    from flatout.engine.factory import join
+def _run(console: Console, world: "World", session: Session) -> Path:
+    """Train on one of the ranks."""
+    from flatout.dist.env import restart_count
 
-    world = join(session.options.devices, session.options.engine)
-    try:
-        return session.run(console, world)
-    finally:
-        world.leave()
+    if restart_count() > 0:
+        session.options = dataclasses.replace(session.options, resume=True, overwrite=False)
+    return session.run(console, world)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console
 from flatout.dist.consistency import agree, data_facts
-from flatout.dist.rendezvous import Hosts
+from flatout.dist.hosts import Hosts
 from flatout.errors import DiskFull, InputError, RankLost, Stopped, TrainingFailed
 from flatout.numerics.schedule import describe_scaling
 from flatout.recipe import Recipe
@@ -43,6 +43,8 @@ class Options:
         overwrite: replace the run in `out`.
         cache: keep the pack in the cache folder for the next run.
         hosts: the hosts that take part.
+        restarts: how often the ranks are restarted from the newest checkpoint after one was lost; None: as often as
+            elastic hosts may be lost.
         allow_code: whether a model named as `package.module:factory` may be imported.
         began: when the user asked for the run, by time.perf_counter.
     """
@@ -55,6 +57,7 @@ class Options:
     cache: bool = True
     allow_code: bool = False
     hosts: Hosts = field(default_factory=Hosts)
+    restarts: int | None = None
     began: float = field(default_factory=time.perf_counter)
 
 
@@ -103,7 +106,7 @@ class Session:
 
         self.console, self.world = console, World()
         with contextlib.ExitStack() as self._open:
-            if self.options.hosts.nodes == 1:
+            if self.options.hosts.most == 1:
                 self._open.enter_context(self._claim_folder())
             self.data = self._open.enter_context(self._load_pack())
             yield self.data

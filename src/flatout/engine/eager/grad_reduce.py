@@ -161,7 +161,7 @@ class SharedGradients:
         self._buckets[-1].input[-self._extras :] = extra
         self._send()
         began = time.perf_counter()
-        with self._world.translate_errors():
+        with self._world.translate_errors("all_reduce of gradients"):
             for bucket in self._buckets:
                 bucket.add()
             totals = [bucket.finish() for bucket in self._buckets]
