@@ -46,7 +46,8 @@ class Net(torch.nn.Sequential):
     steps = 0
 
     def forward(self, x):
-        self.steps += self.training
+        # Smaller batches only try the model out.
+        self.steps += self.training and len(x) > 50
         if self.steps == 10 and os.environ.get("RANK", "") == os.environ.get("MISHAP_RANK"):
             pathlib.Path(os.environ["MISHAP_FILE"]).write_text(os.environ["MASTER_PORT"])
             MISHAPS[os.environ["MISHAP"]]()
