@@ -1,46 +1,68 @@
-"""A run that is stopped is usable, and a resumed run is the run that was never stopped."""
+"""A run that is stopped, killed or fails is usable, and a resumed run equals an uninterrupted one."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import flatout
 from flatout.cli import main
 from flatout.models.weights import read_weights
+from flatout.run import monitor
 
-EPOCHS = 12
-SLOW = ["train", "digits", "--epochs", str(EPOCHS), "--devices", "cpu", "--batch-size", "8"]
+EPOCHS = 3
+
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random images of three classes, as files of arrays."""
+    folder = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    np.save(folder / "images.npy", rng.integers(0, 256, (120, 8, 8, 1), dtype=np.uint8))
+    np.save(folder / "labels.npy", np.arange(120) % 3)
+    return folder
+
+
+def command(data: Path, out: Path, *changes: str) -> list[str]:
+    recipe = ["--model", "parallel-cnn", "--batch-size", "8", "--epochs", str(EPOCHS), "--devices", "cpu"]
+    return ["train", str(data), *recipe, "--out", str(out), *changes]
+
+
+def resume(out: Path, *changes: str) -> int:
+    return main(["train", "--resume", "--out", str(out), "--devices", "cpu", *changes])
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run."""
     out = tmp_path_factory.mktemp("runs") / "whole"
-    assert main([*SLOW, "--out", str(out)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatout.report.page.draw_all", lambda run: None)
+        assert main(command(data, out)) == 0
     return out
 
 
-def summary(run: Path) -> dict:
+def summary(run: Path) -> dict[str, Any]:
     return json.loads((run / "summary.json").read_text())
 
 
-def start(arguments: list[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "flatout", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def wait_for_epochs(out: Path, process: subprocess.Popen[str], epochs: int) -> None:
-    metrics = out / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not metrics.is_file() or len(metrics.read_text().splitlines()) < epochs:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def assert_same(first: Path, second: Path) -> None:
@@ -48,75 +70,364 @@ def assert_same(first: Path, second: Path) -> None:
     assert tensors[0].keys() == tensors[1].keys()
     assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
     figures = [summary(run) for run in (first, second)]
-    for key in ("test_correct", "test_loss", "valid_loss", "best_epoch", "images_trained", "train_loss"):
+    for key in ("test_correct", "test_loss", "valid_loss", "best_epoch", "images_trained"):
         assert figures[0][key] == figures[1][key], key
-    lines = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (first, second)]
-    for a, b in zip(*lines, strict=True):
-        assert (a["epoch"], a["train_loss"], a["valid_loss"]) == (b["epoch"], b["train_loss"], b["valid_loss"])
+    for a, b in zip(metrics(first), metrics(second), strict=True):
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-12)
+        assert (a["epoch"], a["learning_rate"], a["valid_loss"]) == (b["epoch"], b["learning_rate"], b["valid_loss"])
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_stopped_run_is_usable_and_resumes_bit_for_bit(
-    number: signal.Signals, code: int, whole: Path, tmp_path: Path
-) -> None:
+@contextlib.contextmanager
+def at_image(images: int, action: Any) -> Iterator[None]:
+    """Call `action` after the step that trains this image."""
+    step = monitor.Monitor.step
+
+    def called(self: monitor.Monitor) -> None:
+        step(self)
+        if self._progress.images_trained == images:
+            action()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(monitor.Monitor, "step", called)
+        yield
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing in flatout handles it."""
+
+
+def kill() -> None:
+    raise Killed
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_ends_a_process_with_143_and_a_checkpoint(data: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = start([*SLOW, "--out", str(out)])
-    wait_for_epochs(out, process, 2)
-    os.kill(process.pid, number)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == code, output
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flatout", *command(data, out, "--epochs", "100000")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while not (out / "metrics.jsonl").is_file():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    process.terminate()
+    output, _ = process.communicate()
+    assert process.returncode == 143, output
     assert "Traceback" not in output
     figures = summary(out)
-    assert number.name in figures["stopped"]
-    assert 2 <= figures["epochs_trained"] < EPOCHS
-    assert (out / "report.html").is_file()
-    assert (figures["test_accuracy"] is None) == (number == signal.SIGTERM)
+    assert "SIGTERM in epoch" in figures["stopped"]
+    assert figures["test_accuracy"] is None
     assert main(["predict", str(out), str(out / "curves.png")]) == 0
-    assert main(["train", "--resume", "--out", str(out), "--devices", "cpu"]) == 0
+    assert not list(out.glob(".*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_resumes_bit_for_bit(number: signal.Signals, data: Path, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with at_image(112, lambda: os.kill(os.getpid(), number)):
+        assert main(command(data, out)) == 128 + number
+    assert summary(out)["stopped"] == f"{number.name} in epoch 2, step 2"
+    assert (summary(out)["test_accuracy"] is None) == (number == signal.SIGTERM)
+    assert resume(out) == 0
     assert summary(out)["stopped"] is None
     assert_same(whole, out)
 
 
-def test_a_killed_run_resumes_from_its_checkpoint(whole: Path, tmp_path: Path) -> None:
+class Stopping(nn.Module):
+    """A net with a frozen layer that sends its process a signal in a batch of a pass without gradients."""
+
+    def __init__(self, path: Path, *, at: int, number: int, rank: str = "0", freeze: bool = False) -> None:
+        super().__init__()
+        self.path, self.at, self.number, self.rank = str(path), at, number, rank
+        self.first, self.last = nn.Sequential(nn.Flatten(), nn.Linear(64, 8)), nn.Linear(8, 3)
+        if freeze:
+            self.first.requires_grad_(False)
+            self.first.register_forward_hook(self.count)
+        else:
+            self.register_forward_hook(self.count)
+
+    def count(self, *call: Any) -> None:
+        if torch.is_grad_enabled() or len(call[-1]) < 4:  # training, or the check of the outputs
+            return
+        rank = os.environ.get("RANK", "0")
+        with Path(f"{self.path}-{rank}").open("a") as file:
+            file.write("batch\n")
+        if rank == self.rank and len(Path(f"{self.path}-{rank}").read_text().splitlines()) == self.at:
+            os.kill(os.getpid(), self.number)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+def images(seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return {
+        name: (rng.integers(0, 256, (count, 8, 8, 1), dtype=np.uint8), np.arange(count) % 3)
+        for name, count in (("train", 60), ("valid", 60))
+    }
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["evaluation", "features"])
+def test_a_signal_ends_a_pass_between_batches(frozen: bool, tmp_path: Path) -> None:
+    calls, out = tmp_path / "calls", tmp_path / "run"
+    net = Stopping(calls, at=3, number=signal.SIGTERM, freeze=frozen)
+    settings: dict[str, Any] = {
+        "epochs": 2,
+        "batch_size": 4,
+        "devices": "cpu",
+        "quiet": True,
+        "out": out,
+        "schedule.name": "constant",
+    }
+    with pytest.raises(KeyboardInterrupt):
+        flatout.fit(net, images(), **settings)
+    assert len(Path(f"{calls}-0").read_text().splitlines()) == 3
+    assert list((out / "checkpoints").iterdir())
+    fresh = [Stopping(tmp_path / "none", at=0, number=0, freeze=frozen) for _ in range(2)]
+    for net in fresh:
+        net.load_state_dict(fresh[0].state_dict())
+    resumed = flatout.fit(fresh[0], images(), **settings, resume=True)
+    assert resumed.summary["epochs_trained"] == 2
+    assert resumed.history[0]["learning_rate"] == resumed.recipe.optimizer.lr
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_ends_the_evaluation_of_all(tmp_path: Path) -> None:
+    calls, out = tmp_path / "calls", tmp_path / "run"
+    net = Stopping(calls, at=2, number=signal.SIGTERM, rank="1")
+    with pytest.raises(KeyboardInterrupt):
+        flatout.fit(net, images(), epochs=2, batch_size=4, devices="2xcpu", quiet=True, out=out)
+    assert all(len(Path(f"{calls}-{rank}").read_text().splitlines()) <= 3 for rank in range(2))
+    assert list((out / "checkpoints").iterdir())
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_killed_within_an_epoch_resumes_within_it(
+    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "run"
-    process = start([*SLOW, "--out", str(out)])
-    wait_for_epochs(out, process, 3)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert main(["train", "--resume", "--out", str(out), "--devices", "cpu"]) == 0
+    monkeypatch.setattr(monitor, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(monitor, "CHECKPOINT_SHARE", 1e9)
+    with at_image(48, kill), pytest.raises(Killed):
+        main(command(data, out))
+    capsys.readouterr()
+    assert resume(out) == 0
+    assert "resumed after epoch 0, step 5" in capsys.readouterr().out
     assert_same(whole, out)
 
 
-def test_a_damaged_checkpoint_is_passed_over(whole: Path, tmp_path: Path, capsys) -> None:
+def test_checkpoints_take_a_small_share_of_the_time(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, saved = [0.0], []
+
+    def save(self: Any, folder: Path) -> None:
+        saved.append(now[0])
+        now[0] += 2.0
+
+    monkeypatch.setattr("flatout.run.checkpoint.Checkpoint.save", save)
+    monkeypatch.setattr(monitor.time, "perf_counter", lambda: now[0])
+
+    def advance(self: monitor.Monitor) -> None:
+        now[0] += 3.0
+
+    monkeypatch.setattr(monitor.Monitor, "step", advance)
+    assert main(command(data, tmp_path / "run", "--epochs", "20")) == 0
+    # The last checkpoint is written whatever it costs.
+    gaps = np.diff(saved[:-1])
+    assert len(gaps) > 5
+    assert gaps.min() >= 2.0 / 0.05
+    assert gaps.max() <= 2.0 / 0.05 + 8.0
+
+
+def test_resume_before_the_first_checkpoint_starts_from_the_beginning(
+    data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "run"
-    process = start([*SLOW, "--out", str(out)])
-    wait_for_epochs(out, process, 3)
-    os.kill(process.pid, signal.SIGTERM)
-    process.communicate(timeout=120)
-    older, newest = sorted((out / "checkpoints").iterdir())
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
-    newest.write_bytes(content)
-    assert main(["train", "--resume", "--out", str(out), "--devices", "cpu"]) == 0
+    with at_image(48, kill), pytest.raises(Killed):
+        main(command(data, out))
+    assert resume(out) == 0
+    assert "nothing was saved yet: training starts from the beginning" in capsys.readouterr().out
+    assert_same(whole, out)
+
+
+def test_damaged_and_foreign_checkpoints_are_passed_over(
+    data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import save_file
+
+    out = tmp_path / "run"
+    with at_image(232, kill), pytest.raises(Killed):
+        main(command(data, out))
+    folder = out / "checkpoints"
+    (newest,) = folder.iterdir()
+    damaged = bytearray(newest.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (folder / "epoch-00008-step-0000000.safetensors").write_bytes(damaged)
+    save_file({"weight": torch.zeros(1)}, folder / "epoch-00009-step-0000000.safetensors")
+    assert resume(out) == 0
     said = capsys.readouterr().out
-    assert newest.name in said
-    assert "damaged" in said
+    assert "epoch-00009-step-0000000.safetensors: is not a checkpoint of flatout" in said
+    assert "epoch-00008-step-0000000.safetensors: is damaged" in said
     assert_same(whole, out)
-    assert older.name
+    assert [path.name[:11] for path in folder.iterdir()].count("epoch-00009") == 0
+    for path in folder.iterdir():
+        path.write_bytes(b"")
+    assert resume(out, "--epochs", "4") == 2
+    assert "checkpoints are damaged" in capsys.readouterr().err
 
 
-def test_nothing_to_resume_is_said(tmp_path: Path, capsys) -> None:
-    assert main(["train", "--resume", "--out", str(tmp_path / "none")]) == 2
-    assert "none" in capsys.readouterr().err
-    (tmp_path / "recipe.toml").write_text("")
-    assert main(["train", "--resume", "--out", str(tmp_path)]) == 2
+def test_a_finished_run_can_be_resumed_for_more_epochs(data: Path, tmp_path: Path) -> None:
+    constant = ["--set", "schedule.name=constant"]
+    assert main(command(data, tmp_path / "run", *constant, "--epochs", "1")) == 0
+    assert resume(tmp_path / "run", "--epochs", "2") == 0
+    assert main(command(data, tmp_path / "whole", *constant, "--epochs", "2")) == 0
+    assert_same(tmp_path / "whole", tmp_path / "run")
 
 
-def test_a_finished_run_can_be_resumed_for_more_epochs(tmp_path: Path) -> None:
+def test_runs_and_checkpoints_without_todays_additions_are_read(data: Path, tmp_path: Path) -> None:
+    """The previous version wrote no facts of the data, no balanced accuracy, no losses by step, no predicted labels."""
+    from flatout.models.weights import save_tensors
+    from flatout.report.run_files import read_run
+
     out = tmp_path / "run"
-    arguments = ["train", "digits", "--devices", "cpu", "--set", "schedule.name=constant"]
-    assert main([*arguments, "--epochs", "2", "--out", str(out)]) == 0
-    assert main(["train", "--resume", "--out", str(out), "--devices", "cpu", "--epochs", "4"]) == 0
-    assert summary(out)["epochs_trained"] == 4
-    assert main([*arguments, "--epochs", "4", "--out", str(tmp_path / "whole")]) == 0
-    assert_same(tmp_path / "whole", out)
+    assert main(command(data, out, "--epochs", "1")) == 0
+    (path,) = (out / "checkpoints").iterdir()
+    tensors, metadata = read_weights(path)
+    del metadata["data"]
+    progress = json.loads(metadata["progress"])
+    del progress["step_losses"], progress["history"][0]["valid_balanced_accuracy"]
+    save_tensors(path, tensors, metadata | {"progress": json.dumps(progress)})
+    with np.load(out / "predictions.npz") as arrays:
+        old = {name: arrays[name] for name in arrays if name != "predicted"}
+        predicted = arrays["predicted"]
+    np.savez(out / "predictions.npz", **old)
+    found = read_run(out).predictions
+    assert found is not None
+    assert (found.predicted == predicted).all()
+    assert resume(out, "--epochs", "2") == 0
+    assert summary(out)["epochs_trained"] == 2
+
+
+# --- the data ---------------------------------------------------------------------------------------------------------
+
+
+def copied(data: Path, folder: Path, *, labels: Any = None, invert: bool = False) -> Path:
+    folder.mkdir()
+    pixels = np.load(data / "images.npy")
+    np.save(folder / "images.npy", 255 - pixels if invert else pixels)
+    np.save(folder / "labels.npy", np.load(data / "labels.npy") if labels is None else labels)
+    return folder
+
+
+def test_other_classes_are_rejected_and_other_content_is_reported(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(command(data, out, "--epochs", "1")) == 0
+    before = (out / "weights.safetensors").read_bytes()
+    more = copied(data, tmp_path / "more", labels=np.arange(120) % 4)
+    assert resume(out, "--epochs", "2", "--data", str(more)) == 2
+    assert "was trained on the classes 0, 1, 2, but the data has 0, 1, 2, 3" in capsys.readouterr().err
+    assert (out / "weights.safetensors").read_bytes() == before
+    same = copied(data, tmp_path / "same")
+    assert resume(out, "--epochs", "2", "--data", str(same)) == 0
+    other = copied(data, tmp_path / "other", invert=True)
+    assert resume(out, "--epochs", "3", "--data", str(other)) == 0
+    changed = [note for note in summary(out)["notes"] if "the data has changed" in note]
+    assert changed == ["the data has changed since the run began: images (checksum) differ"]
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
+def test_a_run_in_use_is_left_alone(flag: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, codes = tmp_path / "run", []
+    assert main(command(data, out, "--epochs", "1")) == 0
+    arguments = ["train", "--resume", "--out", str(out)] if flag == "--resume" else command(data, out, flag)
+    with at_image(24, lambda: codes.append(main(arguments))):
+        assert main(command(data, out, "--overwrite", "--epochs", "1")) == 0
+    assert codes == [2]
+    assert f"{out}: in use by process {os.getpid()}" in capsys.readouterr().err
+
+
+def test_a_dead_process_blocks_nobody(data: Path, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    code = (
+        "import os, signal, sys; from flatout.run import monitor\n"
+        "monitor.Monitor.step = lambda self: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from flatout.cli import main; main(sys.argv[1:])"
+    )
+    assert subprocess.run([sys.executable, "-c", code, *command(data, out)], check=False).returncode == -signal.SIGKILL
+    assert (out / ".lock").is_file()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left = [out / f".summary.json.{dead.pid}.tmp", out / "checkpoints" / f".epoch.safetensors.{dead.pid}.tmp"]
+    left[1].parent.mkdir()
+    for path in left:
+        path.write_text("half")
+    assert resume(out) == 0
+    assert not any(path.exists() for path in left)
+    assert not list(out.rglob(".*"))
+    assert_same(whole, out)
+
+
+def test_default_folders_differ_also_within_a_second(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = type("Clock", (), {"now": staticmethod(lambda: datetime(2026, 1, 1))})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flatout.run.claim.datetime", clock)
+    arguments = [a for a in command(data, tmp_path, "--epochs", "1") if a not in ("--out", str(tmp_path))]
+    assert [main(arguments) for _ in range(2)] == [0, 0]
+    first, second = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert second == f"{first}-2"
+
+
+def test_a_folder_that_cannot_be_written_gets_a_message(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(command(data, out, "--epochs", "1")) == 0
+
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        assert main(command(data, out, "--overwrite")) == 2
+    assert "cannot be removed: Permission denied" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        assert main(command(data, out, "--overwrite")) == 2
+    assert ".lock: cannot be written: Permission denied" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", refuse)
+        assert main(command(data, tmp_path / "new")) == 2
+    assert "new: cannot be written: Permission denied" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_with_1_and_keeps_the_last_checkpoint(
+    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+
+    def fsync(descriptor: int) -> None:
+        if "epoch-00002" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flatout.files.os.fsync", fsync)
+        patch.setattr(monitor, "CHECKPOINT_SHARE", 1e9)
+        assert main(command(data, out)) == 1
+    assert "epoch-00002-step-0000000.safetensors: cannot be written: No space left" in capsys.readouterr().err
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["epoch-00001-step-0000000.safetensors"]
+    assert resume(out) == 0
+    assert_same(whole, out)

@@ -16,6 +16,7 @@ from PIL import Image
 import flatout
 from flatout.cli import main
 from flatout.models.weights import read_weights
+from flatout.report.run_files import read_run
 
 FOLDER = {
     "recipe.toml",
@@ -110,6 +111,7 @@ def test_evaluate_gives_the_same_count_again(digits: Path, capsys: pytest.Captur
     assert result["test_loss"] == expected["test_loss"]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_recipe_of_a_run_repeats_it(digits: Path, tmp_path: Path) -> None:
     assert main(["train", str(digits / "recipe.toml"), "--devices", "cpu", "--out", str(tmp_path / "again")]) == 0
     first, second = weights(digits), weights(tmp_path / "again")
@@ -171,6 +173,7 @@ def test_an_existing_folder_is_never_replaced_silently(digits: Path, tmp_path: P
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_overwrite_replaces_the_run_alone(tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["train", "digits", "--epochs", "1", "--devices", "cpu", "--out", str(out)]
@@ -183,6 +186,7 @@ def test_overwrite_replaces_the_run_alone(tmp_path: Path) -> None:
     assert [path.read_text() for path in own] == ["mine"] * 4
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_folders_of_pictures_without_a_recipe(tmp_path: Path, capsys) -> None:
     data = make_folders(tmp_path / "data", per_class=20)
     assert main(["train", str(data), "--epochs", "3", "--devices", "cpu", "--out", str(tmp_path / "run")]) == 0
@@ -197,6 +201,7 @@ def test_folders_of_pictures_without_a_recipe(tmp_path: Path, capsys) -> None:
     assert summary(tmp_path / "run2")["pack_was_cached"]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_evaluate_on_other_data_matches_classes_by_name(tmp_path: Path, capsys) -> None:
     data = make_folders(tmp_path / "data", per_class=20)
     run = tmp_path / "run"
@@ -211,6 +216,7 @@ def test_evaluate_on_other_data_matches_classes_by_name(tmp_path: Path, capsys) 
     assert "'purple'" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_binary_loss_has_one_output(tmp_path: Path) -> None:
     data = make_folders(tmp_path / "data", parts=("training_set", "test_set"))
     out = tmp_path / "run"
@@ -222,6 +228,7 @@ def test_binary_loss_has_one_output(tmp_path: Path) -> None:
     assert prediction.classes[0] == "dark"
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_same_seed_gives_the_same_bits_with_dropout(tmp_path: Path) -> None:
     data = make_folders(tmp_path / "data", parts=("training_set", "test_set"))
     runs = [tmp_path / "a", tmp_path / "b"]
@@ -244,6 +251,7 @@ def test_a_diverging_loss_ends_with_1_and_keeps_the_last_good_weights(tmp_path: 
     assert (out / "report.html").is_file()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_early_stopping_and_plateau(tmp_path: Path) -> None:
     out = tmp_path / "run"
     changes = ["--set", "early_stopping=2", "--set", "schedule.name=plateau", "--set", "schedule.patience=0"]
@@ -294,6 +302,7 @@ def test_wrong_words_get_2(arguments: list[str], capsys) -> None:
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_bad_images_stop_with_all_their_names_or_are_skipped(tmp_path: Path, capsys) -> None:
     data = make_folders(tmp_path / "data", per_class=20)
     (data / "dark" / "000.jpg").write_bytes(b"")
@@ -347,6 +356,7 @@ def test_a_run_goes_on_only_as_it_began(digits: Path, changes: list[str], messag
     assert (digits / "recipe.toml").read_bytes() == recipe
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_weights_that_blow_up_in_the_last_step_are_a_failure(tmp_path: Path, capsys) -> None:
     data = make_folders(tmp_path / "data")
     changes = ["--model", "parallel-cnn", "--set", "optimizer.name=sgd", "--lr", "1e30", "--batch-size", "64"]
@@ -377,6 +387,7 @@ def test_equal_weights_are_equal_files(tmp_path: Path) -> None:
     assert keys == sorted(keys)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_lone_last_sample_with_batch_norm_trains(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     data = (rng.integers(0, 256, (18, 32, 32, 3), dtype=np.uint8), np.arange(18) % 2)
@@ -386,3 +397,73 @@ def test_a_lone_last_sample_with_batch_norm_trains(tmp_path: Path) -> None:
     run = flatout.fit(net, data, epochs=1, batch_size=13, devices="cpu", quiet=True, out=tmp_path / "run")
     assert run.summary["train_images"] == 14
     assert run.summary["stopped"] is None
+
+
+# --- which weights are kept, and which labels are predicted ----------------------------------------------------------
+
+
+class Scripted(torch.nn.Module):
+    """Gives the logits of a script, [epochs, 3, K]: in each epoch those for dark, grey and bright images."""
+
+    def __init__(self, script: Any) -> None:
+        super().__init__()
+        self.script = torch.as_tensor(script, dtype=torch.float32)
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.epoch = torch.nn.Buffer(torch.tensor(0))
+        self.spoilt = torch.nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        level = x.mean((1, 2, 3)).round().long() + 1
+        if self.training:
+            self.epoch += 1
+        return self.script[(self.epoch - 1).clamp(min=0)][level] + 0 * self.weight
+
+
+def fit_scripted(net: Scripted, out: Path, **changes: Any) -> flatout.Run:
+    """Train one step an epoch on 24 dark, 12 grey and 4 bright images, of a class each."""
+    labels = np.repeat([0, 1, 2], [24, 12, 4])
+    pixels = np.broadcast_to(np.array([0, 127, 255], np.uint8)[labels][:, None, None, None], (40, 4, 4, 1)).copy()
+    splits = dict.fromkeys(("train", "valid", "test"), (pixels, labels))
+    settings = {"epochs": len(net.script), "batch_size": 40, "devices": "cpu", "quiet": True, "out": out}
+    return flatout.fit(net, splits, **settings, **{"data.mean": (0.5,), "data.std": (0.5,)}, **changes)
+
+
+def answers(*epochs: list[int]) -> torch.Tensor:
+    return 2.0 * torch.nn.functional.one_hot(torch.tensor(epochs), 3)
+
+
+@pytest.mark.parametrize(("weights", "best"), [("none", 1), ("balanced", 2)])
+@pytest.mark.usefixtures("no_pictures")
+def test_the_best_epoch_goes_by_balanced_accuracy_where_the_loss_is_balanced(
+    weights: str, best: int, tmp_path: Path
+) -> None:
+    run = fit_scripted(Scripted(answers([0, 0, 0], [1, 1, 2])), tmp_path / "run", class_weights=weights)
+    assert [line["valid_accuracy"] for line in run.history] == [0.6, 0.4]
+    assert [line["valid_balanced_accuracy"] for line in run.history] == pytest.approx([1 / 3, 2 / 3])
+    assert run.summary["best_epoch"] == best
+    assert run.summary["test_correct"] == (24, 16)[best - 1]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_weights_that_are_not_finite_are_never_the_best(tmp_path: Path) -> None:
+    class Spoilt(Scripted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training and self.epoch == 1:
+                self.spoilt.fill_(torch.nan)
+            return super().forward(x)
+
+    with pytest.raises(flatout.TrainingFailed, match="diverged in epoch 2: a weight is not finite"):
+        fit_scripted(Spoilt(answers([0, 0, 0], [0, 1, 2], [0, 1, 2])), tmp_path / "run")
+    assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
+    assert summary(tmp_path / "run")["best_epoch"] == 1
+
+
+def test_headline_and_confusion_matrix_agree_where_probabilities_are_equal(tmp_path: Path) -> None:
+    # The logits of the grey and the bright images differ, their probabilities in 32 bits do not.
+    almost = [0.0, 1e-9, -20.0]
+    script = torch.tensor([[[20.0, 0.0, 0.0], almost, almost]])
+    assert script.softmax(-1)[0, 1, 0] == script.softmax(-1)[0, 1, 1]
+    run = fit_scripted(Scripted(script), tmp_path / "run")
+    shown = read_run(run.path).predictions
+    assert shown is not None
+    assert shown.confusion().trace() == run.summary["test_correct"] == 36

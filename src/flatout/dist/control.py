@@ -94,7 +94,7 @@ class Control:
         The answer is the same on every rank after the same step; on accelerators it is `LAG` steps old.
         """
         if not self._world.is_joined:
-            return self._requested
+            return self._requested | self.stop
         while len(self._sums) > (0 if self._world.device.type == "cpu" else LAG):
             sums, event = self._sums.popleft()
             if event:
