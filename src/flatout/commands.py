@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console
 from flatout.errors import InputError
-from flatout.recipe import MAX_IMAGE_SIZE
+from flatout.recipe import MAX_IMAGE_SIZE, Data
 from flatout.settings import parse_setting
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def do_pack(args: Namespace, console: Console) -> Output:
 
     if not 1 <= args.size <= MAX_IMAGE_SIZE:
         raise InputError(f"--size {args.size}: must be from 1 to {MAX_IMAGE_SIZE} pixels")
-    found = find(args.data, args.classes or "")
+    found = find(args.data, Data(classes=args.classes or ""))
     settings = PackSettings(
         size=args.size,
         channels=args.channels or advise(found, str(args.data), accelerated=False)[0].channels,
@@ -147,7 +147,7 @@ def do_check(args: Namespace, console: Console) -> Output:
     from flatout.data.load import find
     from flatout.data.source import Source
 
-    found = find(args.data, args.classes or "")
+    found = find(args.data, Data(classes=args.classes or ""))
     result = check(found if isinstance(found, Source) else found.read())
     return result.to_dict(), result.lines()
 

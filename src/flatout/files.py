@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flatout.errors import DiskFull, InputError
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
 
 
@@ -39,7 +39,7 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> N
         temporary.replace(path)
     except OSError as error:
         reason = error.strerror or str(error)
-        if error.errno in _NO_SPACE:
+        if error.errno in NO_SPACE:
             raise DiskFull(f"{path}: cannot be written: {reason}; free disk space, then continue") from None
         raise InputError(f"{path}: cannot be written: {reason}; fix that, or choose another --out") from None
     finally:
@@ -54,3 +54,8 @@ def sweep_temporary_files(folder: Path) -> None:
     for path in folder.rglob(".*.tmp"):
         if (match := _TEMPORARY.fullmatch(path.name)) and not psutil.pid_exists(int(match[1])):
             path.unlink(missing_ok=True)
+
+
+def printable(name: object) -> str:
+    """Return a path or name with bytes that are not UTF-8 escaped, as in `caf\\xe9`, so that it can be written."""
+    return os.fsencode(str(name)).decode("utf-8", "backslashreplace")

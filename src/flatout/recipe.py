@@ -172,6 +172,8 @@ class Data(_Checked):
     valid_fraction, test_fraction: the share of the training images, stratified by class, for a missing split. A test
     split is made only where the data has no split at all.
     classes: a file of class names, one per line. class_names: names for classes that the data only numbers.
+    images: the folder of the images that a CSV file names, if it is not the CSV file's own.
+    file_column, label_column: the columns of a CSV file, by their names in its header.
     max_bad_share: the largest share of unreadable images that `skip` accepts.
     placement: where the decoded images are during training.
     """
@@ -185,6 +187,9 @@ class Data(_Checked):
     test_fraction: float = 0.1
     classes: str = ""
     class_names: tuple[str, ...] = ()
+    images: str = ""
+    file_column: str = ""
+    label_column: str = ""
     on_bad_image: Literal["stop", "skip"] = "stop"
     max_bad_share: float = 0.05
     placement: Literal["auto", "device", "memory", "disk"] = "auto"

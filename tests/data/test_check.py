@@ -1,6 +1,7 @@
 """Looking a data set over."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from PIL import Image
 
 from flatout.data.check import Sizes, check
+from flatout.data.digests import digest_files
 from flatout.data.formats.npy import from_arrays
 from flatout.data.recognise import recognise
 
@@ -91,6 +93,18 @@ def test_report_for_people_and_machines(flawed: Path):
     assert table["widths"] == {"smallest": 20, "median": 20, "largest": 60}
     assert table["unreadable"][0]["name"] == "test/a/cut.jpg"
     assert {sample["split"] for sample in table["across_splits"][0]} == {"train", "test"}
+
+
+def test_what_is_no_regular_file_is_unreadable_and_read_by_nobody(flawed: Path):
+    os.mkfifo(flawed / "train" / "a" / "fifo.png")
+    (flawed / "train" / "a" / "zero.png").symlink_to("/dev/zero")
+    (flawed / "train" / "a" / "circle.png").symlink_to("circle.png")
+    source = recognise(flawed).read()
+    reasons = {bad.name: bad.reason for bad in check(source).unreadable}
+    assert reasons["train/a/fifo.png"] == reasons["train/a/zero.png"] == "is not a regular file"
+    assert "Too many levels of symbolic links" in reasons["train/a/circle.png"]
+    assert source.files is not None
+    assert len(digest_files(source.files, memo=None)) == len(source)
 
 
 def test_nothing_is_changed(flawed: Path):

@@ -79,10 +79,21 @@ def test_channels_of_a_tensor_come_first_and_of_an_array_last():
     np.testing.assert_array_equal(pixels(torch.from_numpy(square)), square.transpose(1, 2, 0))
 
 
-def test_each_item_is_read_once():
-    data = Items([(GREY, i % 2) for i in range(7)])
-    from_dataset({"train": data})
-    assert data.reads == dict.fromkeys(range(7), 1)
+def test_each_item_is_read_once_and_the_first_ones_again():
+    data = Items([(GREY, i % 2) for i in range(40)])
+    assert from_dataset({"train": data}).notes == ()
+    assert data.reads == {i: 2 if i < 16 else 1 for i in range(40)}
+
+
+def test_a_random_transform_is_reported():
+    class Flipped(Items):
+        def __getitem__(self, index: int) -> Any:
+            image, label = super().__getitem__(index)
+            return image[:, ::-1] if np.random.random() < 0.5 else image, label
+
+    (note,) = from_dataset(Flipped([(GREY, i % 2) for i in range(40)])).notes
+    assert "the train data set differ each time they are read" in note
+    assert "use augment= instead" in note
 
 
 def test_splits_and_class_names():
@@ -133,7 +144,7 @@ class Stream(IterableDataset):
         (7, "is a int; give"),
         (Items([]), "the data set is empty"),
         ({"train": Items([(GREY, 0), (GREY, 1)]), "test": Items([])}, "test: the data set is empty"),
-        ({"test": Items([(GREY, 0)])}, "no training part"),
+        ({"test": Items([(GREY, 0)])}, "no training split"),
         (Items([GREY, GREY]), "item 0 is a ndarray; a pair"),
         (Items([{"image": GREY}]), "item 0 is a dict; a pair"),
         (Items([("a.png", 0)]), "the image is a str; a PIL image"),
@@ -145,8 +156,8 @@ class Stream(IterableDataset):
         (Items([(np.zeros((5, 4, 4)), 0)]), "no axis of 1 or 3 channels"),
         (Items([(Image.new("I;16", (4, 4)), 0)]), "16 or 32 bits per pixel"),
         (Items([(GREY, 0), (GREY, [1, 2])]), "labels differ in shape"),
-        (Items([(GREY, 0), (GREY, -1)]), "item 1: negative label -1"),
-        (Items([(GREY, 0), (GREY, 2)], classes=["a", "b"]), "item 1: label outside the class list"),
+        (Items([(GREY, 0), (GREY, -1)]), "train: label 1: negative label -1"),
+        (Items([(GREY, 0), (GREY, 2)], classes=["a", "b"]), "train: label 1: label outside the class list"),
         (Items([(GREY, 1), (GREY, 1)]), "all images are of one class"),
     ],
 )

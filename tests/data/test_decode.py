@@ -1,5 +1,8 @@
 import io
+import os
 import struct
+import subprocess
+import sys
 import warnings
 import zlib
 from collections import defaultdict
@@ -10,7 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, ImageOps
 
+from flatout.data import decode
 from flatout.data.decode import MAX_PIXELS, BadImage, decode_image, read_header, resize_images
+from flatout.errors import InputError
 
 
 def smooth_picture(width: int, height: int) -> Image.Image:
@@ -252,7 +257,7 @@ def test_what_is_no_image_is_refused(tmp_path, content, reason):
 
 def test_what_cannot_be_read_is_refused(tmp_path):
     assert refusal(tmp_path / "missing.jpg") == "cannot be read: No such file or directory"
-    assert refusal(tmp_path) == "cannot be read: Is a directory"
+    assert refusal(tmp_path) == "is not a regular file"
 
 
 def test_floating_point_pixels_are_refused(tmp_path):
@@ -280,7 +285,7 @@ def test_a_decompression_bomb_is_refused_from_its_header(tmp_path):
     for content in (png_header(side, side), jpeg_header(tmp_path, side, side), jpeg_header(tmp_path, 65535, 65535)):
         (tmp_path / "bomb").write_bytes(content)
         assert f"{MAX_PIXELS:,}" in refusal(tmp_path / "bomb")
-        with pytest.raises(BadImage, match=f"{MAX_PIXELS:,}"):
+        with pytest.raises(BadImage, match=f"{MAX_PIXELS:,}, the limit .FLATOUT_MAX_PIXELS sets it"):
             read_header(tmp_path / "bomb")
 
 
@@ -309,3 +314,64 @@ def test_header_of_a_jpeg_is_as_stored(tmp_path):
     (tmp_path / "a.jpg").write_bytes(buffer.getvalue())
     header = read_header(tmp_path / "a.jpg")
     assert (header.width, header.height, header.mode, header.frames) == (30, 20, "RGB", 1)
+
+
+# Large images, and what is no file
+
+
+def test_the_limit_of_pixels_can_be_set(tmp_path, monkeypatch):
+    file = saved(smooth_picture(40, 30), tmp_path / "a.png")
+    monkeypatch.setenv("FLATOUT_MAX_PIXELS", "1000")
+    assert refusal(file) == "has 40 x 30 pixels, more than 1,000, the limit (FLATOUT_MAX_PIXELS sets it)"
+    monkeypatch.setenv("FLATOUT_MAX_PIXELS", "1200")
+    decode_image(file, size=8, channels=3, resize="stretch")
+    monkeypatch.setenv("FLATOUT_MAX_PIXELS", "many")
+    with pytest.raises(InputError, match="FLATOUT_MAX_PIXELS = 'many': must be a number of pixels"):
+        decode_image(file, size=8, channels=3, resize="stretch")
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "P", "RGBA"])
+def test_large_images_are_averaged_before_they_are_resized(tmp_path, monkeypatch, mode):
+    file = saved(smooth_picture(210, 132).convert(mode), tmp_path / "a.png")
+    expected = {resize: decode_image(file, size=16, channels=3, resize=resize) for resize in ("stretch", "crop")}
+    monkeypatch.setattr(decode, "LARGE_PIXELS", 20_000)
+    for resize, whole in expected.items():
+        assert np.abs(decode_image(file, size=16, channels=3, resize=resize).astype(int) - whole).max() <= 3
+
+
+def test_large_images_take_little_more_than_their_pixels(tmp_path):
+    """Also with several at once: they are decoded one after the other."""
+    side = 7000
+    saved(Image.new("RGB", (side, side), (1, 2, 3)), tmp_path / "a.png", compress_level=1)
+    code = (
+        "import sys\nfrom concurrent.futures import ThreadPoolExecutor\nfrom pathlib import Path\n"
+        "from flatout.data.decode import decode_image\nfrom flatout.host import peak_rss_bytes\nimport torch\n"
+        "def decode(path): return decode_image(path, size=64, channels=3, resize='stretch')\n"
+        "decode(Path(sys.argv[2]))\n"
+        "before = peak_rss_bytes()\n"
+        "with ThreadPoolExecutor(3) as pool: images = list(pool.map(decode, [Path(sys.argv[1])] * 3))\n"
+        "assert all((image == (1, 2, 3)).all() for image in images)\n"
+        "print(peak_rss_bytes() - before)"
+    )
+    files = [str(tmp_path / "a.png"), str(saved(Image.new("RGB", (99, 99)), tmp_path / "b.png"))]
+    run = subprocess.run([sys.executable, "-c", code, *files], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) < 2 * 4 * side * side  # malloc keeps some for each thread
+
+
+@pytest.mark.parametrize(("highest", "top"), [(4095, 4095), (3000, 4095), (255, 255), (4096, 65535), (65535, 65535)])
+def test_16_bit_grey_is_scaled_by_the_bits_in_use(tmp_path, highest, top):
+    values = np.linspace(0, highest, 64 * 64).astype(np.uint16).reshape(64, 64)
+    decoded = decode_image(saved(Image.fromarray(values), tmp_path / "a.tif"), size=64, channels=1, resize="stretch")
+    assert np.abs(decoded[..., 0] - values * (255 / top)).max() <= 0.5
+
+
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "fifo.png")
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    for name in ("fifo.png", "zero.png"):
+        assert refusal(tmp_path / name) == "is not a regular file"
+        with pytest.raises(BadImage):
+            read_header(tmp_path / name)
+    (tmp_path / "circle.png").symlink_to("circle.png")
+    assert refusal(tmp_path / "circle.png") == "cannot be read: Too many levels of symbolic links"

@@ -7,6 +7,7 @@ import pytest
 
 from flatout.data.recognise import recognise
 from flatout.errors import InputError
+from flatout.recipe import Data
 
 
 def grow(root: Path, *names: str) -> Path:
@@ -20,8 +21,8 @@ def grow(root: Path, *names: str) -> Path:
     return root
 
 
-def listed(root: Path, **settings) -> dict[str, list[tuple[str, str]]]:
-    source = recognise(root, **settings).read()
+def listed(root: Path) -> dict[str, list[tuple[str, str]]]:
+    source = recognise(root).read()
     assert source.files is not None
     pairs = [
         (str(path.relative_to(root)), source.classes[label])
@@ -72,7 +73,7 @@ def test_what_systems_leave_behind_is_ignored_and_others_are_counted(tmp_path: P
     source = recognise(tmp_path).read()
     assert source.classes == ("a", "b")
     assert source.notes == (
-        f"taken for no class, as they hold no images: docs in {tmp_path}",
+        f"not taken as classes, since they hold no images: docs in {tmp_path}",
         "ignored files that are no images: 4 (.txt 2, LICENSE 1, .html 1)",
     )
 
@@ -100,12 +101,12 @@ def test_class_list_orders_the_classes(tmp_path: Path):
     root = grow(tmp_path / "data", "a/1.png", "b/2.png")
     names = tmp_path / "names.txt"
     names.write_text("b\nunused\na\n")
-    source = recognise(root, classes=str(names)).read()
+    source = recognise(root, Data(classes=str(names))).read()
     assert source.classes == ("b", "unused", "a")
     assert source.labels.tolist() == [2, 0]
     names.write_text("b\n")
     with pytest.raises(InputError, match=r"not in .*names\.txt: a$"):
-        recognise(root, classes=str(names)).read()
+        recognise(root, Data(classes=str(names))).read()
 
 
 @pytest.mark.parametrize(
@@ -113,10 +114,10 @@ def test_class_list_orders_the_classes(tmp_path: Path):
     [
         (["a/1.png"], "all images are of one class"),
         (["train/a/1.png", "train/b/2.png", "test/c/3.png"], "class 'c' is in test but has no training images"),
-        (["train/a/1.png", "train/b/2.png", "test/"], "the test part holds no images"),
-        (["train/a/1.png", "train/b/2.png", "test/a/"], "the test part holds no images"),
-        (["train/", "test/a/1.png"], "the train part holds no images"),
-        (["test/a/1.png", "test/b/1.png"], "no training part"),
+        (["train/a/1.png", "train/b/2.png", "test/"], "the test split holds no images"),
+        (["train/a/1.png", "train/b/2.png", "test/a/"], "the test split holds no images"),
+        (["train/", "test/a/1.png"], "the train split holds no images"),
+        (["test/a/1.png", "test/b/1.png"], "no training split"),
         (["train/a/1.png", "train/b/2.png", "test/3.png"], "test: holds images but no class folders"),
         (["val/a/1.png", "valid/a/1.png", "train/a/1.png"], "both val and valid mean valid"),
         (["a/1.png", "b/2.png", "test/3.png"], "has test beside class folders"),
@@ -128,6 +129,45 @@ def test_refused(tmp_path: Path, names: list[str], message: str):
     with pytest.raises(InputError, match=message) as caught:
         recognise(tmp_path).read()
     assert str(tmp_path) in str(caught.value)
+
+
+def test_links_in_circles_and_to_nothing_are_no_obstacle(tmp_path: Path):
+    root = grow(tmp_path, "a/1.png", "b/2.png")
+    (root / "circle").symlink_to("circle")
+    (root / "gone").symlink_to("nowhere")
+    (root / "a" / "circle").symlink_to("circle")
+    (root / "a" / "first").symlink_to("second")
+    (root / "a" / "second").symlink_to("first")
+    assert [name for name, _ in listed(root)["train"]] == ["a/1.png", "b/2.png"]
+    assert recognise(root).read().notes == (
+        "ignored files that are no images: 5 (circle 2, gone 1, first 1, second 1)",
+    )
+
+
+@pytest.mark.parametrize("above", ["", "train"])
+def test_a_class_folder_whose_name_is_not_utf8_is_refused(tmp_path: Path, above: str):
+    grow(tmp_path / above, "a/1.png", "b/2.png")
+    folder = Path(os.fsdecode(os.fsencode(tmp_path / above) + b"/caf\xe9"))
+    grow(folder, "3.png")
+    with pytest.raises(InputError, match=r"the name of the folder caf\\xe9 is not UTF-8; rename it"):
+        recognise(tmp_path).read()
+
+
+def test_files_with_names_that_are_not_utf8_can_be_reported(tmp_path: Path):
+    from flatout.data.check import check
+
+    grow(tmp_path, "a/1.png", "b/2.png")
+    Path(os.fsdecode(os.fsencode(tmp_path / "a") + b"/caf\xe9.png")).touch()
+    lines = check(recognise(tmp_path).read()).lines()
+    assert "  a/caf\\xe9.png: is empty" in lines
+    "\n".join(lines).encode()
+
+
+def test_a_path_that_is_not_utf8_is_refused(tmp_path: Path):
+    root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    grow(root, "a/1.png", "b/2.png")
+    with pytest.raises(InputError, match=r"caf\\xe9: the path is not UTF-8"):
+        recognise(root)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

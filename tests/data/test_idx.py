@@ -132,7 +132,7 @@ def test_damaged(tmp_path: Path, change, message: str):
 
 def test_missing_files(tmp_path: Path):
     write_set(tmp_path, *small(), "t10k")
-    with pytest.raises(InputError, match="no training part"):
+    with pytest.raises(InputError, match="no training split"):
         recognise(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
     with pytest.raises(InputError, match="no IDX file of test labels"):

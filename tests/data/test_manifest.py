@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from flatout.data.recognise import recognise
 from flatout.errors import InputError
+from flatout.recipe import Data
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 def read(folder: Path, text: str | bytes, name: str = "list.csv", **settings):
     path = folder / name
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    return recognise(path, **settings).read()
+    return recognise(path, Data(**settings)).read()
 
 
 def pairs(source) -> list[tuple[str, str]]:
@@ -123,7 +124,7 @@ def test_several_files_without_split_names(folder: Path):
         ("file,width,height\nimages/0.png,1,2\n", "has the columns file, width, height; name the columns"),
         ("images/0.png,1,2,3\n", "has 4 columns and no header"),
         ("file,label,split\nimages/0.png,a,test2\n", "line 2: unknown split 'test2'"),
-        ("file,label,split\nimages/0.png,a,test\n", "no training part"),
+        ("file,label,split\nimages/0.png,a,test\n", "no training split"),
         ("images/0.png,a\nimages/1.png,a\n", "all images are of one class"),
         ('images/0.png,a\n"images/1.png,b\n', "line 2: is no CSV"),
         ("caf\xe9.png,a\n".encode("latin-1"), "is not UTF-8 text"),
@@ -157,7 +158,11 @@ def test_labels_outside_the_class_list(folder: Path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("a\n\nb\n", "line 2 is blank"), ("a\nb\na\n", "line 3: class 'a' is on line 1"), (" \n", "names no classes")],
+    [
+        ("a\n\nb\n", "line 2 is blank"),
+        ("a\nb\na\n", "line 3: class 'a' is already on line 1"),
+        (" \n", "names no classes"),
+    ],
 )
 def test_bad_class_lists(folder: Path, content: str, message: str):
     (folder / "classes.txt").write_text(content)
@@ -225,3 +230,125 @@ def test_order_of_rows_is_kept(folder: Path):
     rows = [(f"{i}.png", str(i % 3)) for i in range(10)]
     random.Random(0).shuffle(rows)
     assert pairs(read(folder, "".join(f"images/{name},{label}\n" for name, label in rows))) == rows
+
+
+# Labels that are no classes
+
+
+def many(folder: Path, labels: list[str], header: str = "file,price") -> str:
+    for i in range(len(labels)):
+        (folder / "images" / f"{i}.png").touch()
+    return f"{header}\n" + "".join(f"images/{i}.png,{label}\n" for i, label in enumerate(labels))
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([f"{100 + 7 * i}" for i in range(60)], "60 different numbers for 60 images, such as .*: measurements"),
+        ([f"{100 + 7 * (i % 30)}" for i in range(90)], "30 different numbers for 90 images"),
+        ([f"{i % 25}.5" for i in range(300)], "25 different numbers for 300 images"),
+        ([f"a{i % 40}" for i in range(60)], "40 different labels for 60 images"),
+        ([f"{i % 40}" for i in range(60)], "40 different labels for 60 images"),
+        (["cat dog", "cat", "dog", "cat"], "several labels in one, such as 'cat dog'"),
+        (["cat|dog", "cat", "dog", "dog|bird"], r"several labels in one, such as 'cat\|dog'"),
+        (['"cat, dog"', "cat", "dog", "cat"], "several labels in one, such as 'cat, dog'"),
+        (["a b c", "a b", "b c", "a c", "a b d", "c d", "a d", "b d", "a b c d"], "several labels in one"),
+    ],
+)
+def test_measurements_and_several_labels_are_refused(folder: Path, labels: list[str], message: str):
+    text = many(folder, labels)
+    with pytest.raises(InputError, match=message) as caught:
+        read(folder, text)
+    assert f"{folder / 'list.csv'}: column 'price'" in str(caught.value)
+    assert "--set data.classes=FILE" in str(caught.value)
+    (folder / "names.txt").write_text("\n".join(sorted({label.strip('"') for label in labels})))
+    assert len(read(folder, text, classes=str(folder / "names.txt"))) == len(labels)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["golden retriever", "golden eagle", "labrador retriever", "sea eagle"] * 3,
+        ['"left, high"', '"left, low"', '"right, high"'] * 3,
+        [f"{1000 + i % 30}" for i in range(90)],
+        [f"{i % 30 * 50}" for i in range(600)],
+        ["0.5", "1.0", "1.5"] * 3,
+        [f"class {i % 30}" for i in range(90)],
+    ],
+)
+def test_classes_of_unusual_names_are_accepted(folder: Path, labels: list[str]):
+    assert len(read(folder, many(folder, labels)).classes) == len(set(labels))
+
+
+def test_labels_in_several_columns_are_refused(folder: Path):
+    with pytest.raises(
+        InputError, match="the columns cat, dog hold 0 and 1: labels in several columns are not supported"
+    ):
+        read(folder, "image,cat,dog\nimages/0.png,1,0\nimages/1.png,0,1\n")
+
+
+# Where the files are
+
+
+def test_columns_and_the_folder_of_images_can_be_named(folder: Path):
+    (folder / "lists").mkdir()
+    text = "a,what,image,b\n1,cat,0.png,x\n2,dog,1.png,y\n3,cat,2.png,x\n"
+    options = {"label_column": "what", "images": str(folder / "images")}
+    assert pairs(read(folder / "lists", text, **options)) == EXPECTED
+    text = text.replace("image,", "photo,")
+    assert pairs(read(folder / "lists", text, file_column="photo", **options)) == EXPECTED
+    with pytest.raises(InputError, match=r"has no column 'x', which data\.file_column names; its columns are a, what"):
+        read(folder / "lists", text, file_column="x")
+    with pytest.raises(InputError, match=r"data\.images = 'nowhere': there is no such folder"):
+        read(folder / "lists", text, images="nowhere")
+
+
+def test_paths_outside_are_found_in_the_folder_that_is_named(folder: Path):
+    (folder / "lists").mkdir()
+    text = f"../images/0.png,cat\n{folder}/images/1.png,dog\n2.png,cat\n"
+    with pytest.raises(InputError, match=r"paths that lead out of .*, 2: .*--set data\.images=DIR"):
+        read(folder / "lists", text)
+    assert pairs(read(folder / "lists", text, images=str(folder / "images"))) == EXPECTED
+
+
+@pytest.mark.parametrize("name", ["train_images", "images", "train"])
+def test_kaggle(folder: Path, name: str):
+    (folder / "images").rename(folder / name)
+    (folder / "test_images").mkdir()
+    (folder / "test_images" / "0.png").touch()
+    (folder / "train.csv").write_text("id_code,diagnosis\n0,cat\n1,dog\n2,cat\n")
+    (folder / "test.csv").write_text("id_code\n0\n")
+    (folder / "sample_submission.csv").write_text("id_code,diagnosis\n0,cat\n")
+    source = recognise(folder).read()
+    assert pairs(source) == EXPECTED
+    assert source.splits == {"train": (0, 3)}
+    assert source.notes[0].startswith("there is no test split: ")
+
+
+def test_ids_that_could_be_two_files_are_missing(folder: Path):
+    (folder / "images" / "0.jpg").touch()
+    with pytest.raises(InputError, match=r"missing files, 1 .*line 2: images/0"):
+        read(folder, "file,label\nimages/0,a\nimages/1,b\n")
+
+
+def test_fastai(folder: Path):
+    rows = "fname,label,is_valid\n0.png,cat,False\n1.png,dog,False\n2.png,cat,True\n"
+    source = read(folder, rows)
+    assert source.splits == {"train": (0, 2), "valid": (2, 3)}
+    with pytest.raises(InputError, match="line 4: unknown split 'maybe'; write true or false"):
+        read(folder, rows.replace("True", "maybe"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"a.png,cat\nb.png,\xe9\n", "line 2: is not UTF-8"), (b"a.png,cat\n\n\0b.png,x\n", "line 3: holds a NUL")],
+)
+def test_a_csv_file_beside_class_folders_that_cannot_be_read_is_not_passed_over(
+    folder: Path, content: bytes, message: str
+):
+    (folder / "more").mkdir()
+    (folder / "more" / "0.png").touch()
+    assert recognise(folder).kind == "class folders"
+    (folder / "list.csv").write_bytes(content)
+    with pytest.raises(InputError, match=rf"list\.csv: {message}"):
+        recognise(folder)

@@ -13,9 +13,13 @@ import torch
 from PIL import Image
 
 from flatout.data import pack_files
+from flatout.data.cache import cache_folder, clear, entries, limit_bytes, temporary_folder
 from flatout.data.decode import decode_image, resize_images
-from flatout.data.pack import Pack, PackSettings, build_pack, cache_folder, load_pack, open_pack
-from flatout.data.source import Found, Source
+from flatout.data.feed import Samples
+from flatout.data.pack import Pack, PackSettings, build_pack, load_pack, open_pack
+from flatout.data.recognise import recognise
+from flatout.data.shared_pack import share
+from flatout.data.source import DataRef, Source
 from flatout.errors import InputError
 
 SMALL_BLOCK = 10 * 16 * 16 * 3
@@ -77,7 +81,7 @@ def expected_images(source: Source, wanted: PackSettings) -> np.ndarray:
     return np.stack([decode_image(file, **how) for file in source.files])
 
 
-def load(source: Found | Source, cache: Path | None, wanted: PackSettings | None = None) -> Pack:
+def load(source: DataRef | Source, cache: Path | None, wanted: PackSettings | None = None) -> Pack:
     return load_pack(source, wanted or settings(), cache=cache, report=Recorder())
 
 
@@ -198,7 +202,7 @@ def test_a_cached_pack_of_array_files_is_found_without_reading_them(tmp_path):
         reads.append(1)
         return source
 
-    found = Found(kind="arrays", path=tmp_path, inputs=(tmp_path / "images.npy",), read=read)
+    found = DataRef(kind="arrays", path=tmp_path, inputs=(tmp_path / "images.npy",), read=read)
     first, again = load(found, tmp_path / "cache"), load(found, tmp_path / "cache")
     assert (first.was_cached, again.was_cached, len(reads)) == (False, True, 1)
     assert np.array_equal(again.images, np.asarray(source.images))
@@ -207,20 +211,36 @@ def test_a_cached_pack_of_array_files_is_found_without_reading_them(tmp_path):
     assert len(reads) == 2
 
 
-def test_without_a_cache_the_pack_goes_when_it_is_no_longer_used(tmp_path, monkeypatch):
+def test_without_a_cache_nothing_is_left_behind(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     source = class_folders(tmp_path / "data")
     pack = load(source, None)
     assert np.array_equal(pack.images, expected_images(source, settings()))
-    assert len(leftovers(tmp_path / "tmp")) == 1
-    del pack
-    assert leftovers(tmp_path / "tmp") == []
+    assert leftovers(tmp_path / "tmp") == []  # already without a name, so that a kill leaves nothing
+    rows = np.array([3, 0])
+    samples = Samples(images=pack.images, rows=np.arange(45), labels=pack.labels)
+    assert np.array_equal(samples.read(rows, np.empty((2, 16, 16, 3), np.uint8)), pack.images[rows])
+    with share(pack) as shared:
+        assert np.array_equal(shared.open().images, pack.images)
+
+
+def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path, monkeypatch, start):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    alive, descriptor = temporary_folder()
+    dead = tmp_path / "tmp" / "flatout-dead"
+    dead.mkdir()
+    (dead / ".owner").touch()
+    (dead / "images.npy").touch()
+    load(class_folders(tmp_path / "data"), None)
+    assert leftovers(tmp_path / "tmp") == [alive.name]
+    os.close(descriptor)
 
 
 def test_a_pack_of_the_users_is_opened_if_it_fits(tmp_path):
     build_pack(class_folders(tmp_path / "data"), settings(), tmp_path / "out", Recorder())
-    found = Found(kind="pack", path=tmp_path / "out", inputs=(), read=pytest.fail)
+    found = DataRef(kind="pack", path=tmp_path / "out", inputs=(), read=pytest.fail)
     assert load(found, tmp_path / "cache").folder == tmp_path / "out"
     mend = r"16 x 16 pixels.*wants 32 x 32.*use --set image_size=16 --set data.resize=stretch, or make another"
     with pytest.raises(InputError, match=mend):
@@ -245,7 +265,7 @@ def test_stop_names_every_bad_image_at_once(tmp_path):
     with pytest.raises(InputError) as caught:
         build_pack(source, settings(), tmp_path / "out", Recorder())
     assert str(caught.value).splitlines()[1:] == lines
-    assert str(caught.value).startswith("3 of 45 images cannot be used; mend or remove them, or leave them out with")
+    assert str(caught.value).startswith("3 of 45 images cannot be used; repair or remove them, or leave them out with")
     assert leftovers(tmp_path) == ["data"]
 
 
@@ -263,7 +283,7 @@ def test_skip_leaves_bad_images_out(tmp_path, monkeypatch):
     assert pack.skipped == {str(source.files[index]): "is HTML, not an image" for index in bad}
     # A cached pack is judged by the settings of today.
     assert load(source, tmp_path / "cache", wanted).was_cached
-    with pytest.raises(InputError, match="13 of 45 images cannot be used; mend or remove"):
+    with pytest.raises(InputError, match="13 of 45 images cannot be used; repair or remove"):
         load(source, tmp_path / "cache")
     with pytest.raises(InputError, match=r"13 of 45 images \(28.89%\).*max_bad_share = 0.25 \(25.00%\)"):
         load(source, tmp_path / "cache", settings(on_bad_image="skip", max_bad_share=0.25))
@@ -332,7 +352,7 @@ def test_damage_is_seen_and_a_cached_pack_made_again(tmp_path, what):
         open_pack(pack.folder)
     report = Recorder()
     mended = load_pack(source, settings(), cache=tmp_path / "cache", report=report)
-    assert "made again" in report.notes[0]
+    assert "rebuilding the damaged cached pack" in report.notes[0]
     assert not mended.was_cached
     assert np.array_equal(mended.images, expected_images(source, settings()))
     assert load(source, tmp_path / "cache").was_cached
@@ -357,7 +377,7 @@ def test_a_pack_of_a_newer_format_says_so(tmp_path):
     build_pack(class_folders(tmp_path / "data"), settings(), folder, Recorder())
     description = json.loads((folder / "pack.json").read_text())
     (folder / "pack.json").write_text(json.dumps({**description, "format_version": 99}))
-    with pytest.raises(InputError, match=r"is of format 99, .* update flatout"):
+    with pytest.raises(InputError, match=r"has format 99, .* update flatout"):
         open_pack(folder)
 
 
@@ -367,9 +387,12 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 import numpy as np
+from flatout.data.feed import Samples
 from flatout.data.pack import PackSettings, build_pack, load_pack
+from flatout.data.recognise import recognise
+from flatout.data.shared_pack import share
 from flatout.data.source import Source
-from flatout.errors import InputError
+from flatout.errors import DiskFull
 
 folder, count, size, cache, act = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5]
 files = sorted(folder.rglob("*.jpg"))
@@ -391,9 +414,9 @@ if act == "limit":
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 try:
     pack = load_pack(source, settings, cache=cache, report=Report())
-except InputError as error:
+except DiskFull as error:
     print(error)
-    sys.exit(2)
+    sys.exit(1)
 status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
 print("cached" if pack.was_cached else "built", status["VmHWM"].split()[0])
 """
@@ -474,7 +497,7 @@ def test_two_processes_at_once_build_it_once(tmp_path, start):
 
 def test_without_room_nothing_is_left_behind(tmp_path, start):
     class_folders(tmp_path / "data")
-    message = output(start(tmp_path / "data", 500, 64, tmp_path / "cache", "limit"), returncode=2)
+    message = output(start(tmp_path / "data", 500, 64, tmp_path / "cache", "limit"), returncode=1)
     assert (
         f"{tmp_path / 'cache' / 'packs'}: the disk is full, or a limit reached: 500 images need 6,144,000 bytes"
         in message
@@ -483,10 +506,103 @@ def test_without_room_nothing_is_left_behind(tmp_path, start):
     assert leftovers(tmp_path / "cache" / "packs") == []
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+def test_without_a_cache_that_can_be_written_the_run_continues_with_a_warning(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"file/cache/packs: cannot be written \(Not a directory\); .*FLATOUT_CACHE"):
-        load(class_folders(tmp_path / "data"), tmp_path / "file" / "cache")
+    source, report = class_folders(tmp_path / "data"), Recorder()
+    pack = load_pack(source, settings(), cache=tmp_path / "file" / "cache", report=report)
+    assert np.array_equal(pack.images, expected_images(source, settings()))
+    (note,) = report.notes
+    assert "the cache cannot be used, so the decoded images are not kept" in note
+    assert "file/cache/packs: cannot be written (Not a directory)" in note
+    (tmp_path / "out").mkdir()
+    with pytest.raises(InputError, match=r"file: cannot be written"):
+        build_pack(source, settings(), tmp_path / "file" / "out", Recorder())
+
+
+# Room in the cache
+
+
+def test_the_least_recently_used_packs_make_room_but_none_in_use(tmp_path, monkeypatch):
+    cache, source = tmp_path / "cache", class_folders(tmp_path / "data")
+    packs = {size: load(source, cache, settings(size=size)) for size in (16, 17, 18)}
+    folders = {size: pack.folder for size, pack in packs.items() if pack.folder}
+    for age, size in enumerate((17, 16, 18)):
+        os.utime(folders[size], (age, age))
+    assert [entry.path for entry in entries(cache) if entry.is_pack] == [folders[size] for size in (17, 16, 18)]
+    assert all("45 images" in entry.what and entry.size_bytes > 30_000 for entry in entries(cache) if entry.is_pack)
+    monkeypatch.setenv("FLATOUT_CACHE_LIMIT", "80kB")
+    del packs[16], packs[18]
+    report = Recorder()
+    new = load_pack(source, settings(size=9), cache=cache, report=report)
+    # 17 is the oldest, but in use.
+    assert {entry.path for entry in entries(cache) if entry.is_pack} == {folders[17], new.folder}
+    assert len(report.notes) == 2
+    assert "removed the least recently used pack" in report.notes[0]
+    assert np.array_equal(packs[17].images, expected_images(source, settings(size=17)))
+
+
+def test_use_counts_not_age(tmp_path):
+    cache, source = tmp_path / "cache", class_folders(tmp_path / "data")
+    folders = [load(source, cache, settings(size=size)).folder for size in (16, 17)]
+    for age, folder in enumerate(folders):
+        assert folder is not None
+        os.utime(folder, (age, age))
+    load(source, cache, settings(size=16))
+    assert [entry.path for entry in entries(cache) if entry.is_pack] == folders[::-1]
+
+
+def test_the_cache_can_be_cleared(tmp_path):
+    cache, source = tmp_path / "cache", class_folders(tmp_path / "data")
+    used = load(source, cache)
+    load(source, cache, settings(size=17))
+    removed, kept = clear(entries(cache))
+    assert [entry.path for entry in kept] == [used.folder]
+    assert {entry.path.name for entry in removed} >= {"digests.sqlite"}
+    assert np.array_equal(load(source, cache).images, used.images)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5", 5e9), ("50GB", 5e10), ("500 MB", 5e8), ("1.5t", 1.5e12), ("20k", 2e4), ("0", 0)]
+)
+def test_limits_of_the_cache(tmp_path, monkeypatch, text, size):
+    monkeypatch.setenv("FLATOUT_CACHE_LIMIT", text)
+    assert limit_bytes(tmp_path) == size
+
+
+def test_a_limit_that_is_no_size_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLATOUT_CACHE_LIMIT", "much")
+    with pytest.raises(InputError, match="FLATOUT_CACHE_LIMIT = 'much': must be a size such as 50GB"):
+        limit_bytes(tmp_path)
+    monkeypatch.delenv("FLATOUT_CACHE_LIMIT")
+    assert limit_bytes(tmp_path) == int(0.2 * shutil.disk_usage(tmp_path).total)
+
+
+# The fingerprint
+
+
+def test_the_fingerprint_is_of_the_content_alone(tmp_path):
+    source = class_folders(tmp_path / "data")
+    pack = load(source, tmp_path / "cache")
+    assert pack.fingerprint == load(source, tmp_path / "cache").fingerprint == load(source, None).fingerprint
+    assert load(source, None, settings(size=17)).fingerprint != pack.fingerprint
+    given = arrays()
+    built = build_pack(given, settings(), tmp_path / "out", Recorder())
+    assert load(given, None).fingerprint == built.fingerprint
+    assert given.images is not None
+    given.images[7, 3, 3, 0] ^= 1
+    assert load(given, None).fingerprint != built.fingerprint
+    source.labels[0] = 1 - source.labels[0]
+    assert load(source, None).fingerprint != pack.fingerprint
+
+
+def test_arrays_mapped_from_a_file_of_another_layout_are_read_right(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 3, 16, 16), np.uint8)
+    np.save(tmp_path / "images.npy", pixels)
+    np.save(tmp_path / "labels.npy", np.arange(6) % 2)
+    pack = load(recognise(tmp_path), None)
+    samples = Samples(images=pack.images, rows=np.arange(6), labels=pack.labels)
+    read = samples.read(np.array([5, 1]), np.empty((2, 16, 16, 3), np.uint8))
+    assert np.array_equal(read, pixels[[5, 1]].transpose(0, 2, 3, 1))
 
 
 def test_memory_does_not_grow_with_the_number_of_images(tmp_path, start):

@@ -8,6 +8,7 @@ from PIL import Image
 
 from flatout.data.recognise import from_python, is_pack, recognise
 from flatout.errors import InputError
+from flatout.recipe import Data
 
 
 def write_image(path: Path, value: int = 0) -> None:
@@ -68,19 +69,33 @@ def test_empty_folder_and_empty_file(tmp_path: Path):
         recognise(tmp_path / "a.csv")
 
 
-@pytest.mark.parametrize("name", ["notes.md", "train/a.txt", "train/a.png", "photo.png"])
-def test_nothing_recognisable_says_what_would_be(tmp_path: Path, name: str):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("notes.md", "nothing recognisable; flatout reads a folder for each class"),
+        ("train/a.txt", "nothing recognisable; flatout reads a folder for each class"),
+        ("train/a.png", "holds images but nothing that names their classes; sort them"),
+        ("photo.png", "holds images but nothing that names their classes; sort them"),
+        ("photos.zip", r"holds the archive photos\.zip; unpack it"),
+        ("photos.tar.gz", r"holds the archive photos\.tar\.gz; unpack it"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_named_with_the_way_out(tmp_path: Path, name: str, message: str):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("x")
-    with pytest.raises(InputError, match=r"nothing recognisable; flatout reads a folder for each class"):
+    with pytest.raises(InputError, match=message):
         recognise(tmp_path)
 
 
-def test_file_of_unknown_kind(tmp_path: Path):
-    (tmp_path / "a.zip").write_text("x")
-    with pytest.raises(InputError, match="nothing recognisable"):
-        recognise(tmp_path / "a.zip")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("a.zip", "is an archive; unpack it"), ("a.png", "is a single image"), ("a.bin", "nothing recognisable")],
+)
+def test_file_of_unknown_kind(tmp_path: Path, name: str, message: str):
+    (tmp_path / name).write_text("x")
+    with pytest.raises(InputError, match=message):
+        recognise(tmp_path / name)
 
 
 def test_file_of_an_idx_set_points_to_the_folder(shared_data: Path):
@@ -117,7 +132,7 @@ def test_csv_of_something_else_beside_class_folders_is_ignored(tmp_path: Path):
 def test_class_list_must_exist(tmp_path: Path):
     write_image(tmp_path / "cats" / "a.png")
     with pytest.raises(InputError, match=r"names\.txt: no such class list"):
-        recognise(tmp_path, classes=str(tmp_path / "names.txt"))
+        recognise(tmp_path, Data(classes=str(tmp_path / "names.txt")))
 
 
 class Items:

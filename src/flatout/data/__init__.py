@@ -1,1 +1,1 @@
-"""Reading data: recognise it, decode it once into a pack, and say which sample comes when."""
+"""Reading data: recognise its format, decode it once into a pack, and order its samples."""

@@ -1,4 +1,4 @@
-"""What is done about images that cannot be used: all are named, or they are left out up to a share."""
+"""What happens to images that cannot be used: the run stops and names all, or they are left out up to a share."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,41 +12,29 @@ _EXAMPLES = 20
 
 
 def judge(reasons: Mapping[str, str], total: int, *, on_bad_image: str, max_bad_share: float) -> None:
-    """Accept bad images, or not.
-
-    Args:
-        reasons: file -> reason of each bad image.
-        total: the number of all images.
-        on_bad_image: "stop" accepts none; "skip" accepts up to `max_bad_share` of all.
-        max_bad_share: a fraction.
+    """Accept bad images (file -> reason) among `total`: none for "stop", up to `max_bad_share` for "skip".
 
     Raises:
         InputError: they are not acceptable; "stop" names every one.
     """
-    if not reasons:
-        return
     lines = [f"{file}: {reason}" for file, reason in reasons.items()]
-    if on_bad_image == "stop":
+    if lines and on_bad_image == "stop":
         raise InputError(
-            f"{len(reasons):,} of {total:,} images cannot be used; mend or remove them, or leave them out with "
+            f"{len(lines):,} of {total:,} images cannot be used; repair or remove them, or leave them out with "
             "--on-bad-image skip:\n" + "\n".join(lines)
         )
-    share = len(reasons) / total
+    share = len(lines) / total
     if share > max_bad_share:
         more = [f"and {len(lines) - _EXAMPLES:,} more"] if len(lines) > _EXAMPLES else []
         raise InputError(
-            f"{len(reasons):,} of {total:,} images ({share:.2%}) cannot be used, more than data.max_bad_share = "
-            f"{max_bad_share} ({max_bad_share:.2%}) lets be skipped; mend them or raise it:\n"
+            f"{len(lines):,} of {total:,} images ({share:.2%}) cannot be used, more than data.max_bad_share = "
+            f"{max_bad_share} ({max_bad_share:.2%}) allows; repair them or raise it:\n"
             + "\n".join([*lines[:_EXAMPLES], *more])
         )
 
 
 def without(source: Source, bad: Mapping[int, str]) -> Source:
-    """Return a source of image files less its bad images; a split other than "train" may vanish.
-
-    Args:
-        source: all images.
-        bad: index -> reason.
+    """Return a source of image files without its bad images (index -> reason); a split except "train" may vanish.
 
     Raises:
         InputError: a class has no training images left.
@@ -61,8 +49,8 @@ def without(source: Source, bad: Mapping[int, str]) -> Source:
     for index in np.flatnonzero((had > 0) & (has == 0)):
         example = next(i for i in sorted(bad) if start <= i < stop and source.labels[i] == index)
         raise InputError(
-            f"{source.path}: all {had[index]:,} training images of class {source.classes[index]!r} are bad; mend them "
-            f"(such as {source.files[example]}: {bad[example]})"
+            f"{source.path}: all {had[index]:,} training images of class {source.classes[index]!r} are bad; repair "
+            f"them (such as {source.files[example]}: {bad[example]})"
         )
     good_before = np.concatenate([[0], np.cumsum(is_good)])
     splits = {name: (int(good_before[a]), int(good_before[b])) for name, (a, b) in source.splits.items()}

@@ -1,4 +1,4 @@
-"""Look a data set over before training on it: counts, sizes, unreadable files, and images that are there twice."""
+"""Look for problems in a data set before training: counts, sizes, unreadable and duplicate images."""
 
 import hashlib
 import os
@@ -11,6 +11,7 @@ from statistics import median_low
 from typing import Any
 
 from flatout.data.source import Source, describe
+from flatout.files import printable
 from flatout.host import usable_cores
 
 _LISTED = 20
@@ -29,7 +30,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Unreadable:
-    """A file that is no usable image, and why."""
+    """A file that is no usable image, and the reason."""
 
     name: str
     reason: str
@@ -46,10 +47,10 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """What `check` found.
+    """The result of `check`.
 
     Attributes:
-        kind: what the data was recognised as.
+        kind: the format of the data, in words.
         path: where it is; None for data given in Python.
         counts: split -> class -> number of images.
         widths, heights: of the readable images; None without any.
@@ -58,7 +59,7 @@ class CheckResult:
         duplicates: groups of identical images, by bytes for files and by pixels for arrays.
         across_splits: those groups that have images in more than one split.
         conflicts: those groups that have images of more than one class.
-        notes: what a person should know about how the data was read.
+        notes: sentences for the user about how the data was read.
     """
 
     kind: str
@@ -78,16 +79,15 @@ class CheckResult:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return everything as lines for people; long lists are cut, with a count."""
+        """Return everything as lines of text; long lists are cut, with a count."""
         sizes = {split: sum(counts.values()) for split, counts in self.counts.items()}
         classes = tuple(next(iter(self.counts.values())))
         lines = [describe(self.kind, classes, {split: (0, size) for split, size in sizes.items()})]
         lines += [f"note: {note}" for note in self.notes]
         lines += self._count_lines(classes)
-        if self.widths and self.heights:
-            width, height = self.widths, self.heights
-            lines.append(f"width:  {width.smallest} to {width.largest} pixels, median {width.median}")
-            lines.append(f"height: {height.smallest} to {height.largest} pixels, median {height.median}")
+        for name, extent in (("width: ", self.widths), ("height:", self.heights)):
+            if extent:
+                lines.append(f"{name} {extent.smallest} to {extent.largest} pixels, median {extent.median}")
         lines.append("modes: " + (", ".join(f"{mode} {count:,}" for mode, count in self.modes.items()) or "none"))
         lines += _section("unreadable files", [f"{bad.name}: {bad.reason}" for bad in self.unreadable])
         for title, groups in (
@@ -95,7 +95,8 @@ class CheckResult:
             ("identical images in more than one split", self.across_splits),
             ("identical images with different classes", self.conflicts),
         ):
-            lines += _section(title, [" = ".join(_show(sample) for sample in group) for group in groups])
+            shown = [" = ".join(f"{s.name} ({s.split}, {s.class_name})" for s in group) for group in groups]
+            lines += _section(title, shown)
         return lines
 
     def _count_lines(self, classes: Sequence[str]) -> list[str]:
@@ -111,10 +112,6 @@ class CheckResult:
         return lines
 
 
-def _show(sample: Sample) -> str:
-    return f"{sample.name} ({sample.split}, {sample.class_name})"
-
-
 def _section(title: str, items: list[str]) -> list[str]:
     lines = [f"{title}: {len(items):,}" if items else f"{title}: none"]
     lines += [f"  {item}" for item in items[:_LISTED]]
@@ -125,8 +122,6 @@ def _section(title: str, items: list[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Look:
-    """What one image turned out to be."""
-
     digest: bytes | None
     width: int = 0
     height: int = 0
@@ -138,7 +133,7 @@ def check(source: Source, *, decode: bool = True) -> CheckResult:
     """Return what is in a data set and what is wrong with it; nothing is changed.
 
     Args:
-        source: the data, as it was recognised.
+        source: the data.
         decode: whether to decode every image file, which finds damaged ones; otherwise only headers are read.
     """
     if source.files is not None:
@@ -161,9 +156,7 @@ def check(source: Source, *, decode: bool = True) -> CheckResult:
         heights=_sizes([look.height for look in readable]),
         modes=dict(Counter(look.mode for look in readable).most_common()),
         unreadable=tuple(
-            Unreadable(name=sample.name, reason=look.reason)
-            for sample, look in zip(samples, looks, strict=True)
-            if look.reason
+            Unreadable(name=s.name, reason=look.reason) for s, look in zip(samples, looks, strict=True) if look.reason
         ),
         duplicates=duplicates,
         across_splits=tuple(group for group in duplicates if len({sample.split for sample in group}) > 1),
@@ -175,25 +168,24 @@ def check(source: Source, *, decode: bool = True) -> CheckResult:
 def _look_at_file(path: Path, decode: bool) -> _Look:
     from flatout.data.decode import BadImage, decode_image, read_header
 
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, _hash).digest()
-    except OSError as error:
-        return _Look(digest=None, reason=f"cannot be read: {error.strerror}")
+    digest = None
     try:
         header = read_header(path)
         if decode:
             decode_image(path, size=_DECODED_SIZE, channels=3, resize="stretch")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, _hash).digest()
+    except OSError as error:
+        return _Look(digest=None, reason=f"cannot be read: {error.strerror}")
     except BadImage as error:
-        return _Look(digest=digest, reason=error.reason)
+        return _Look(digest=None, reason=error.reason)
     return _Look(digest=digest, width=header.width, height=header.height, mode=header.mode)
 
 
 def _look_at_arrays(source: Source) -> Iterable[_Look]:
-    images = source.images
-    assert images is not None
-    height, width, channels = images.shape[1:]
-    for image in images:
+    assert source.images is not None
+    height, width, channels = source.images.shape[1:]
+    for image in source.images:
         digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
         yield _Look(digest=digest, width=width, height=height, mode="L" if channels == 1 else "RGB")
 
@@ -207,13 +199,11 @@ def _samples(source: Source) -> list[Sample]:
     samples: list[Sample] = []
     for split, (start, stop) in source.splits.items():
         for i in range(start, stop):
-            name = f"{split}[{i - start}]" if source.files is None else _relative(source.files[i], folder)
+            name = f"{split}[{i - start}]"
+            if source.files is not None:
+                name = printable(str(source.files[i]).removeprefix(f"{folder}{os.sep}"))
             samples.append(Sample(name=name, split=split, class_name=source.classes[source.labels[i]]))
     return samples
-
-
-def _relative(path: Path, folder: Path | None) -> str:
-    return str(path) if folder is None else str(path).removeprefix(f"{folder}{os.sep}")
 
 
 def _sizes(values: list[int]) -> Sizes | None:

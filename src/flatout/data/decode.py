@@ -1,35 +1,45 @@
-"""One image file into one array: decoded, turned upright, brought to its channels and size.
+"""One image file as one array: decoded, turned upright, brought to its channels and size.
 
 JPEG files, nearly all of what people train on, are decoded by libjpeg-turbo (simplejpeg); everything else by Pillow.
-Both then go through one resize, `resize_images`. Everything heavy runs in compiled code that releases the GIL, so
-threads keep all cores busy.
+Both then go through one resize, `resize_images`. Everything expensive runs in compiled code that releases the GIL, so
+threads use all cores.
 
-What becomes of the unusual, always the same way: EXIF orientation is applied; CMYK and YCCK are converted to RGB;
+Unusual images are always treated in the same way: EXIF orientation is applied; CMYK and YCCK are converted to RGB;
 16-bit grey is scaled to 8 bits; transparency is laid over white; of an animation the first frame is taken. A file that
-is damaged, incomplete, no image, or larger than MAX_PIXELS is a `BadImage` with the reason.
+is damaged, incomplete, no image, or larger than the limit is a `BadImage` with the reason.
 
 Shape letters: N images, H height, W width, C channels.
 """
 
+import contextlib
 import io
 import os
+import stat
 import threading
 import warnings
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from flatout.errors import InputError
+
 RESIZE_METHOD = (
     "bilinear, antialiased (triangle filter as wide as the reduction), 8-bit, torch.nn.functional.interpolate; "
     "JPEG by libjpeg-turbo: scaled in the DCT by 1/2, 1/4 or 1/8 where at least 1.3 times the target remains, "
-    "chroma replicated where the whole reduction is at least 2; version 2"
+    "chroma replicated where the whole reduction is at least 2; other formats over 2^25 pixels averaged by a whole "
+    "factor first where at least 2.6 times the target remains; 16-bit grey by its bits in use; version 3"
 )
 """The exact method, part of every pack. Change it whenever a pixel can change."""
 
+LIMIT = "FLATOUT_MAX_PIXELS"
 MAX_PIXELS = 2 * 89_478_485
-"""Larger images (512 MiB of RGB) are refused from the header, before memory is taken. Pillow's limit for an error."""
+"""Larger images (512 MiB of RGB) are refused from the header, before memory is taken, unless FLATOUT_MAX_PIXELS says
+otherwise. Pillow's limit for an error."""
+
+LARGE_PIXELS = 2**25
+"""Larger images that Pillow decodes (4 bytes for each pixel) are decoded one at a time, and converted by strips."""
 
 MAX_FILE_BYTES = 2**31
 """Larger files are refused without reading them: some other file, named as an image."""
@@ -48,7 +58,7 @@ _JPEG_LOST_PIXELS = ("premature end", "bad huffman code", "instead of rst")
 
 
 class BadImage(ValueError):
-    """A file that cannot be used as an image; `reason` says why, without the file's name."""
+    """A file that cannot be used as an image; `reason` is without the file's name."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -57,7 +67,7 @@ class BadImage(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageHeader:
-    """What an image file says about itself: pixels as stored (before EXIF orientation), Pillow's mode, frames."""
+    """The header of an image file: pixels as stored (before EXIF orientation), Pillow's mode, number of frames."""
 
     width: int
     height: int
@@ -76,10 +86,7 @@ def decode_image(path: Path | bytes, *, size: int, channels: int, resize: str) -
             shorter side and cropping the centre, but cheaper). The centre is kept to a pixel of the file, or to the
             divisor where a JPEG was scaled in the DCT, which is less than half a pixel of the result.
 
-    Against Pillow's `convert`, `crop` and `resize(..., BILINEAR)` 8-bit values of photographs differ by, at most and on
-    average over a data set: 2 and 0.05 for reductions under 2; 16 and 0.2 from 2 on; 40 and 1.2 where a JPEG was scaled
-    in the DCT, which only happens from 2.6 on. Grey from a coloured JPEG: 16 and 0.1 for reductions under 2, as it
-    is the luma that the file stores, where Pillow computes it from RGB that was cut off at 0 and 255.
+    docs/data.md has the largest differences from Pillow's `convert`, `crop` and `resize(..., BILINEAR)`.
 
     Raises:
         BadImage: the file cannot be read, is no image, is damaged or incomplete, too large, or of an unsupported kind.
@@ -92,7 +99,7 @@ def decode_image(path: Path | bytes, *, size: int, channels: int, resize: str) -
 
 
 def read_header(path: Path) -> ImageHeader:
-    """Return what an image file says about itself, without decoding it.
+    """Return the header of an image file, without decoding the image.
 
     Raises:
         BadImage: the file cannot be read, is no image, or too large.
@@ -112,13 +119,27 @@ def resize_images(images_NHWC: np.ndarray, *, size: int, channels: int, resize: 
     return _resample(images_NHWC, size, *images_NHWC.shape[1:3])
 
 
+def max_pixels() -> int:
+    """Return the largest number of pixels that an image may have.
+
+    Raises:
+        InputError: FLATOUT_MAX_PIXELS is no positive number.
+    """
+    text = os.environ.get(LIMIT, "").replace("_", "").replace(",", "").strip()
+    if text and not (text.isdigit() and int(text)):
+        raise InputError(f"{LIMIT} = {text!r}: must be a number of pixels, such as 400000000")
+    return int(text or MAX_PIXELS)
+
+
 def _read(path: Path, length: int = -1) -> bytes:
     """Return the file's first `length` bytes, or all of them."""
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a FIFO would block, a device never end
+            raise BadImage("is not a regular file")
+        if status.st_size > MAX_FILE_BYTES:
+            raise BadImage(f"has {status.st_size:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
         with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_FILE_BYTES:
-                raise BadImage(f"has {size:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
             data = file.read(length)
     except OSError as error:
         raise BadImage(f"cannot be read: {error.strerror}") from None
@@ -201,92 +222,114 @@ def _tiff_orientation(exif: bytes) -> int:
 
 
 class _StrictPillow(AbstractContextManager):
-    """While inside, Pillow refuses incomplete files, whatever the program has set, and keeps its warnings to itself.
+    """While active, Pillow refuses incomplete files, leaves the limit of pixels to us, and emits no warnings.
 
-    Both are settings of the whole process: the first thread in changes them, the last one out puts them back.
+    These are settings of the whole process: the first thread changes them, the last one restores them.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
-        self._warnings = warnings.catch_warnings()
-        self._lenient = False
+        self._before = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        from PIL import ImageFile
+        from PIL import Image, ImageFile
 
         with self._lock:
             if self._inside == 0:
-                self._lenient, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, False
-                self._warnings = warnings.catch_warnings()
-                self._warnings.__enter__()
+                self._before = contextlib.ExitStack()
+                self._before.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", module=r"PIL\.")
+                for module, name, value in (
+                    (ImageFile, "LOAD_TRUNCATED_IMAGES", False),
+                    (Image, "MAX_IMAGE_PIXELS", None),
+                ):
+                    self._before.callback(setattr, module, name, getattr(module, name))
+                    setattr(module, name, value)
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:
-        from PIL import ImageFile
-
         with self._lock:
             self._inside -= 1
             if self._inside == 0:
-                ImageFile.LOAD_TRUNCATED_IMAGES = self._lenient
-                self._warnings.__exit__(None, None, None)
+                self._before.close()
 
 
 _STRICT_PILLOW = _StrictPillow()
+_ONE_LARGE_IMAGE = threading.Lock()
 
 
 def _open_with_pillow(file: Path | io.BytesIO, start: bytes):
-    """Return a PIL.Image.Image of which only the header has been read, and found acceptable."""
+    """Return a PIL.Image.Image of which only the header has been read and checked."""
     from PIL import Image, UnidentifiedImageError
 
     try:
         image = Image.open(file)
     except UnidentifiedImageError:
         raise BadImage(_what_it_is(start[:512])) from None
-    except Image.DecompressionBombError:
-        raise BadImage(f"has more than {MAX_PIXELS:,} pixels, the limit") from None
     except MemoryError:
         raise
     except Exception as error:  # Pillow's many formats raise nearly every built-in error on a damaged header
         raise BadImage(f"is truncated or damaged: {error}") from None
-    _refuse_bomb(image.width, image.height)
+    try:
+        _refuse_bomb(image.width, image.height)
+    except BadImage:
+        image.close()
+        raise
     return image
 
 
 def _decode_with_pillow(data: bytes, size: int, channels: int, resize: str) -> np.ndarray:
-    with _STRICT_PILLOW, _open_with_pillow(io.BytesIO(data), data) as image:
-        try:
-            image.load()
-            image_HWC = _to_eight_bits(image)
-        except (BadImage, MemoryError):
-            raise
-        except Exception as error:  # as for the header: any error here means a damaged file
-            raise BadImage(f"is truncated or damaged: {error}") from None
-        try:
-            orientation = int(image.getexif().get(EXIF_ORIENTATION, 1))
-        except Exception:  # damaged metadata does not spoil the pixels
-            orientation = 1
+    with _STRICT_PILLOW:
+        image = _open_with_pillow(io.BytesIO(data), data)
+        is_large = image.width * image.height > LARGE_PIXELS
+        with _ONE_LARGE_IMAGE if is_large else nullcontext(), image:
+            try:
+                image.load()
+                image_HWC = _to_eight_bits(image, size if is_large else None)
+            except (BadImage, MemoryError):
+                raise
+            except Exception as error:  # as for the header: any error here means a damaged file
+                raise BadImage(f"is truncated or damaged: {error}") from None
+            try:
+                orientation = int(image.getexif().get(EXIF_ORIENTATION, 1))
+            except Exception:  # damaged metadata does not spoil the pixels
+                orientation = 1
     return _upright(resize_images(image_HWC[None], size=size, channels=channels, resize=resize)[0], orientation)
 
 
-def _to_eight_bits(image) -> np.ndarray:
-    """Return a loaded PIL.Image.Image as uint8 [H, W, 1 or 3]."""
-    from PIL import Image
-
+def _to_eight_bits(image, reduce_for: int | None) -> np.ndarray:
+    """Return a loaded PIL.Image.Image as uint8 [H, W, 1 or 3]; a large one averaged for a target of that size."""
     if image.mode == "F":
         raise BadImage("has floating-point pixels, which have no agreed range; convert it to 8 or 16 bits")
+    highest = 0
     if image.mode.startswith("I"):
-        grey_HW = np.asarray(image).astype(np.int64)
-        if grey_HW.min() < 0 or grey_HW.max() > 0xFFFF:
+        lowest, highest = image.getextrema()
+        if lowest < 0 or highest > 0xFFFF:
             raise BadImage("has 32-bit pixels, which have no agreed range; convert it to 8 or 16 bits")
-        return ((grey_HW * 255 + 0x7FFF) // 0xFFFF).astype(np.uint8)[..., None]
-    if image.has_transparency_data:
+        # Cameras and scanners store 12 bits in 16; scaled by 16 bits, 17 grey levels would remain.
+        highest = next(top for top in (0xFF, 0xFFF, 0xFFFF) if highest <= top)
+    if reduce_for is None:
+        return _strip_to_eight_bits(image, highest, 1)
+    factor = max(1, int(min(image.size) / (2 * MIN_REDUCTION_LEFT * reduce_for)))
+    rows = max(factor, LARGE_PIXELS // 8 // image.width // factor * factor)
+    boxes = ((0, top, image.width, min(top + rows, image.height)) for top in range(0, image.height, rows))
+    return np.concatenate([_strip_to_eight_bits(image.crop(box), highest, factor) for box in boxes])
+
+
+def _strip_to_eight_bits(image, highest: int, factor: int) -> np.ndarray:
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        grey_HW = np.asarray(image).astype(np.uint32)
+        image = Image.fromarray(((grey_HW * 255 + highest // 2) // highest).astype(np.uint8))
+    elif image.has_transparency_data:
         layer = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
-    if image.mode in ("1", "L"):
-        return np.array(image.convert("L"))[..., None]
-    return np.array(image.convert("RGB"))
+    image = image.convert("L" if image.mode in ("1", "L") else "RGB")
+    if factor > 1:
+        image = image.reduce(factor)
+    return np.array(image).reshape(image.height, image.width, -1)
 
 
 def _what_it_is(start: bytes) -> str:
@@ -302,8 +345,8 @@ def _what_it_is(start: bytes) -> str:
 
 
 def _refuse_bomb(width: int, height: int) -> None:
-    if width * height > MAX_PIXELS:
-        raise BadImage(f"has {width} x {height} pixels, more than {MAX_PIXELS:,}, the limit")
+    if width * height > max_pixels():
+        raise BadImage(f"has {width} x {height} pixels, more than {max_pixels():,}, the limit ({LIMIT} sets it)")
 
 
 def _centre(height: int, width: int) -> tuple[int, int, int]:

@@ -1,16 +1,17 @@
-"""Fetch the public data sets that may be fetched; say where to get the others."""
+"""Download the public data sets that may be downloaded; name the source of the others."""
 
+import contextlib
 import hashlib
 import http.client
 import os
+import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock
-
+from flatout.data.cache import lock
 from flatout.errors import InputError
 
 _TIMEOUT_SECONDS = 20.0
@@ -22,10 +23,10 @@ class PublicData:
     """A data set that anyone may download.
 
     Attributes:
-        base_urls: the places that have the files, the best first; each ends with a slash.
+        base_urls: mirrors, the best first; each ends with a slash.
         files: file name -> MD5 in hexadecimal digits.
         size_bytes: of all files together.
-        terms: whose it is and under which licence.
+        terms: authors and licence.
     """
 
     base_urls: tuple[str, ...]
@@ -86,97 +87,79 @@ _WHERE_TO_GET = {
 
 
 def where_to_get(job: str) -> str:
-    """Return where the data of a built-in job that cannot be fetched is, and how to lay it out."""
+    """Return where to get the data of a built-in job that may not be downloaded, and the layout it needs."""
     return f"{_WHERE_TO_GET[job]}; then run flatout train {job} --data FOLDER"
 
 
 def download(data: PublicData, folder: Path, report: Callable[[str], None]) -> Path:
-    """Fetch the files that are not there yet, or not right, into a folder, and return the folder.
+    """Download the files that are missing or damaged into a folder, and return the folder.
 
-    Every place is tried in turn. A file appears under its name only when it is complete and its MD5 is right. Two
-    processes may do this at once: the second waits, and finds the files there.
+    Every mirror is tried in turn. A file gets its name only when it is complete and its MD5 is right. Of two processes,
+    the second waits and finds the files.
 
     Args:
-        data: what to fetch.
+        data: what to download.
         folder: where to; created if need be.
-        report: called with a line for people about each file fetched.
+        report: called with one line for each file downloaded.
 
     Raises:
-        InputError: a file could not be fetched from anywhere, or not written.
+        InputError: a file could not be downloaded from any mirror, or not written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".download.lock"):
+        descriptor = lock(folder / ".download.lock")
+        assert descriptor is not None
+        try:
             for name, md5 in data.files.items():
-                if not _is_right(folder / name, md5):
-                    _fetch(data, name, folder, report)
+                if not (folder / name).is_file() or _md5_of(folder / name) != md5:
+                    _download(data, name, folder, report)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise InputError(f"{folder}: cannot write the downloaded data: {error.strerror or error}") from None
     return folder
 
 
-def _is_right(path: Path, md5: str) -> bool:
-    if not path.is_file():
-        return False
+def _md5_of(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, _md5).hexdigest() == md5
+        # Against damage, not attacks; it is what the publishers give.
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
-def _md5():
-    return hashlib.md5(usedforsecurity=False)  # against damage; it is what the publishers give
-
-
-def _fetch(data: PublicData, name: str, folder: Path, report: Callable[[str], None]) -> None:
+def _download(data: PublicData, name: str, folder: Path, report: Callable[[str], None]) -> None:
     failures: list[str] = []
     part = folder / f".{name}.part"
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(part.unlink, missing_ok=True)
         for base_url in data.base_urls:
             url = base_url + name
             report(f"downloading {url}")
-            reason = _fetch_from(url, data.files[name], part)
+            reason = _download_from(url, data.files[name], part)
             if reason is None:
                 part.replace(folder / name)
                 return
             failures.append(f"{url} ({reason})")
-    finally:
-        part.unlink(missing_ok=True)
     raise InputError(
         f"{name} could not be downloaded: {'; '.join(failures)}. Check the network, or get {', '.join(data.files)} "
         f"by other means, put them into {folder} and run again"
     )
 
 
-def _fetch_from(url: str, md5: str, part: Path) -> str | None:
-    """Write what a URL gives to a file and onto the disk; return the reason if that is not the right file."""
-    digest = _md5()
-    received = 0
+def _download_from(url: str, md5: str, part: Path) -> str | None:
+    """Write the content of a URL to a file and flush it to the disk; return the reason if it is not the right file."""
     with part.open("wb") as file:
         try:
-            response = urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS)
+            with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response:
+                shutil.copyfileobj(response, file, _CHUNK_BYTES)
+                promised = int(response.headers.get("Content-Length") or 0)
+        except urllib.error.HTTPError as error:
+            return f"the server answers {error.code} {error.reason}"
         except (OSError, http.client.HTTPException) as error:
-            return _reason(error)
-        with response:
-            promised = response.headers.get("Content-Length")
-            while True:
-                try:
-                    chunk = response.read(_CHUNK_BYTES)
-                except (OSError, http.client.HTTPException) as error:
-                    return _reason(error)
-                if not chunk:
-                    break
-                received += len(chunk)
-                digest.update(chunk)
-                file.write(chunk)
-        if promised is not None and received < int(promised):
-            return f"cut off after {received:,} of {int(promised):,} bytes"
-        if digest.hexdigest() != md5:
-            return f"the file there has MD5 {digest.hexdigest()} instead of {md5}"
+            return str(getattr(error, "reason", "") or error) or type(error).__name__
         file.flush()
         os.fsync(file.fileno())
-    return None
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, urllib.error.HTTPError):
-        return f"the server answers {error.code} {error.reason}"
-    return str(error.reason if isinstance(error, urllib.error.URLError) else error) or type(error).__name__
+    received = part.stat().st_size
+    if received < promised:
+        return f"cut off after {received:,} of {promised:,} bytes"
+    found = _md5_of(part)
+    return None if found == md5 else f"the file there has MD5 {found} instead of {md5}"

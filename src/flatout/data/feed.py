@@ -1,4 +1,4 @@
-"""Bring rows of an array to where they are needed, ahead of time, in memory that does not grow with their number."""
+"""Read rows of an array ahead of time, in memory that does not grow with their number."""
 
 import os
 from collections import deque

@@ -1,9 +1,10 @@
-"""Labels of every kind (numbers, names, one-hot rows) to class names and indices into them."""
+"""Labels of every kind (numbers, names, one-hot rows) as class names and indices into them."""
 
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +13,13 @@ from flatout.errors import InputError
 LISTED = 10
 CLASS_LIST_NAME = "classes.txt"
 _NUMBER = re.compile(r"(-?(?:0|[1-9]\d{0,17}))(?:\.0+)?", re.ASCII)
+_DECIMAL = re.compile(r"[-+]?\d*\.?\d+([eE][-+]?\d+)?", re.ASCII)
+# Below this many, different labels are taken for classes, whatever they look like.
+_FEW = 20
 
 
 def first_few(items: Iterable[str], limit: int = LISTED) -> str:
-    """Return the items joined for a message, cut with a count."""
+    """Return the items joined for a message; beyond the limit, their number."""
     items = list(items)
     rest = f"; and {len(items) - limit:,} more" if len(items) > limit else ""
     return "; ".join(items[:limit]) + rest
@@ -23,7 +27,7 @@ def first_few(items: Iterable[str], limit: int = LISTED) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Labelling:
-    """Class names, labels as indices into them (int64 [N]), and what a person should know about it."""
+    """Class names, labels as indices into them (int64 [N]), and notes for the user."""
 
     classes: tuple[str, ...]
     labels: np.ndarray
@@ -31,18 +35,17 @@ class Labelling:
 
 
 def find_class_list(given: str, folder: Path) -> Path | None:
-    """Return the file of class names: the one given, else `classes.txt` in the folder if there.
+    """Return the file of class names: the one given, else `classes.txt` in the folder if present.
 
     Raises:
         InputError: the given file does not exist.
     """
-    if given:
-        path = Path(given).expanduser()
-        if not path.is_file():
-            raise InputError(f"{given}: no such class list; give a text file with one class name per line")
+    path = Path(given).expanduser() if given else folder / CLASS_LIST_NAME
+    if path.is_file():
         return path
-    path = folder / CLASS_LIST_NAME
-    return path if path.is_file() else None
+    if given:
+        raise InputError(f"{given}: no such class list; give a text file with one class name per line")
+    return None
 
 
 def read_class_list(path: Path) -> tuple[str, ...]:
@@ -61,20 +64,23 @@ def read_class_list(path: Path) -> tuple[str, ...]:
         if not name:
             raise InputError(f"{path}: line {number} is blank; every line names a class")
         if name in names:
-            raise InputError(f"{path}: line {number}: class {name!r} is on line {names[name]} already")
+            raise InputError(f"{path}: line {number}: class {name!r} is already on line {names[name]}")
         names[name] = number
     if not names:
         raise InputError(f"{path}: names no classes; write one class name per line")
     return tuple(names)
 
 
-def flat_labels(labels: np.ndarray, where: object) -> np.ndarray:
+def flat_labels(labels: Any, where: object) -> np.ndarray:
     """Return labels as one int64 or text array [N], from [N], [N, 1] or one-hot [N, K] rows.
 
     Raises:
         InputError: the labels have another shape or type, or are not whole numbers.
     """
-    labels = np.asarray(labels)
+    try:
+        labels = np.asarray(labels)
+    except ValueError:
+        raise InputError(f"{where}: the labels differ in shape; give one number or text per image") from None
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.dtype.kind == "S":
@@ -84,44 +90,51 @@ def flat_labels(labels: np.ndarray, where: object) -> np.ndarray:
     if labels.dtype.kind not in "biuf":
         raise InputError(f"{where}: labels of type {labels.dtype}; give numbers or text")
     if labels.ndim == 2:
-        if not (np.isin(labels, (0, 1)).all() and (labels.sum(axis=1) == 1).all()):
+        if not np.isin(labels, (0, 1)).all():
             raise InputError(f"{where}: labels of shape {labels.shape} are not one-hot rows; give one label per image")
+        if not (labels.sum(axis=1) == 1).all():
+            raise InputError(
+                f"{where}: rows of labels of shape {labels.shape} are not one-hot: they have several classes or none; "
+                "multi-label data is not supported, give one label per image"
+            )
         return labels.argmax(axis=1).astype(np.int64)
     if labels.ndim != 1:
         raise InputError(f"{where}: labels of shape {labels.shape}; give one label per image")
     whole = labels.astype(np.int64) if np.isfinite(labels).all() else None
     if whole is None or not np.array_equal(whole, labels):
-        raise InputError(f"{where}: labels must be whole numbers or names")
+        raise InputError(f"{where}: labels must be whole numbers or names; regression is not supported")
     return whole
 
 
-def index_labels(labels: np.ndarray, names: tuple[str, ...] | None, locate: Callable[[int], str]) -> Labelling:
+def index_labels(
+    labels: np.ndarray, names: tuple[str, ...] | None, locate: Callable[[int], str], subject: str
+) -> Labelling:
     """Return class names and indices for int64 or text labels [N].
 
-    With a class list, a text is one of its names or else, like a number, a position in it, counted from 0. Without
-    one, names are sorted; a number stays its own index as long as the numbers run from 0 without more gaps than
-    classes, so that output k of a model is label k; other numbers (from 1, say) are sorted.
+    With class names, a label is one of them or a position among them, counted from 0. Without, texts are sorted;
+    numbers that start at 0 with fewer gaps than classes stay as they are, so that output k of a model is label k; other
+    numbers are sorted and renumbered from 0.
 
     Args:
         labels: int64 or text [N].
-        names: the class list, if there is one.
-        locate: says where label i stands, to start a message with ("labels.csv: line 7").
+        names: the class names, if known.
+        locate: index -> the place of a label, as the start of a message ("labels.csv: line 7").
+        subject: the place of all labels, as the start of a message ("labels.csv: column 'price'").
 
     Raises:
-        InputError: a label is not in the class list, negative or empty; up to ten are listed.
+        InputError: a label is unknown, negative or empty (ten are listed), or the labels are not classes.
     """
     if labels.dtype.kind == "U":
         texts, inverse = np.unique(labels, return_inverse=True)
-        listed = {name: index for index, name in enumerate(names or ())}
         numbers = [_NUMBER.fullmatch(text) for text in texts.tolist()]
-        all_listed = all(text in listed for text in texts.tolist())
-        if all_listed or not all(numbers):
+        unknown = [text for text in texts.tolist() if text not in set(names or ())]
+        if not unknown or not all(numbers):
             _refuse(locate, labels, labels == "", "empty label")
             if names is None:
+                _refuse_no_classes(texts.tolist(), len(labels), subject)
                 return Labelling(classes=tuple(texts.tolist()), labels=inverse.astype(np.int64))
-            unknown = [text for text in texts.tolist() if text not in listed]
             _refuse(locate, labels, np.isin(labels, unknown), "label not in the class list:")
-            table = np.array([listed[text] for text in texts.tolist()], dtype=np.int64)
+            table = np.array([names.index(text) for text in texts.tolist()], dtype=np.int64)
             return Labelling(classes=names, labels=table[inverse])
         labels = np.array([int(match[1]) for match in numbers if match], dtype=np.int64)[inverse]
     _refuse(locate, labels, labels < 0, "negative label")
@@ -129,26 +142,58 @@ def index_labels(labels: np.ndarray, names: tuple[str, ...] | None, locate: Call
         need = f"label outside the class list (0 to {len(names) - 1}, counted from 0):"
         _refuse(locate, labels, labels >= len(names), need)
         return Labelling(classes=names, labels=labels)
-    return _index_numbers(labels)
-
-
-def _index_numbers(labels: np.ndarray) -> Labelling:
     used, inverse = np.unique(labels, return_inverse=True)
-    if len(used) == 0 or (used[0] == 0 and used[-1] < 2 * len(used)):
-        width = int(used[-1]) + 1 if len(used) else 0
-        gaps = sorted(set(range(width)) - set(used.tolist()))
+    _refuse_no_classes(list(map(str, used.tolist())), len(labels), subject)
+    if used[0] == 0 and used[-1] < 2 * len(used):
+        gaps = sorted(set(range(int(used[-1]) + 1)) - set(used.tolist()))
         notes = (f"no image has label {', '.join(map(str, gaps))}",) if gaps else ()
-        return Labelling(classes=tuple(map(str, range(width))), labels=labels, notes=notes)
+        return Labelling(classes=tuple(map(str, range(int(used[-1]) + 1))), labels=labels, notes=notes)
     return Labelling(
         classes=tuple(map(str, used.tolist())),
         labels=inverse.astype(np.int64),
-        notes=("the labels do not count up from 0; classes are the different numbers, sorted",),
+        notes=("the labels do not count up from 0; they are sorted and renumbered from 0",),
     )
 
 
 def _refuse(locate: Callable[[int], str], labels: np.ndarray, wrong: np.ndarray, what: str) -> None:
     places = np.flatnonzero(wrong).tolist()
     if places:
-        few = [f"{locate(i)}: {what} {str(labels[i]) if labels[i] != '' else ''}".rstrip() for i in places[:LISTED]]
+        few = [f"{locate(i)}: {what} {labels[i]}".rstrip() for i in places[:LISTED]]
         rest = f"; and {len(places) - LISTED:,} more" if len(places) > LISTED else ""
         raise InputError("; ".join(few) + rest)
+
+
+def _refuse_no_classes(texts: list[str], count: int, subject: str) -> None:
+    """Refuse measurements, several labels in one, and names of single images: they would train as classes."""
+    if len(texts) <= _FEW and not any(mark in text for text in texts for mark in "|;, "):
+        return
+    way_out = "if these are classes, list them in a file, one per line: --set data.classes=FILE"
+    if len(texts) > _FEW and all(_DECIMAL.fullmatch(text) for text in texts):
+        values = [float(text) for text in texts]
+        is_fraction = any(value != int(value) for value in values)
+        # Numbers of classes are dense, or have many images each.
+        if is_fraction or (max(values) - min(values) > 2 * len(texts) and count < 10 * len(texts)):
+            raise InputError(
+                f"{subject}: holds {len(texts):,} different numbers for {count:,} images, such as "
+                f"{', '.join(texts[:3])}: measurements, not classes; regression is not supported; {way_out}"
+            )
+    if mark := _separator(texts):
+        example = next(text for text in texts if mark in text)
+        raise InputError(
+            f"{subject}: has several labels in one, such as {example!r}; multi-label data is not supported, give one "
+            f"label per image; {way_out}"
+        )
+    if len(texts) > _FEW and 2 * len(texts) > count:
+        raise InputError(f"{subject}: holds {len(texts):,} different labels for {count:,} images; {way_out}")
+
+
+def _separator(texts: list[str]) -> str | None:
+    """Return what separates several labels in one text; names may hold spaces and commas, so that alone is no sign."""
+    known = set(texts)
+    for mark in "|;, ":
+        joined = [[part.strip() for part in text.split(mark)] for text in texts if mark in text]
+        parts = {part for text in joined for part in text}
+        are_labels = sum(known.issuperset(text) for text in joined)
+        if joined and (are_labels or (len(joined) >= 3 and 2 * len(parts) < len(joined))):
+            return mark
+    return None

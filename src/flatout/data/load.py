@@ -1,4 +1,4 @@
-"""From whatever the user names to the splits a run trains and tests on."""
+"""From what the user names to the splits that a run trains and tests on."""
 
 import dataclasses
 from pathlib import Path
@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from flatout.data.cache import cache_folder
 from flatout.data.feed import Samples
-from flatout.data.pack import Pack, PackSettings, Progress, cache_folder, load_pack
-from flatout.data.source import Found, Source
-from flatout.data.splits import carve
+from flatout.data.pack import Pack, PackSettings, Progress, load_pack
+from flatout.data.source import DataRef, Source
+from flatout.data.splits import SPLITS, stratified_split
 from flatout.errors import InputError
 from flatout.recipe import Data, Recipe
 
@@ -18,7 +19,7 @@ MEASURED_IMAGES = 5000
 MEASURED_BYTES_AT_ONCE = 2**24
 
 
-def find(data: Any, classes: str = "") -> Found | Source:
+def find(data: Any, options: Data | None = None) -> DataRef | Source:
     """Recognise a path, or read arrays or torch data sets given in Python.
 
     Raises:
@@ -26,10 +27,10 @@ def find(data: Any, classes: str = "") -> Found | Source:
     """
     from flatout.data.recognise import from_python, recognise
 
-    return recognise(Path(data), classes=classes) if isinstance(data, str | Path) else from_python(data)
+    return recognise(Path(data), options) if isinstance(data, str | Path) else from_python(data)
 
 
-def load(found: Found | Source, recipe: Recipe, *, cache: bool, report: Progress) -> Pack:
+def load(found: DataRef | Source, recipe: Recipe, *, cache: bool, report: Progress) -> Pack:
     """Return the pack that a recipe asks for, from the cache if it is there.
 
     Raises:
@@ -44,23 +45,24 @@ def load(found: Found | Source, recipe: Recipe, *, cache: bool, report: Progress
         max_bad_share=data.max_bad_share,
     )
     pack = load_pack(found, settings, cache=cache_folder() if cache else None, report=report)
-    numbered = pack.classes == tuple(map(str, range(len(pack.classes))))
-    if data.class_names and not numbered and data.class_names != pack.classes:
-        report.note("data.class_names is not used: the data names its classes itself")
-    if data.class_names and numbered:
-        if len(data.class_names) != len(pack.classes):
-            raise InputError(
-                f"data.class_names names {len(data.class_names)} classes, but the data has {len(pack.classes)}; "
-                "--set data.class_names=[] takes the data's own"
-            )
-        return dataclasses.replace(pack, classes=data.class_names)
-    return pack
+    if not data.class_names:
+        return pack
+    if pack.classes != tuple(map(str, range(len(pack.classes)))):
+        if data.class_names != pack.classes:
+            report.note("data.class_names is not used: the data names its classes itself")
+        return pack
+    if len(data.class_names) != len(pack.classes):
+        raise InputError(
+            f"data.class_names names {len(data.class_names)} classes, but the data has {len(pack.classes)}; "
+            "--set data.class_names=[] takes the data's own"
+        )
+    return dataclasses.replace(pack, classes=data.class_names)
 
 
 def splits_of(pack: Pack, data: Data, seed: int) -> dict[str, Samples]:
-    """Return the splits of a pack; what it lacks is carved out of its training images.
+    """Return the splits of a pack; missing ones are taken from the training images.
 
-    A validation split is carved where there is none, a test split only where there is neither. Both are stratified by
+    A validation split is taken where there is none, a test split only where there is neither. Both are stratified by
     class and depend on the labels and the seed alone.
     """
     rows = {name: np.arange(start, stop) for name, (start, stop) in pack.splits.items()}
@@ -71,13 +73,16 @@ def splits_of(pack: Pack, data: Data, seed: int) -> dict[str, Samples]:
         wanted.clear()
     total = len(rows["train"])
     for name, fraction in wanted.items():
-        # The fractions are of all training images, though the second split is carved from what the first left.
+        # The fractions are of all training images, though the second split is taken from what the first left.
         left = rows["train"]
-        kept, taken = carve(pack.labels[left], fraction * total / len(left), seed, stream=name)
+        kept, taken = stratified_split(pack.labels[left], fraction * total / len(left), seed, stream=name)
         if len(taken):
             rows["train"], rows[name] = left[kept], left[taken]
-    order = [name for name in ("train", "valid", "test") if name in rows]
-    return {name: Samples(images=pack.images, rows=rows[name], labels=pack.labels[rows[name]]) for name in order}
+    return {
+        name: Samples(images=pack.images, rows=rows[name], labels=pack.labels[rows[name]])
+        for name in SPLITS
+        if name in rows
+    }
 
 
 def measure(samples: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -115,6 +120,5 @@ def match_classes(pack: Pack, classes: tuple[str, ...], *, where: Any) -> np.nda
     unknown = [name for name in pack.classes if name not in classes]
     if unknown:
         place = where if isinstance(where, str | Path) else "the data"
-        known = ", ".join(classes)
-        raise InputError(f"{place}: class {unknown[0]!r} is not one that the model knows: {known}")
+        raise InputError(f"{place}: class {unknown[0]!r} is not among the model's classes: {', '.join(classes)}")
     return np.array([classes.index(name) for name in pack.classes], np.int64)[pack.labels]

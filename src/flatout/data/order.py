@@ -1,4 +1,4 @@
-"""Which sample comes when: a function of (seed, epoch, position)."""
+"""The order of samples: a function of (seed, epoch, position)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,16 +4,15 @@ A pack is a folder of `images.npy`, `labels.npy` and `pack.json` (see `pack_file
 or makes it; `build_pack` makes one for keeping; `open_pack` opens one.
 """
 
-import errno
+import hashlib
 import json
 import mmap
 import os
 import shutil
-import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -22,26 +21,26 @@ from typing import Any, Protocol
 import numpy as np
 
 from flatout.data import bad_images, pack_files
+from flatout.data.cache import lock, make_room, temporary_folder
 from flatout.data.decode import RESIZE_METHOD, BadImage, decode_image, resize_images
 from flatout.data.digests import combined_digest, digest_files
 from flatout.data.pack_files import DamagedPack
-from flatout.data.source import Found, Source, describe
-from flatout.errors import InputError
+from flatout.data.source import DataRef, Source, describe
+from flatout.errors import DiskFull, InputError
+from flatout.files import NO_SPACE, printable
 
 UPDATE_SECONDS = 0.1
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 class Progress(Protocol):
-    """Whatever shows a person how far the work has come."""
+    """Whatever shows progress to the user."""
 
     def update(self, done: int, total: int, unit: str = "images") -> None:
-        """Say how much is done; called at most about ten times a second."""
+        """Show how much is done; called at most about ten times a second."""
         ...
 
     def note(self, text: str) -> None:
-        """Say one sentence."""
+        """Show one sentence."""
         ...
 
 
@@ -74,17 +73,18 @@ class Pack:
     """Decoded images with their labels, in the order train, valid, test.
 
     Attributes:
-        folder: where it lies; None where it is only in memory.
+        folder: its folder; None where it is in memory or has no name.
         images: uint8 [N, H, W, C], mapped from the file, read-only.
         labels: int64 [N], indices into `classes`.
         classes: class names.
-        splits: name -> (start, stop), contiguous; "train" is always there.
+        splits: name -> (start, stop), contiguous; "train" is always present.
         resize: how images were made square, "stretch" or "crop".
-        kind: what the data was recognised as.
-        notes: what a person should know about how the data was read.
+        kind: the format of the data, in words.
+        notes: sentences for the user about how the data was read.
         skipped: file -> reason of the bad images that were left out.
-        was_cached: whether it was there already.
+        was_cached: whether it was found in the cache.
         build_seconds: the time it took to build, now or then.
+        fingerprint: a digest of images, labels and splits; the class names are not part of it.
     """
 
     folder: Path | None
@@ -98,60 +98,54 @@ class Pack:
     skipped: dict[str, str]
     was_cached: bool
     build_seconds: float
+    fingerprint: str
 
     def describe(self) -> str:
-        """Return one line that says what the data is."""
+        """Return one line about the data."""
         return describe(self.kind, self.classes, self.splits)
 
 
-def cache_folder() -> Path:
-    """Return the folder for what can be made again: FLATOUT_CACHE, or else `flatout` in the user's cache folder."""
-    if own := os.environ.get("FLATOUT_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flatout"
-
-
-def load_pack(data: Found | Source, settings: PackSettings, *, cache: Path | None, report: Progress) -> Pack:
+def load_pack(data: DataRef | Source, settings: PackSettings, *, cache: Path | None, report: Progress) -> Pack:
     """Return the data as a pack: the user's own, one from the cache, or one made now.
 
-    Cached packs are found by the content of the files and the settings that decide pixels, wherever the files lie.
-    A cached pack that is damaged is made again. Without a cache the pack lives in a temporary folder, removed when the
-    images are no longer used or the process ends. Arrays that are as wanted already and came from no file stay in
-    memory.
+    Cached packs are found by the content of the files and the settings that determine pixels, wherever the files are. A
+    damaged one is rebuilt. Without a cache, or with one that cannot be written, the pack is a temporary file that
+    disappears with the process. Arrays that already have the right size and come from no file stay in memory.
 
     Raises:
-        InputError: the data cannot be read; images are bad (all are named); the disk is full; a pack of the user's is
-            damaged or does not fit the settings.
+        InputError: the data cannot be read; images are bad (all are named); a pack of the user's is damaged or does not
+            fit the settings.
+        DiskFull: the disk is full.
     """
     report = _Throttled(report)
-    if isinstance(data, Found) and data.kind == "pack":
+    if isinstance(data, DataRef) and data.kind == "pack":
         return _fitting(open_pack(data.path), settings)
-    inputs = data.inputs if isinstance(data, Found) else ()
-    if not inputs or cache is None:
-        source = data if isinstance(data, Source) else data.read()
-        if source.images is not None and source.images.shape[1:] == settings.image_shape:
-            return _in_memory(source, source.images, settings)
-        if cache is None:
-            return _in_temporary_folder(source, settings, report)
-        key = _key_of_source(source, settings, _memo(cache), report)
-        return _from_cache(key, lambda: source, settings, cache, report)
-    assert isinstance(data, Found)
-    return _from_cache(_key_of_inputs(data, settings, _memo(cache), report), data.read, settings, cache, report)
+    if isinstance(data, DataRef) and (cache is None or not data.inputs):
+        data = data.read()
+    if isinstance(data, Source) and data.images is not None and data.images.shape[1:] == settings.image_shape:
+        return _in_memory(data, settings)
+    if cache is not None:
+        key = _key(data, settings, cache / "digests.sqlite", report)
+        try:
+            return _from_cache(key, data, settings, cache, report)
+        except _NotWritable as error:
+            report.note(f"the cache cannot be used, so the decoded images are not kept: {error}")
+    return _in_temporary_folder(_read(data), settings, report)
 
 
-def build_pack(data: Found | Source, settings: PackSettings, folder: Path, report: Progress) -> Pack:
-    """Make a pack in a new folder. If the process is killed, the same call goes on where it ended.
+def build_pack(data: DataRef | Source, settings: PackSettings, folder: Path, report: Progress) -> Pack:
+    """Make a pack in a new folder. If the process is killed, the same call continues where it ended.
 
     Raises:
         InputError: the folder exists; the data is a pack already, or as for `load_pack`.
     """
     report = _Throttled(report)
-    if isinstance(data, Found) and data.kind == "pack":
+    if isinstance(data, DataRef) and data.kind == "pack":
         raise InputError(f"{data.path}: is a pack already; give the data that it was made from")
     _refuse_existing(folder)
-    source = data if isinstance(data, Source) else data.read()
-    key = _key_of_source(source, settings, None, report)
-    with _locked(folder, report):
+    source = _read(data)
+    key = _key(source, settings, None, report)
+    with _building(folder, report):
         _refuse_existing(folder)
         try:
             return _build(source, settings, key, folder, report)
@@ -166,22 +160,33 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
     """Open a pack; `verify` compares CRCs of the images (of up to 2 GiB all, beyond that of blocks spread evenly).
 
     Raises:
-        InputError: it is damaged, or was written by a newer flatout; names the file and the mend.
+        InputError: it is damaged, or was written by a newer flatout; names the file and the fix.
     """
-    description, images, labels = pack_files.read_pack(folder, verify)
+    about, images, labels = pack_files.read_pack(folder, verify)
+    splits = {name: (start, stop) for name, (start, stop) in about["splits"].items()}
     return Pack(
         folder=folder,
         images=images,
         labels=labels,
-        classes=tuple(description["classes"]),
-        splits={name: (start, stop) for name, (start, stop) in description["splits"].items()},
-        resize=description["resize"],
-        kind=description["kind"],
-        notes=tuple(description["notes"]),
-        skipped=description["skipped"],
+        classes=tuple(about["classes"]),
+        splits=splits,
+        resize=about["resize"],
+        kind=about["kind"],
+        notes=tuple(about["notes"]),
+        skipped=about["skipped"],
         was_cached=True,
-        build_seconds=description["build_seconds"],
+        build_seconds=about["build_seconds"],
+        fingerprint=_fingerprint(labels, splits, [crc32 for _, crc32 in about["blocks"]]),
     )
+
+
+def _read(data: DataRef | Source) -> Source:
+    return data if isinstance(data, Source) else data.read()
+
+
+def _fingerprint(labels: np.ndarray, splits: dict[str, tuple[int, int]], crc32s: list[int]) -> str:
+    about = json.dumps([splits, crc32s]).encode()
+    return hashlib.blake2b(about + labels.astype(np.int64).tobytes(), digest_size=16).hexdigest()
 
 
 def _fitting(pack: Pack, settings: PackSettings) -> Pack:
@@ -190,16 +195,18 @@ def _fitting(pack: Pack, settings: PackSettings) -> Pack:
     has, wants = (size, channels, pack.resize), (settings.size, settings.channels, settings.resize)
     if has != wants:
         names = ("image_size", "channels", "data.resize")
-        mend = " ".join(f"--set {n}={h}" for n, h, w in zip(names, has, wants, strict=True) if h != w)
+        fix = " ".join(f"--set {n}={h}" for n, h, w in zip(names, has, wants, strict=True) if h != w)
         raise InputError(
             f"{pack.folder}: holds images of {size} x {size} pixels, {channels} channels, made square by "
             f"{pack.resize!r}, but the recipe wants {settings.size} x {settings.size} pixels, {settings.channels} "
-            f"channels, {settings.resize!r}; use {mend}, or make another pack with flatout pack"
+            f"channels, {settings.resize!r}; use {fix}, or make another pack with flatout pack"
         )
     return pack
 
 
-def _in_memory(source: Source, images: np.ndarray, settings: PackSettings) -> Pack:
+def _in_memory(source: Source, settings: PackSettings) -> Pack:
+    # A view of a mapped file must not be read by the file's name: its rows may lie elsewhere.
+    images = np.asarray(source.images)
     return Pack(
         folder=None,
         images=images,
@@ -212,75 +219,93 @@ def _in_memory(source: Source, images: np.ndarray, settings: PackSettings) -> Pa
         skipped={},
         was_cached=False,
         build_seconds=0.0,
+        fingerprint=_fingerprint(source.labels, source.splits, pack_files.crc32s_of(images)),
     )
 
 
 def _in_temporary_folder(source: Source, settings: PackSettings, report: Progress) -> Pack:
-    folder = Path(tempfile.mkdtemp(prefix="flatout-"))
+    """Return a pack in a file without a name, where the system has that: nothing stays behind a killed process."""
+    folder, owner = temporary_folder()
+
+    def remove() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(owner)
+
     try:
         pack = _build(source, settings, "", folder / "pack", report)
+        if not Path("/proc/self/fd").is_dir():
+            weakref.finalize(pack.images, remove)
+            return pack
+        file = os.open(folder / "pack" / pack_files.IMAGES, os.O_RDONLY)
+        # A text, as np.load follows a Path to the name that is about to go.
+        images = np.load(f"/proc/{os.getpid()}/fd/{file}", mmap_mode="r")
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove()
         raise
-    # The images outlive the pack where only they are kept.
-    weakref.finalize(pack.images, shutil.rmtree, folder, ignore_errors=True)
-    return pack
+    remove()
+    weakref.finalize(images, os.close, file)
+    return replace(pack, folder=None, images=images)
 
 
 # The cache
 
 
-def _memo(cache: Path) -> Path:
-    return cache / "digests.sqlite"
+def _key(data: DataRef | Source, settings: PackSettings, memo: Path | None, report: Progress) -> str:
+    """Return the digest of everything that determines the pack, except the treatment of bad images."""
+    from flatout import __version__  # other versions may read the same files in another way
 
-
-def _deciding(settings: PackSettings) -> bytes:
-    """Return what decides pixels, beside the data: not what is done about bad images, which a hit is judged by anew."""
-    decides = [pack_files.FORMAT_VERSION, settings.size, settings.channels, settings.resize, RESIZE_METHOD]
-    return json.dumps(decides).encode()
-
-
-def _key_of_inputs(found: Found, settings: PackSettings, memo: Path, report: Progress) -> str:
-    from flatout import __version__  # other versions may read the same files another way
-
-    names = [found.kind, __version__, *(path.name for path in found.inputs)]
+    wanted = [pack_files.FORMAT_VERSION, settings.size, settings.channels, settings.resize, RESIZE_METHOD]
+    parts = [json.dumps(wanted).encode()]
+    if isinstance(data, DataRef):
+        parts.append(json.dumps([data.kind, __version__, *(path.name for path in data.inputs)]).encode())
+        return combined_digest([*parts, *digest_files(data.inputs, memo=memo, report=report)])
+    parts += [data.labels.tobytes(), json.dumps([data.classes, data.splits]).encode()]
+    if data.files is not None:
+        return combined_digest([*parts, *digest_files(data.files, memo=memo, report=report)])
+    assert data.images is not None
     return combined_digest(
-        [_deciding(settings), json.dumps(names).encode(), *digest_files(found.inputs, memo=memo, report=report)]
+        chain([*parts, repr(data.images.shape).encode()], (image.tobytes() for image in data.images))
     )
 
 
-def _key_of_source(source: Source, settings: PackSettings, memo: Path | None, report: Progress) -> str:
-    table = [source.labels.tobytes(), json.dumps([source.classes, source.splits]).encode()]
-    if source.files is not None:
-        return combined_digest([_deciding(settings), *table, *digest_files(source.files, memo=memo, report=report)])
-    assert source.images is not None
-    shape = repr(source.images.shape).encode()
-    return combined_digest(chain([_deciding(settings), *table, shape], (image.tobytes() for image in source.images)))
-
-
-def _from_cache(key: str, read: Callable[[], Source], settings: PackSettings, cache: Path, report: Progress) -> Pack:
-    target = cache / "packs" / key
+def _from_cache(key: str, data: DataRef | Source, settings: PackSettings, folder: Path, report: Progress) -> Pack:
+    target = folder / "packs" / key
     pack = _open_cached(target, report)
     if pack is None:
-        with _locked(target, report):
+        with _building(target, report):
             pack = _open_cached(target, report)  # the process that held the lock may have made it
             if pack is None:
                 shutil.rmtree(target, ignore_errors=True)
-                # What an InputError about bad images leaves is kept: `skip` goes on from it without decoding again.
-                return _build(read(), settings, key, target, report)
+                # What an InputError about bad images leaves is kept: `skip` continues from it without decoding again.
+                pack = _in_use(_build(_read(data), settings, key, target, report))
+        for removed in make_room(folder):
+            report.note(f"removed the least recently used pack from the cache, which is full: {removed.what}")
     _judge(pack.skipped, len(pack.labels) + len(pack.skipped), settings)
     return pack
 
 
 def _open_cached(target: Path, report: Progress) -> Pack | None:
-    """Return the pack if it is there and whole. It is there whole or not at all, as it gets its name last."""
+    """Return the pack if it is there; it is there completely or not at all, since it gets its name last."""
     if not target.exists():
         return None
     try:
-        return open_pack(target)
+        pack = _in_use(open_pack(target))
     except DamagedPack as error:
-        report.note(f"a cached pack is made again, for it was damaged: {error}")
+        report.note(f"rebuilding the damaged cached pack: {error}")
         return None
+    with suppress(OSError):  # only a note of the last use
+        os.utime(target)
+    return pack
+
+
+def _in_use(pack: Pack) -> Pack:
+    """Mark a cached pack as used while its images exist, so that it is not removed to make room."""
+    assert pack.folder is not None
+    with suppress(OSError):  # some network file systems have no locks
+        descriptor = lock(pack.folder / pack_files.DESCRIPTION, shared=True)
+        assert descriptor is not None
+        weakref.finalize(pack.images, os.close, descriptor)
+    return pack
 
 
 def _lock_file(target: Path) -> Path:
@@ -292,35 +317,41 @@ def _partial(target: Path) -> Path:
 
 
 @contextmanager
-def _locked(target: Path, report: Progress) -> Iterator[None]:
+def _building(target: Path, report: Progress) -> Iterator[None]:
     """Hold the right to make one pack. The system takes it from a process that is killed."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(_lock_file(target))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _lock_file(target).touch()  # where that is impossible, the lock would wait for ever
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
+        descriptor = lock(_lock_file(target), wait=False)
+        if descriptor is None:
             report.note("another process is making this pack; waiting for it")
-            lock.acquire()
+            descriptor = lock(_lock_file(target))
+        assert descriptor is not None
     except OSError as error:
-        raise _not_writable(target.parent, error) from None
+        raise _NotWritable(target.parent, error) from None
     try:
         yield
     finally:
-        lock.release()
+        os.close(descriptor)
+
+
+class _NotWritable(InputError):
+    """A folder for packs that cannot be written."""
+
+    def __init__(self, folder: Path, error: OSError) -> None:
+        super().__init__(
+            f"{folder}: cannot be written ({error.strerror}); choose another folder (for the cache: set FLATOUT_CACHE)"
+        )
 
 
 # Building
 
 
 def _build(source: Source, settings: PackSettings, key: str, target: Path, report: Progress) -> Pack:
-    """Make the pack beside its place, then put it there.
+    """Make the pack beside its place, then rename it.
 
     Raises:
-        InputError: images are bad (what is decoded stays in `_partial(target)`); the disk is full (nothing stays).
+        InputError: images are bad; what is decoded stays in `_partial(target)`.
+        DiskFull: the disk is full; nothing stays.
     """
     import torch  # noqa: F401 - takes seconds to load, which are no part of the rate of packing
 
@@ -337,26 +368,26 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
             report=report,
         )
         files = source.files or ()
-        skipped = {str(files[index]): reason for index, reason in sorted(bad.items())}
+        skipped = {printable(files[index]): reason for index, reason in sorted(bad.items())}
         _judge(skipped, len(source), settings)
         kept = bad_images.without(source, bad) if bad else source
         description = {
             **_description(kept, settings, skipped),
             "key": key,
-            "blocks": [[block.stop, block.crc32] for block in blocks],
+            "blocks": [[block.rows, block.crc32] for block in blocks],
             "build_seconds": time.perf_counter() - started,
         }
         pack_files.publish(partial, target, kept.labels, description)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if error.errno in _DISK_FULL:
+        if error.errno in NO_SPACE:
             needed = len(source) * int(np.prod(settings.image_shape))
             free = shutil.disk_usage(target.parent).free
-            raise InputError(
+            raise DiskFull(
                 f"{target.parent}: the disk is full, or a limit reached: {len(source):,} images need {needed:,} bytes "
                 f"and {free:,} are free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
             ) from None
-        raise _not_writable(target.parent, error) from None
+        raise _NotWritable(target.parent, error) from None
     return replace(open_pack(target, verify=False), was_cached=False)
 
 
@@ -393,18 +424,15 @@ def _fill(source: Source, settings: PackSettings) -> pack_files.Fill:
         return bad
 
     def from_arrays(start: int, stop: int, out: np.ndarray) -> dict[int, str]:
-        assert source.images is not None
-        out[:] = resize_images(source.images[start:stop], **how)
-        _let_go(source.images)
+        images = source.images
+        assert images is not None
+        out[:] = resize_images(images[start:stop], **how)
+        if isinstance(images, np.memmap) and images.mode == "r" and hasattr(mmap, "MADV_DONTNEED"):
+            # Pages read through the map no longer count as memory of this process; touching them brings them back.
+            images._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
         return {}
 
     return from_files if source.images is None else from_arrays
-
-
-def _let_go(images: np.ndarray) -> None:
-    """Have pages read through a map no longer count as memory of this process; touching them brings them back."""
-    if isinstance(images, np.memmap) and images.mode == "r" and hasattr(mmap, "MADV_DONTNEED"):
-        images._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _judge(skipped: dict[str, str], total: int, settings: PackSettings) -> None:
@@ -414,13 +442,6 @@ def _judge(skipped: dict[str, str], total: int, settings: PackSettings) -> None:
 def _refuse_existing(folder: Path) -> None:
     if folder.exists():
         raise InputError(f"{folder}: exists; choose another --out, or delete it")
-
-
-def _not_writable(folder: Path, error: OSError) -> InputError:
-    return InputError(
-        f"{folder}: cannot be written ({error.strerror}); choose another folder (for the cache: set FLATOUT_CACHE, "
-        "or use --no-cache)"
-    )
 
 
 class _Throttled:

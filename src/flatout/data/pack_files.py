@@ -1,4 +1,4 @@
-"""The files of a pack: written block by block, so that a killed process can go on, and checked when read.
+"""The files of a pack: written block by block, so that a killed process can continue, and checked when read.
 
     images.npy   uint8 [N, size, size, C]
     labels.npy   int64 [N]
@@ -33,8 +33,8 @@ FORMAT_VERSION = 1
 # Memory while packing is two blocks; at most as much is decoded again after a kill.
 BLOCK_BYTES = 16 << 20
 
-# Checking everything would hold up each start by minutes for a pack of hundreds of gigabytes. Beyond this many bytes
-# blocks spread over the whole file are checked: enough to see a file cut short, overwritten, or on a failing disk.
+# Checking all of a pack of hundreds of gigabytes would delay each start by minutes. Beyond this many bytes, blocks over
+# the whole file are checked: enough to find a file that was cut short, overwritten, or lies on a failing disk.
 CHECKED_BYTES = 2 << 30
 
 # Samples for one thread at a time: few enough that all threads end a block together.
@@ -50,28 +50,15 @@ class DamagedPack(InputError):
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Rows of images.npy from the end of the block before to `stop`, and their CRC-32."""
+    """A line of the journal: the samples before `samples` are done and are the rows before `rows`, except the bad.
 
-    stop: int
-    crc32: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Done:
-    """A line of the journal: samples up to `samples` are done, and are the rows before `rows`; the bad among them."""
+    The CRC-32 is of the rows since the previous block; `bad` is index -> reason.
+    """
 
     samples: int
     rows: int
     crc32: int
     bad: dict[str, str]
-
-
-def npy_header(shape: Sequence[int]) -> bytes:
-    """Return the header of a uint8 .npy file; its length does not depend on the first axis."""
-    header = io.BytesIO()
-    fields = {"descr": "|u1", "fortran_order": False, "shape": tuple(shape)}
-    np.lib.format.write_array_header_1_0(header, fields)
-    return header.getvalue()
 
 
 # Writing
@@ -80,7 +67,7 @@ def npy_header(shape: Sequence[int]) -> bytes:
 def write_images(
     folder: Path, *, key: str, count: int, image_shape: tuple[int, int, int], fill: Fill, report: "Progress"
 ) -> tuple[list[Block], dict[int, str]]:
-    """Write `folder/images.npy` from `count` samples, on all cores, going on where an earlier process was killed.
+    """Write `folder/images.npy` from `count` samples, on all cores, continuing where an earlier process was killed.
 
     Blocks are written with ordinary writes: through a map, a full disk would kill the process, and the pages would
     count as its memory. Samples that `fill` calls bad are left out.
@@ -101,26 +88,25 @@ def write_images(
         _decoding_threads() as pool,
     ):
         _reserve(file, len(header) + count * row_bytes)
-        for block in _filled_blocks(pool, fill, done[-1].samples if done else 0, count, image_shape, report):
-            rows = done[-1].rows if done else 0
+        rows = done[-1].rows if done else 0
+        for stop, good, bad in _decoded(pool, fill, done[-1].samples if done else 0, count, image_shape, report):
+            content = good.reshape(-1).data
             file.seek(len(header) + rows * row_bytes)
-            file.write(block.good_rows.reshape(-1).data)
+            file.write(content)
             _sync(file)
-            bad = {str(index): reason for index, reason in block.bad.items()}
-            crc32 = zlib.crc32(block.good_rows.reshape(-1).data)
-            done.append(_Done(samples=block.stop, rows=rows + len(block.good_rows), crc32=crc32, bad=bad))
+            rows += len(good)
+            done.append(Block(samples=stop, rows=rows, crc32=zlib.crc32(content), bad=bad))
             journal.write(json.dumps(asdict(done[-1])) + "\n")
             _sync(journal)
         file.seek(0)
-        file.write(npy_header((done[-1].rows, *image_shape)))
-        file.truncate(len(header) + done[-1].rows * row_bytes)
+        file.write(npy_header((rows, *image_shape)))
+        file.truncate(len(header) + rows * row_bytes)
         _sync(file)
-    blocks = [Block(stop=d.rows, crc32=d.crc32) for d in done]
-    return blocks, {int(index): reason for d in done for index, reason in d.bad.items()}
+    return done, {int(index): reason for block in done for index, reason in block.bad.items()}
 
 
 def publish(partial: Path, target: Path, labels: np.ndarray, description: dict[str, Any]) -> None:
-    """Add labels and description to written images and give the folder its name, so that it is there whole or not."""
+    """Add labels and description to written images and rename the folder, so that it is complete or missing."""
     with (partial / LABELS).open("wb") as file:
         np.save(file, labels)
         _sync(file)
@@ -134,17 +120,26 @@ def publish(partial: Path, target: Path, labels: np.ndarray, description: dict[s
     _sync_folder(target.parent)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Filled:
-    stop: int
-    good_rows: np.ndarray
-    bad: dict[int, str]
+def npy_header(shape: Sequence[int]) -> bytes:
+    """Return the header of a uint8 .npy file; its length does not depend on the first axis."""
+    header = io.BytesIO()
+    fields = {"descr": "|u1", "fortran_order": False, "shape": tuple(shape)}
+    np.lib.format.write_array_header_1_0(header, fields)
+    return header.getvalue()
 
 
-def _filled_blocks(
+def crc32s_of(images: np.ndarray) -> list[int]:
+    """Return the CRC-32s of an array's blocks, which are those of a pack of it."""
+    rows = max(1, BLOCK_BYTES // images[:1].nbytes)
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        blocks = (images[start : start + rows] for start in range(0, len(images), rows))
+        return list(pool.map(lambda block: zlib.crc32(np.ascontiguousarray(block).reshape(-1).data), blocks))
+
+
+def _decoded(
     pool: ThreadPoolExecutor, fill: Fill, start: int, count: int, image_shape: tuple[int, ...], report: "Progress"
-) -> Iterator[_Filled]:
-    """Yield blocks of samples in order; while one is being used the next is being decoded."""
+) -> Iterator[tuple[int, np.ndarray, dict[str, str]]]:
+    """Yield (stop, good rows, bad samples) of blocks in order; while one is used the next is decoded."""
     block_rows = max(1, min(BLOCK_BYTES // int(np.prod(image_shape)), count))
     step = max(1, min(_SAMPLES_PER_TASK, block_rows // usable_cores()))
     buffers = [np.empty((block_rows, *image_shape), np.uint8) for _ in range(2)]
@@ -154,17 +149,16 @@ def _filled_blocks(
         spans = [(a, min(a + step, last)) for a in range(first, last, step)]
         return [pool.submit(fill, a, b, buffer[a - first : b - first]) for a, b in spans]
 
-    firsts = range(start, count, block_rows)
-    tasks = submit(start, buffers[0]) if firsts else []
-    for number, first in enumerate(firsts):
+    tasks = submit(start, buffers[0])
+    for number, first in enumerate(range(start, count, block_rows)):
         buffer, stop = buffers[number % 2], min(first + block_rows, count)
         following = submit(stop, buffers[(number + 1) % 2])
         bad: dict[int, str] = {}
         for index, task in enumerate(tasks):
-            bad.update(task.result())
+            bad |= task.result()
             report.update(min(first + (index + 1) * step, stop), count)
-        good = np.setdiff1d(np.arange(stop - first), np.array(list(bad), np.int64) - first)
-        yield _Filled(stop=stop, good_rows=buffer[good] if bad else buffer[: stop - first], bad=bad)
+        good = np.delete(buffer[: stop - first], [i - first for i in bad], axis=0) if bad else buffer[: stop - first]
+        yield stop, good, {str(i): reason for i, reason in bad.items()}
         tasks = following
 
 
@@ -183,25 +177,25 @@ def _decoding_threads() -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(threads)
 
 
-def _read_journal(folder: Path, key: str, header_bytes: int, row_bytes: int) -> list[_Done]:
-    """Return what an earlier process got done of the same pack, as far as its blocks are on the disk unchanged."""
+def _read_journal(folder: Path, key: str, header_bytes: int, row_bytes: int) -> list[Block]:
+    """Return the blocks of the same pack that an earlier process wrote and that are unchanged on the disk."""
     try:
         lines = (folder / JOURNAL).read_text(encoding="utf-8").splitlines()
         if json.loads(lines[0])["key"] != key:
             return []
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return []
-    done: list[_Done] = []
+    done: list[Block] = []
     for line in lines[1:]:
         try:
-            entry = _Done(**json.loads(line))
+            block = Block(**json.loads(line))
         except (ValueError, TypeError):  # the line that was being written
             break
         start = done[-1].rows if done else 0
-        offset, length = header_bytes + start * row_bytes, (entry.rows - start) * row_bytes
-        if _crc32_of(folder / IMAGES, offset, length) != entry.crc32:
+        offset, length = header_bytes + start * row_bytes, (block.rows - start) * row_bytes
+        if _crc32_of(folder / IMAGES, offset, length) != block.crc32:
             break
-        done.append(entry)
+        done.append(block)
     if len(done) < len(lines) - 1:
         kept = "".join(json.dumps(entry) + "\n" for entry in [{"key": key}, *map(asdict, done)])
         (folder / JOURNAL).write_text(kept, encoding="utf-8")
@@ -209,7 +203,7 @@ def _read_journal(folder: Path, key: str, header_bytes: int, row_bytes: int) -> 
 
 
 def _reserve(file: io.BufferedRandom, size_bytes: int) -> None:
-    """Make a full disk known now, not after an hour; where the system cannot reserve, it is known when it happens."""
+    """Have the system set the room aside, where it can, so that a full disk is known at once."""
     if not hasattr(os, "posix_fallocate"):
         return
     try:
@@ -225,7 +219,7 @@ def _sync(file: io.IOBase) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to the disk; only there is a rename lasting."""
+    """Bring a folder's entries to the disk; only then a rename is lasting."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -275,7 +269,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
     if version != FORMAT_VERSION:
-        raise InputError(f"{path}: is of format {version}, this flatout reads {FORMAT_VERSION}; update flatout")
+        raise InputError(f"{path}: has format {version}, this flatout reads {FORMAT_VERSION}; update flatout")
     if crc32 != _json_crc32(description):
         raise _damaged(path, "its content has changed")
     return description

@@ -1,4 +1,4 @@
-"""Image arrays of every common layout and range to uint8 [N, H, W, C].
+"""Image arrays of every common layout and range as uint8 [N, H, W, C].
 
 Shape letters: N images, H height, W width, C channels.
 """
@@ -19,10 +19,10 @@ def channels_last(images: np.ndarray, where: object) -> np.ndarray:
     Raises:
         InputError: the shape is none of these, or could be two of them.
     """
-    if images.ndim == 3 and min(images.shape[1:]) > 0:
-        return images[..., None]
-    if images.ndim != 4 or min(images.shape[1:]) == 0:
+    if images.ndim not in (3, 4) or min(images.shape[1:]) == 0:
         raise InputError(f"{where}: images of shape {images.shape}; give [N, H, W], [N, H, W, C] or [N, C, H, W]")
+    if images.ndim == 3:
+        return images[..., None]
     first, last = images.shape[1] in (1, 3), images.shape[3] in (1, 3)
     if first and last and images.shape[1:] != (1, 1, 1):
         raise InputError(f"{where}: images of shape {images.shape}: channels may be first or last; give [N, H, W]")
@@ -32,36 +32,34 @@ def channels_last(images: np.ndarray, where: object) -> np.ndarray:
 
 
 def value_range(low: float, high: float, where: object, *, signed: bool = False) -> tuple[float, float]:
-    """Return the range that pixels from `low` to `high` are taken to be scaled to: 0..1, 0..255 or (if allowed) -1..1.
+    """Return the range of pixels from `low` to `high`: 0..1, 0..255 or (if `signed`) -1..1.
 
     Raises:
         InputError: the values are not finite, or fit no range.
     """
     if not np.isfinite((low, high)).all():
         raise InputError(f"{where}: pixels hold values that are not finite numbers (NaN or infinity)")
-    for allowed, (bottom, top) in ((True, UNIT), (signed, SIGNED), (True, BYTES)):
-        if allowed and bottom <= low and high <= top:
+    for bottom, top in (UNIT, SIGNED, BYTES) if signed else (UNIT, BYTES):
+        if bottom <= low and high <= top:
             return bottom, top
     ranges = "0..1, -1..1 or 0..255" if signed else "0..1 or 0..255"
     raise InputError(f"{where}: pixels run from {low:g} to {high:g}; scale them to {ranges}")
 
 
 def range_of(images: np.ndarray, where: object) -> tuple[float, float]:
-    """Return the range of an array of images, by its type and, for floats, its values; integers are 0..255.
+    """Return the range of an array of images: by its type, for floats by its values.
 
     Raises:
         InputError: the type is no number, or the values fit no range.
     """
-    if images.dtype == np.uint8:
-        return BYTES
     if images.dtype.kind == "b":
         return UNIT
     if images.dtype.kind not in "iuf":
         raise InputError(f"{where}: images of type {images.dtype}; give uint8, or numbers in 0..1 or 0..255")
-    if images.size == 0:
+    if images.dtype == np.uint8 or images.size == 0:
         return BYTES
     found = value_range(float(images.min()), float(images.max()), where)
-    return BYTES if images.dtype.kind in "iu" else found
+    return found if images.dtype.kind == "f" else BYTES
 
 
 def to_uint8(images: np.ndarray, scale: tuple[float, float], where: object) -> np.ndarray:

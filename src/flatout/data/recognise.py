@@ -1,19 +1,25 @@
-"""Decide, by looking, what kind of data a path or a Python value is."""
+"""Decide, by looking, which format a path or a Python value has."""
 
 from pathlib import Path
 
-from flatout.data.formats import folders, idx, json_triples, manifest
-from flatout.data.formats import npy as arrays
+from flatout.data.formats import folders, idx, json_triples, manifest, npy
 from flatout.data.labels import find_class_list
-from flatout.data.source import Found, Source
+from flatout.data.source import DataRef, Source
 from flatout.errors import InputError
+from flatout.files import printable
+from flatout.recipe import Data
 from flatout.settings import nearest_path
+
+# In the order in which they are tried. Each module has `recognise(path, options)`, which returns a DataRef or None, and
+# `read(...)`, which returns a Source.
+FORMATS = (idx, npy, json_triples, manifest, folders)
 
 DIGITS = "sklearn:digits"
 _EXPECTED = (
     "flatout reads a folder for each class (or train/, valid/ and test/ with such folders in each), CSV files of "
     "file,label rows, IDX files, a .json or .json.gz of three [images, labels] pairs, .npz and .npy arrays, and packs"
 )
+_ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".7z", ".rar")
 
 
 def is_pack(path: Path) -> bool:
@@ -21,27 +27,35 @@ def is_pack(path: Path) -> bool:
     return (path / "pack.json").is_file()
 
 
-def recognise(path: Path, *, classes: str = "") -> Found:
+def recognise(path: Path, options: Data | None = None) -> DataRef:
     """Return what a path holds, without reading the images.
 
     Args:
-        path: a file or folder, or `sklearn:digits`. A pack is only recognised: it has no `Source` to read.
-        classes: a text file of class names, one per line; `classes.txt` beside the data is used without being named,
-            except for class folders, which have their names already.
+        path: a file or folder, or `sklearn:digits`.
+        options: how to read it: `classes`, `images`, `file_column` and `label_column` of a recipe's data section.
 
     Raises:
         InputError: there is nothing at the path, or nothing recognisable.
     """
+    options = options or Data()
     if str(path) == DIGITS:
-        return Found(kind="scikit-learn digits", path=path, inputs=(), read=arrays.load_digits_source)
+        return DataRef(kind="scikit-learn digits", path=path, read=npy.load_digits_source)
+    if printable(path) != str(path):
+        raise InputError(f"{printable(path)}: the path is not UTF-8; rename it")
     if not path.exists():
         raise InputError(f"{path}: there is no such file or folder; {nearest_path(path) or 'check the path'}")
     if is_pack(path):
-        return Found(kind="pack", path=path, inputs=(), read=lambda: _no_source(path))
-    found = _in_folder(path, classes) if path.is_dir() else _in_file(path, classes)
-    if found is None:
-        raise InputError(f"{path}: holds nothing recognisable; {_EXPECTED}")
-    return found
+        return DataRef(kind="pack", path=path, read=lambda: _read_pack(path))
+    if path.is_dir() and not folders.visible(path):
+        raise InputError(f"{path}: is an empty folder")
+    if not path.is_dir() and path.stat().st_size == 0:
+        raise InputError(f"{path}: is an empty file")
+    find_class_list(options.classes, path)
+    found = (ref for format in FORMATS if (ref := format.recognise(path, options)))
+    ref = next(found, None)
+    if ref is None:
+        raise InputError(f"{path}: {_what_it_is(path)}")
+    return ref
 
 
 def from_python(data: object) -> Source:
@@ -50,37 +64,41 @@ def from_python(data: object) -> Source:
     Raises:
         InputError: the data is neither, or its images or labels are wrong.
     """
-    from flatout.data.formats import torch_dataset as datasets
+    from flatout.data.formats import torch_dataset
 
     parts = list(data.values()) if isinstance(data, dict) else list(data) if isinstance(data, tuple) else [data]
-    if arrays.is_pair(data) or any(arrays.is_pair(part) for part in parts):
-        return arrays.from_arrays(data)
-    return datasets.from_dataset(data)
+    if npy.is_pair(data) or any(npy.is_pair(part) for part in parts):
+        return npy.from_arrays(data)
+    return torch_dataset.from_dataset(data)
 
 
-def _no_source(path: Path) -> Source:
-    raise AssertionError(f"{path} is a pack, which is opened as it is")
+def _read_pack(path: Path) -> Source:
+    from flatout.data.pack import open_pack
 
-
-def _in_file(path: Path, classes: str) -> Found | None:
-    if path.stat().st_size == 0:
-        raise InputError(f"{path}: is an empty file")
-    if idx.is_idx_name(path.name):
-        raise InputError(f"{path}: is one file of an IDX set; give its folder, {path.parent}")
-    return (
-        manifest.find_single(path, find_class_list(classes, path.parent))
-        or json_triples.find(path, classes)
-        or arrays.find_npz(path, classes)
-        or arrays.find_npy(path, classes)
+    pack = open_pack(path)
+    return Source(
+        kind="pack",
+        path=path,
+        classes=pack.classes,
+        labels=pack.labels,
+        splits=pack.splits,
+        images=pack.images,
+        notes=pack.notes,
     )
 
 
-def _in_folder(path: Path, classes: str) -> Found | None:
-    if not folders.visible(path):
-        raise InputError(f"{path}: is an empty folder")
-    class_list = find_class_list(classes, path)
-    found = idx.find(path, classes) or arrays.find_npy(path, classes) or manifest.find_set(path, class_list)
-    if found is None and not manifest.lists_images(path):
-        # Many a tree of class folders has a CSV file of something else beside it.
-        found = folders.find(path, Path(classes).expanduser() if classes else None)
-    return found or manifest.find_single(path, class_list)
+def _what_it_is(path: Path) -> str:
+    if path.name.lower().endswith(_ARCHIVES):
+        return "is an archive; unpack it and give the folder"
+    if folders.is_image_name(path.name) and path.is_file():
+        return "is a single image; give a folder with a folder of images for each class"
+    if path.is_dir():
+        names = [entry.name for entry in folders.visible(path)]
+        if archives := [name for name in names if name.lower().endswith(_ARCHIVES)]:
+            return f"holds the archive {archives[0]}; unpack it and give the folder that comes out"
+        if folders.has_images(path):
+            return (
+                "holds images but nothing that names their classes; sort them into a folder for each class, or list "
+                "them in a CSV file with rows of file,label"
+            )
+    return f"holds nothing recognisable; {_EXPECTED}"

@@ -1,30 +1,34 @@
-"""What every kind of data looks like once it has been recognised: a table of samples with named splits."""
+"""Data that has been recognised (`DataRef`), and data that has been read (`Source`)."""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from flatout.data.labels import flat_labels, index_labels, read_class_list
+from flatout.data.splits import SPLITS, in_order
 from flatout.errors import InputError
-
-SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """Labelled images, not yet decoded or already arrays, in the order train, valid, test.
+    """Labelled images in the order train, valid, test: files to decode, or arrays.
 
     Attributes:
-        kind: what the data was recognised as, for people ("class folders", "IDX files").
-        path: where it came from; None for arrays and data sets given in Python.
+        kind: the format in words, such as "class folders" or "IDX files".
+        path: the file or folder; None for arrays and data sets given in Python.
         classes: class names; a label is an index into them.
         labels: int64 [N].
-        splits: name -> (start, stop), contiguous and covering 0..N; "train" is always there.
+        splits: name -> (start, stop), contiguous and covering 0..N; "train" is always present.
         files: N paths of image files; None where `images` is given.
         images: uint8 [N, H, W, C] with C 1 or 3; None where `files` is given.
-        notes: what a person should know about how the data was read, one sentence each.
+        notes: sentences for the user about how the data was read.
+
+    Raises:
+        InputError: there are no training images, fewer than two classes, or a class without training images.
     """
 
     kind: str
@@ -34,64 +38,127 @@ class Source:
     splits: dict[str, tuple[int, int]]
     files: Sequence[Path] | None = None
     images: np.ndarray | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert (self.files is None) != (self.images is None)
         assert len(self.labels) == len(self.files if self.files is not None else self.images)  # type: ignore[arg-type]
         assert list(self.splits) == [name for name in SPLITS if name in self.splits]
-        where = str(self.path) if self.path is not None else "the data"
-        counts = np.bincount(self.labels, minlength=len(self.classes))
-        start, stop = self.splits["train"]
-        in_train = np.bincount(self.labels[start:stop], minlength=len(self.classes))
-        if len(self.labels) == 0 or stop == start:
+        where = self.path or "the data"
+        counts = {
+            name: np.bincount(self.labels[a:b], minlength=len(self.classes)) for name, (a, b) in self.splits.items()
+        }
+        in_train, everywhere = counts["train"], sum(counts.values())
+        if not in_train.any():
             raise InputError(f"{where}: holds no training images")
-        if np.count_nonzero(in_train) < 2 and np.count_nonzero(counts) < 2:
-            raise InputError(
-                f"{where}: all images are of one class ({self.classes[int(self.labels[0])]}); two are needed"
-            )
-        for index in np.flatnonzero((in_train == 0) & (counts > 0)):
-            elsewhere = [
-                name for name, (a, b) in self.splits.items() if name != "train" and np.any(self.labels[a:b] == index)
-            ]
-            raise InputError(
-                f"{where}: class {self.classes[index]!r} is in {' and '.join(elsewhere)} but has no training images"
-            )
+        if np.count_nonzero(everywhere) < 2:
+            name = self.classes[int(self.labels[0])]
+            raise InputError(f"{where}: all images are of one class ({name}); at least two are needed")
+        for index in np.flatnonzero((in_train == 0) & (everywhere > 0)):
+            others = " and ".join(name for name, count in counts.items() if count[index])
+            raise InputError(f"{where}: class {self.classes[index]!r} is in {others} but has no training images")
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def describe(self) -> str:
-        """Return what was found, such as `CSV manifest: train 2,848 images of 101 classes, valid 944, test 930`."""
+        """Return a summary such as `CSV manifest: train 2,848 images of 101 classes, valid 944, test 930`."""
         return describe(self.kind, self.classes, self.splits)
 
     def class_counts(self, split: str) -> dict[str, int]:
         """Return the number of images of each class in a split, in the order of the classes."""
-        start, stop = self.splits[split]
-        counts = Counter(self.labels[start:stop].tolist())
-        return {name: counts.get(index, 0) for index, name in enumerate(self.classes)}
+        counts = np.bincount(self.labels[slice(*self.splits[split])], minlength=len(self.classes))
+        return dict(zip(self.classes, counts.tolist(), strict=True))
 
 
 def describe(kind: str, classes: Sequence[str], splits: dict[str, tuple[int, int]]) -> str:
-    """Return one line that says what was found: kind, images of each split, classes."""
+    """Return one line with the format, the images of each split and the number of classes."""
     sizes = [f"{name} {stop - start:,}" for name, (start, stop) in splits.items()]
     sizes[0] += f" images of {len(classes):,} classes"
     return f"{kind}: {', '.join(sizes)}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Found:
+class DataRef:
     """Data that has been recognised but not read.
 
     Attributes:
         kind: as `Source.kind`.
         path: the file or folder.
-        inputs: the files whose content decides the arrays, so that a cached pack can be found without reading them;
-            empty where the images are separate files (listing those is cheap, so `read` is called first).
+        inputs: the files whose content determines the arrays, so that a cached pack is found without reading them;
+            empty for separate image files, where `read` is cheap.
         read: lists or reads the data.
     """
 
     kind: str
     path: Path
-    inputs: tuple[Path, ...]
+    inputs: tuple[Path, ...] = ()
     read: Callable[[], Source]
+
+
+def assemble(
+    kind: str,
+    path: Path | None,
+    splits: Mapping[str, tuple[Any, Any]],
+    *,
+    names: tuple[str, ...] | None = None,
+    class_list: Path | None = None,
+    notes: tuple[str, ...] = (),
+    locate: Callable[[str, int], str] | None = None,
+    subject: str = "",
+) -> Source:
+    """Return the source of split -> (images, labels); every format ends here.
+
+    Args:
+        kind, path, notes: as in `Source`.
+        splits: images as an array [N, H, W, C] or a list of files; labels as `flat_labels` takes them.
+        names: class names, if known; a label is then a name or an index.
+        class_list: a file of class names to use instead.
+        locate: (split, index) -> the place of a label, as the start of a message.
+        subject: where the labels are, for messages about all of them; by default the path.
+
+    Raises:
+        InputError: splits are empty, or images and labels do not fit together.
+    """
+    where = str(path or "data")
+    splits = in_order(splits, where)
+    for name, (images, labels) in splits.items():
+        if len(images) != len(labels):
+            raise InputError(f"{where}: {name} has {len(images):,} images but {len(labels):,} labels; make them equal")
+        if len(images) == 0:
+            raise InputError(f"{where}: the {name} split holds no images; fill it or leave it out")
+    labels = [flat_labels(labels, f"{where}: {name}") for name, (_, labels) in splits.items()]
+    if len({part.dtype.kind for part in labels}) > 1:
+        raise InputError(f"{where}: labels are numbers in one split and text in another; make them the same")
+    bounds = np.cumsum([0, *map(len, labels)]).tolist()
+    spans = dict(zip(splits, pairwise(bounds), strict=True))
+
+    def place(i: int) -> str:
+        name = next(name for name, (_, stop) in spans.items() if i < stop)
+        index = i - spans[name][0]
+        return locate(name, index) if locate else f"{where}: {name}: label {index}"
+
+    if class_list is not None:
+        names, notes = read_class_list(class_list), (*notes, f"class names from {class_list}")
+    labelling = index_labels(np.concatenate(labels), names, place, subject or where)
+    images = [images for images, _ in splits.values()]
+    is_files = isinstance(images[0], list)
+    return Source(
+        kind=kind,
+        path=path,
+        classes=labelling.classes,
+        labels=labelling.labels,
+        splits=spans,
+        files=[file for files in images for file in files] if is_files else None,
+        images=None if is_files else _join(dict(zip(splits, images, strict=True)), where),
+        notes=notes + labelling.notes,
+    )
+
+
+def _join(images: Mapping[str, np.ndarray], where: str) -> np.ndarray:
+    shapes = {name: part.shape[1:] for name, part in images.items()}
+    if len(set(shapes.values())) > 1:
+        sizes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
+        raise InputError(f"{where}: the images differ in size (height x width x channels: {sizes}); make them equal")
+    parts = list(images.values())
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)  # one split, maybe mapped from a file, is not copied

@@ -1,24 +1,65 @@
-"""A share of the samples set aside: stratified, and a function of the seed alone."""
+"""Splits (train, valid, test): the names people give them, and a stratified share taken from one."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
-from flatout.data.source import SPLITS
+from flatout.errors import InputError
 from flatout.numerics.random import Stream, raw
 
+T = TypeVar("T")
 
-def carve(labels_N: np.ndarray, fraction: float, seed: int, *, stream: str) -> tuple[np.ndarray, np.ndarray]:
+SPLITS = ("train", "valid", "test")
+_WORDS = {
+    **dict.fromkeys(("train", "training", "trn"), "train"),
+    **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
+    **dict.fromkeys(("test", "testing", "t10k"), "test"),
+}
+
+
+def words_of(name: str) -> list[str]:
+    """Return the lower-case words of a file, folder or array name: `Train_Labels` is `["train", "labels"]`."""
+    return re.findall(r"[a-z0-9]+", name.lower())
+
+
+def split_of(name: str) -> str | None:
+    """Return the split that a whole name means (`Training_Set` is `train`), or None."""
+    words = [word.removesuffix("set") or "set" for word in words_of(name)]
+    words = [word for word in words if word not in ("set", "data", "images", "split")]
+    return _WORDS.get(words[0]) if len(words) == 1 else None
+
+
+def split_within(name: str) -> str | None:
+    """Return the split that one word of a name means (`desc_train` is `train`); None for no word or several."""
+    found = {_WORDS[word] for word in words_of(name) if word in _WORDS}
+    return found.pop() if len(found) == 1 else None
+
+
+def in_order(splits: Mapping[Any, T], where: object) -> dict[str, T]:
+    """Return the splits in the order train, valid, test.
+
+    Raises:
+        InputError: there is no training split.
+    """
+    if "train" not in splits:
+        raise InputError(f"{where}: has {' and '.join(splits) or 'nothing'} but no training split; name one 'train'")
+    return {name: splits[name] for name in SPLITS if name in splits}
+
+
+def stratified_split(labels_N: np.ndarray, fraction: float, seed: int, *, stream: str) -> tuple[np.ndarray, np.ndarray]:
     """Divide samples into those kept and those taken, with the same share of each class taken.
 
-    In total round(fraction * N) samples are taken. Each class gives its share rounded down, and the classes whose share
-    lost most by that give one more (the largest remainder method). One sample of each class is always kept, so that
-    fewer than the total may be taken where classes are tiny. The choice depends on nothing but the arguments: the same
-    on every machine and NumPy version.
+    round(fraction * N) samples are taken. Each class gives its share rounded down; the classes with the largest
+    remainders give one more, ties decided by the seed. One sample of each class is always kept, so fewer may be taken
+    where classes are tiny. The choice depends on the arguments alone, on every machine and NumPy version.
 
     Args:
         labels_N: class index of each sample, int64 [N], not negative.
         fraction: the share to take, at least 0 and less than 1.
         seed: of the run.
-        stream: the name of the split that the samples are taken for, so that two by one seed are independent.
+        stream: the name of the split that the samples are taken for; different names give independent choices.
 
     Returns:
         The indices kept and the indices taken, int64, each in ascending order.
@@ -28,7 +69,8 @@ def carve(labels_N: np.ndarray, fraction: float, seed: int, *, stream: str) -> t
     shares_K = fraction * counts_K
     taken_K = np.floor(shares_K).astype(np.int64)
     missing = round(fraction * len(labels_N)) - int(taken_K.sum())
-    by_remainder = np.argsort(taken_K - shares_K, kind="stable")
+    ties_K = raw(seed, Stream.SPLIT, len(SPLITS) + SPLITS.index(stream), len(counts_K))
+    by_remainder = np.lexsort((ties_K, np.round(taken_K - shares_K, 9)))
     spare = by_remainder[taken_K[by_remainder] + 1 < counts_K[by_remainder]]
     taken_K[spare[: max(missing, 0)]] += 1
 

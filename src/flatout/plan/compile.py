@@ -119,7 +119,7 @@ class _Compiler:
 
     def _cached(self, topology: Topology, batch: int) -> Path | None:
         """Return the file for a program, named by everything that decides it; None where code may have changed."""
-        from flatout.data.pack import cache_folder
+        from flatout.data.cache import cache_folder
 
         recipe = self._work.recipe.override({"batch_size": batch, "epochs": 1})
         if ":" in recipe.model and not recipe.model.startswith("timm:"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flatout.data.source import Found, Source
+from flatout.data.source import DataRef, Source
 from flatout.errors import InputError
 from flatout.recipe import Recipe, from_dict
 
@@ -31,7 +31,7 @@ class _Shape:
     reason: str
 
 
-def advise(found: Found | Source, path: str, *, accelerated: bool) -> tuple[Recipe, dict[str, str]]:
+def advise(found: DataRef | Source, path: str, *, accelerated: bool) -> tuple[Recipe, dict[str, str]]:
     """Return a recipe that suits the data, and a sentence for each key or section of it that gives the reason.
 
     Args:
@@ -40,7 +40,7 @@ def advise(found: Found | Source, path: str, *, accelerated: bool) -> tuple[Reci
         accelerated: whether an accelerator will train it.
     """
     largest = LARGEST_ON_GPU if accelerated else LARGEST_ON_CPU
-    if isinstance(found, Found) and found.kind == "pack":
+    if isinstance(found, DataRef) and found.kind == "pack":
         from flatout.data.pack import open_pack
 
         pack = open_pack(found.path, verify=False)

@@ -1,5 +1,6 @@
 """Evaluate a finished run, on its own test data or on other data."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Conso
 
 def _evaluate(console: Console, world: "World", run: "Run", data: Any, devices: str, engine: str) -> dict[str, Any]:
     from flatout.data.load import find, load, match_classes, splits_of
+    from flatout.data.shared_pack import load_once_per_host
     from flatout.engine.devices import spec_of
     from flatout.engine.factory import make_engine
     from flatout.models.load import copied
@@ -36,12 +38,10 @@ def _evaluate(console: Console, world: "World", run: "Run", data: Any, devices: 
     other = data is not None
     if not other and not recipe.data.path:
         raise InputError(f"{run.path}: its data was given in Python; say what to evaluate on")
-    found = find(data if other else recipe.data.path, recipe.data.classes)
-    # The cache lets one process of each host make the pack, and the others find it.
+    options = replace(recipe.data, images="") if other else recipe.data
+    found = find(data if other else recipe.data.path, options)
     with world.heartbeat.alone("making the pack"):
-        pack = world.main_process_first(
-            lambda: load(found, recipe, cache=True, report=console), first=world.local_rank == 0
-        )
+        pack = load_once_per_host(world, lambda: load(found, recipe, cache=True, report=console))
     console.finish()
     console.note(pack.describe())
     labels = match_classes(pack, run.classes, where=data if other else recipe.data.path)

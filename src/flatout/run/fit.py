@@ -15,7 +15,7 @@ from flatout.settings import in_python, python_words
 if TYPE_CHECKING:
     from torch import nn
 
-    from flatout.data.source import Found, Source
+    from flatout.data.source import DataRef, Source
     from flatout.dist.world import World
 
 
@@ -121,7 +121,7 @@ def fit(
 
 
 def train_recipe(
-    recipe: Recipe, data: "Found | Source", options: Options, console: Console, *, module: "nn.Module | None" = None
+    recipe: Recipe, data: "DataRef | Source", options: Options, console: Console, *, module: "nn.Module | None" = None
 ) -> Path:
     """Train as a recipe says and write the run folder.
 

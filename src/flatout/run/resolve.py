@@ -11,7 +11,7 @@ from flatout.recipe import Recipe, load_recipe
 from flatout.settings import nearest, nearest_path
 
 if TYPE_CHECKING:
-    from flatout.data.source import Found, Source
+    from flatout.data.source import DataRef, Source
 
 
 def resolve(
@@ -22,7 +22,7 @@ def resolve(
     accelerated: bool,
     console: Console,
     words: Callable[[str], str] = str,
-) -> "tuple[Recipe, Found | Source]":
+) -> "tuple[Recipe, DataRef | Source]":
     """Return the recipe and the recognised data.
 
     Args:
@@ -50,7 +50,8 @@ def resolve(
 
         if data is None:
             raise InputError("no job and no data: give one of them")
-        found = find(data, str(changes.get("data.classes", "")))
+        options = {key: value for key, value in changes.items() if key.startswith("data.")}
+        found = find(data, Recipe(model="any", image_size=1, epochs=1, batch_size=1).override(options).data)
         recipe, reasons = advise(found, _plain(data), accelerated=accelerated)
         chosen = {key.partition(".")[0] for key in changes} | set(changes)
         console.note("no recipe given; generated one from your data:")
@@ -63,7 +64,7 @@ def resolve(
         data = recipe.data.path or _public_data(recipe, console)
     if path := _plain(data):
         recipe = recipe.override({"data.path": path})
-    return recipe, find(data, recipe.data.classes)
+    return recipe, find(data, recipe.data)
 
 
 def _named_recipe(job: str | Path | Recipe | None) -> Recipe | None:
@@ -95,7 +96,7 @@ def _plain(data: Any) -> str:
 
 def _public_data(recipe: Recipe, console: Console) -> str:
     from flatout.data import download
-    from flatout.data.pack import cache_folder
+    from flatout.data.cache import cache_folder
 
     name = download.PUBLIC_NAMES.get(recipe.job)
     if name is None:

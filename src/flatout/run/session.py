@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from flatout.data.feed import Samples
     from flatout.data.pack import Pack
-    from flatout.data.shared_pack import Handover
-    from flatout.data.source import Found, Source
+    from flatout.data.shared_pack import SharedPack
+    from flatout.data.source import DataRef, Source
     from flatout.dist.world import World
     from flatout.engine.base import DeviceSplit, Engine
 
@@ -76,10 +76,10 @@ class Session:
     out: Path
 
     def __init__(
-        self, recipe: Recipe, data: "Found | Source", options: Options, module: "nn.Module | None" = None
+        self, recipe: Recipe, data: "DataRef | Source", options: Options, module: "nn.Module | None" = None
     ) -> None:
         self.recipe, self.options, self.module = recipe, options, module
-        self.data: Found | Source | Pack | Handover = data
+        self.data: DataRef | Source | Pack | SharedPack = data
         self.began = self._lap = options.began
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
@@ -92,11 +92,11 @@ class Session:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a rank in another process needs; the pack becomes a file that it maps."""
         from flatout.data.pack import Pack
-        from flatout.data.shared_pack import handed_over
+        from flatout.data.shared_pack import share
 
         state = {name: value for name, value in self.__dict__.items() if name not in ("console", "world", "_open")}
         if isinstance(self.data, Pack):
-            state["data"] = self._open.enter_context(handed_over(self.data))
+            state["data"] = self._open.enter_context(share(self.data))
         return state
 
     @contextlib.contextmanager
@@ -161,31 +161,27 @@ class Session:
         """Provide the pack: on each host one process builds it, and the others map the same file."""
         from flatout.data.load import load
         from flatout.data.pack import Pack
-        from flatout.data.shared_pack import Handover, handed_over
+        from flatout.data.shared_pack import SharedPack, load_once_per_host
 
         if isinstance(self.data, Pack):
             yield self.data
             return
-        if isinstance(self.data, Handover):
+        if isinstance(self.data, SharedPack):
             started = sum(self.seconds.values())
             self.seconds["launch"] = time.perf_counter() - self.began - started
             self._lap = time.perf_counter()
             yield self.data.open()
             return
-        self._time("start")
-        world, pack = self.world, None
-        if world.local_rank == 0:
-            with world.heartbeat.alone("making the pack"):
-                pack = load(self.data, self.recipe, cache=self.options.cache, report=self.console)
+
+        def load_alone() -> Pack:
+            with self.world.heartbeat.alone("making the pack"):
+                pack = load(data, self.recipe, cache=self.options.cache, report=self.console)
             self.console.finish()
-        if world.is_joined:
-            with handed_over(pack) if pack else contextlib.nullcontext() as own:
-                shared = world.all_gather_object(own)[world.rank - world.local_rank]
-                assert shared is not None
-                pack = pack or shared.open()
-                # Others may still be opening the file.
-                world.barrier()
-        assert pack is not None
+            return pack
+
+        data = self.data
+        self._time("start")
+        pack = load_once_per_host(self.world, load_alone)
         self._time("pack")
         yield pack
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from flatout.data.labels import first_few, read_class_list
-from flatout.data.parts import ordered, spans, split_of
-from flatout.data.source import Found, Source
+from flatout.data.source import DataRef, Source, assemble
+from flatout.data.splits import in_order, split_of
 from flatout.errors import InputError
+from flatout.files import printable
+from flatout.recipe import Data
 
 KIND = "class folders"
 IMAGE_SUFFIXES = (
@@ -25,7 +27,33 @@ def is_image_name(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def visible(folder: Path | str) -> list[os.DirEntry[str]]:
+class Entry:
+    """One entry of a folder. A symbolic link that leads nowhere or in a circle is neither a file nor a folder."""
+
+    def __init__(self, entry: "os.DirEntry[str]") -> None:
+        self.name, self.path, self._entry = entry.name, entry.path, entry
+
+    def is_dir(self) -> bool:
+        """Whether it is a folder or a link to one."""
+        return self._is(self._entry.is_dir)
+
+    def is_file(self) -> bool:
+        """Whether it is a regular file or a link to one."""
+        return self._is(self._entry.is_file)
+
+    def is_symlink(self) -> bool:
+        """Whether it is a symbolic link."""
+        return self._is(self._entry.is_symlink)
+
+    @staticmethod
+    def _is(check) -> bool:
+        try:
+            return check()
+        except OSError:
+            return False
+
+
+def visible(folder: Path | str) -> list[Entry]:
     """Return a folder's entries by name, without hidden files and what operating systems leave behind.
 
     Raises:
@@ -33,10 +61,14 @@ def visible(folder: Path | str) -> list[os.DirEntry[str]]:
     """
     try:
         with os.scandir(folder) as entries:
-            kept = [e for e in entries if not e.name.startswith(".") and e.name not in _CLUTTER]
+            kept = [Entry(e) for e in entries if not e.name.startswith(".") and e.name not in _CLUTTER]
     except OSError as error:
-        raise InputError(f"{folder}: cannot be read: {error.strerror}") from None
+        raise InputError(f"{printable(folder)}: cannot be read: {error.strerror}") from None
     return sorted(kept, key=lambda entry: entry.name)
+
+
+def _folders(folder: Path | str) -> list[Entry]:
+    return [entry for entry in visible(folder) if entry.is_dir()]
 
 
 @dataclass
@@ -56,14 +88,14 @@ class _Listing:
             else:
                 self.add_file(entry)
 
-    def add_file(self, entry: os.DirEntry[str]) -> None:
+    def add_file(self, entry: Entry) -> None:
         if is_image_name(entry.name):
             self.images.append(entry.path)
         else:
-            self.others[Path(entry.name).suffix.lower() or entry.name] += 1
+            self.others[printable(Path(entry.name).suffix.lower() or entry.name)] += 1
 
 
-def find(folder: Path, class_list: Path | None) -> Found | None:
+def recognise(path: Path, options: Data) -> DataRef | None:
     """Return the tree of class folders that a folder is, or None.
 
     A class may be called train: beside other class folders, a folder of that name that itself holds images is one.
@@ -71,49 +103,49 @@ def find(folder: Path, class_list: Path | None) -> Found | None:
     Raises:
         InputError: it is unclear which folders are classes.
     """
-    below = [entry for entry in visible(folder) if entry.is_dir()]
-    parts: dict[str, Path] = {}
+    if not path.is_dir():
+        return None
+    below = _folders(path)
+    splits: dict[str, Path] = {}
     for entry in below:
         name = split_of(entry.name)
-        if name in parts:
-            raise InputError(f"{folder}: both {parts[name].name} and {entry.name} mean {name}; leave one")
+        if name in splits:
+            raise InputError(f"{path}: both {splits[name].name} and {entry.name} mean {name}; leave one")
         if name is not None:
-            parts[name] = Path(entry.path)
-    if any(_holds_class_folders(path) for path in parts.values()):
-        return _found(folder, ordered(parts, folder), class_list)
-    if len(parts) == len(below) or not _has_images(folder):
+            splits[name] = Path(entry.path)
+    if any(_holds_class_folders(folder) for folder in splits.values()):
+        splits = in_order(splits, path)
+    elif len(splits) == len(below) or not has_images(path):
         return None
-    for name, path in parts.items():
-        if path.name.lower() != "train":
-            raise InputError(
-                f"{folder}: has {path.name} beside class folders; put the class folders into {folder / 'train'}, "
-                f"and those of the {name} images into {path}"
-            )
-    _refuse_wrapper(folder, below)
-    return _found(folder, {"train": folder}, class_list)
-
-
-def _found(folder: Path, parts: dict[str, Path], class_list: Path | None) -> Found:
-    return Found(kind=KIND, path=folder, inputs=(), read=lambda: _read(folder, parts, class_list))
+    else:
+        for name, folder in splits.items():
+            if folder.name.lower() != "train":
+                raise InputError(
+                    f"{path}: has {folder.name} beside class folders; put the class folders into {path / 'train'}, "
+                    f"and those of the {name} images into {folder}"
+                )
+        _refuse_wrapper(path, below)
+        splits = {"train": path}
+    return DataRef(kind=KIND, path=path, read=lambda: read(path, splits, options.classes))
 
 
 def _holds_class_folders(folder: Path) -> bool:
     """Whether there are several folders, or one and no image beside it (an image may lie there by mistake)."""
-    entries = visible(folder)
-    below = sum(entry.is_dir() for entry in entries)
-    return below > 1 or (below == 1 and not any(is_image_name(e.name) and e.is_file() for e in entries))
+    below = len(_folders(folder))
+    return below > 1 or (below == 1 and not any(is_image_name(e.name) and e.is_file() for e in visible(folder)))
 
 
-def _has_images(folder: Path) -> bool:
+def has_images(folder: Path) -> bool:
+    """Whether there are images in or below a folder; links to folders count without a look."""
     return any(is_image_name(name) for _, _, names in os.walk(folder, followlinks=False) for name in names) or any(
-        entry.is_symlink() and entry.is_dir() for entry in visible(folder)
+        entry.is_symlink() for entry in _folders(folder)
     )
 
 
-def _refuse_wrapper(folder: Path, below: list[os.DirEntry[str]]) -> None:
+def _refuse_wrapper(folder: Path, below: list[Entry]) -> None:
     """Point to the real folder where an archive was unpacked into one more folder."""
     if len(below) == 1 and _holds_class_folders(Path(below[0].path)):
-        inner = [entry.name for entry in visible(below[0].path) if entry.is_dir()]
+        inner = [entry.name for entry in _folders(below[0].path)]
         if len(inner) > 1:
             raise InputError(
                 f"{folder}: holds one folder only, {below[0].name}, with {first_few(inner, 5)} in it; "
@@ -121,42 +153,42 @@ def _refuse_wrapper(folder: Path, below: list[os.DirEntry[str]]) -> None:
             )
 
 
-def _read(folder: Path, parts: dict[str, Path], class_list: Path | None) -> Source:
+def read(path: Path, splits: dict[str, Path], class_list: str) -> Source:
+    """Return the source of split -> folder of class folders."""
     listings: dict[str, dict[str, _Listing]] = {}
     others: Counter[str] = Counter()
     notes: list[str] = []
-    for split, path in parts.items():
-        listings[split], loose = _list_classes(path)
-        others += loose.others
-        empty = [name for name, listing in listings[split].items() if not listing.images]
-        for name in empty:
-            others += listings[split].pop(name).others
-        if empty:
-            notes.append(f"taken for no class, as they hold no images: {first_few(empty, 5)} in {path}")
+    for split, folder in splits.items():
+        every, loose = _list_classes(folder)
+        listings[split] = {name: listing for name, listing in every.items() if listing.images}
+        others += sum((listing.others for listing in every.values()), loose.others)
+        if empty := [name for name, listing in every.items() if not listing.images]:
+            notes.append(f"not taken as classes, since they hold no images: {first_few(empty, 5)} in {folder}")
         if loose.images and not listings[split]:
-            raise InputError(f"{path}: holds images but no class folders; sort the images into a folder for each class")
+            raise InputError(f"{folder}: holds images but no class folders; sort the images into a folder per class")
         if loose.images:
-            notes.append(f"ignored images outside the class folders in {path}: {len(loose.images):,}")
-        for listing in listings[split].values():
-            others += listing.others
-    extra = [e.name for e in visible(folder) if e.is_dir() and split_of(e.name) is None]
-    if extra and parts != {"train": folder}:
-        notes.append(f"ignored beside the splits: {first_few(extra, 5)}")
+            notes.append(f"ignored images outside the class folders in {folder}: {len(loose.images):,}")
+    extra = [entry.name for entry in _folders(path) if split_of(entry.name) is None]
+    if extra and splits != {"train": path}:
+        notes.append(f"ignored beside the splits: {first_few(map(printable, extra), 5)}")
     if others:
         kinds = ", ".join(f"{name} {count:,}" for name, count in others.most_common(5))
         notes.append(f"ignored files that are no images: {others.total():,} ({kinds})")
-    counts = {split: sum(len(listing.images) for listing in found.values()) for split, found in listings.items()}
-    splits = spans(counts, folder)
-    classes, labels = _label(folder, listings, class_list)
-    return Source(
-        kind=KIND,
-        path=folder,
-        classes=classes,
-        labels=labels,
-        splits=splits,
-        files=[Path(path) for found in listings.values() for listing in found.values() for path in listing.images],
-        notes=tuple(notes),
-    )
+    names = sorted({name for found in listings.values() for name in found})
+    classes = tuple(names)
+    if class_list:
+        classes = read_class_list(Path(class_list).expanduser())
+        if unknown := [name for name in names if name not in classes]:
+            raise InputError(f"{path}: class folders that are not in {class_list}: {first_few(unknown)}")
+    index = {name: i for i, name in enumerate(classes)}
+    parts = {}
+    for split, found in listings.items():
+        labels = np.repeat([index[name] for name in found], [len(listing.images) for listing in found.values()])
+        parts[split] = (
+            [Path(image) for listing in found.values() for image in listing.images],
+            labels.astype(np.int64),
+        )
+    return assemble(KIND, path, parts, names=classes, notes=tuple(notes))
 
 
 def _list_classes(folder: Path) -> tuple[dict[str, _Listing], _Listing]:
@@ -164,24 +196,11 @@ def _list_classes(folder: Path) -> tuple[dict[str, _Listing], _Listing]:
     classes: dict[str, _Listing] = {}
     loose = _Listing()
     for entry in visible(folder):
-        if entry.is_dir():
-            classes[entry.name] = _Listing()
-            classes[entry.name].add(entry.path)
-        else:
+        if not entry.is_dir():
             loose.add_file(entry)
+            continue
+        if printable(entry.name) != entry.name:
+            raise InputError(f"{folder}: the name of the folder {printable(entry.name)} is not UTF-8; rename it")
+        classes[entry.name] = _Listing()
+        classes[entry.name].add(entry.path)
     return classes, loose
-
-
-def _label(
-    folder: Path, listings: dict[str, dict[str, _Listing]], class_list: Path | None
-) -> tuple[tuple[str, ...], np.ndarray]:
-    names = sorted({name for found in listings.values() for name in found})
-    classes = tuple(names)
-    if class_list is not None:
-        classes = read_class_list(class_list)
-        unknown = [name for name in names if name not in classes]
-        if unknown:
-            raise InputError(f"{folder}: class folders that are not in {class_list}: {first_few(unknown)}")
-    index = {name: i for i, name in enumerate(classes)}
-    per_class = [(index[name], len(listing.images)) for found in listings.values() for name, listing in found.items()]
-    return classes, np.repeat([i for i, _ in per_class], [n for _, n in per_class]).astype(np.int64)

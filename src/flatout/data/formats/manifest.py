@@ -6,43 +6,45 @@ Either one file (with a `split` column or without), or a folder with a file for 
 import csv
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-
-from flatout.data.formats.folders import IMAGE_SUFFIXES, visible
-from flatout.data.labels import first_few, index_labels, read_class_list
-from flatout.data.parts import ordered, spans, split_of, split_within, words_of
-from flatout.data.source import SPLITS, Found, Source
+from flatout.data.formats import folders
+from flatout.data.formats.folders import is_image_name, visible
+from flatout.data.labels import find_class_list, first_few
+from flatout.data.source import DataRef, Source, assemble
+from flatout.data.splits import SPLITS, in_order, split_of, split_within, words_of
 from flatout.errors import InputError
+from flatout.recipe import Data
 
 KIND = "CSV manifest"
 SUFFIXES = (".csv", ".tsv")
 _DELIMITERS = ",;\t"
 _FILE_COLUMNS = (
-    "file",
-    "path",
-    "image",
-    "img",
-    "filename",
-    "filepath",
-    "imagepath",
-    "imgpath",
-    "imagefile",
-    "imageid",
-    "name",
-    "id",
+    *("file", "path", "image", "img", "filename", "filepath", "imagepath", "imgpath", "imagefile", "imageid"),
+    *("imagename", "fname", "files", "images", "filenames", "idcode", "name", "id"),
 )
 _LABEL_COLUMNS = ("label", "class", "category", "target", "labels", "classname", "labelname", "classid", "labelid", "y")
 _SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset")
+_FLAG_COLUMNS = {"isvalid": "valid", "istest": "test"}
+_FLAGS = {**dict.fromkeys(("true", "1", "1.0", "yes"), True), **dict.fromkeys(("false", "0", "0.0", "no", ""), False)}
+_IMAGE_FOLDERS = ("images", "imgs", "img")
+_NAME_THEM = (
+    "name the columns of files and classes 'file' and 'label', or give --set data.file_column=NAME and "
+    "--set data.label_column=NAME"
+)
+
+
+class _NoLabels(InputError):
+    """A CSV file without a column of classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    where: str
+    line: int
     file: str
     label: str
     split: str
@@ -52,127 +54,145 @@ class _Row:
 class _Columns:
     file: int
     label: int
-    split: int | None = None
+    label_name: str
+    split: int | None
+    flag: str
 
 
-def find_set(folder: Path, class_list: Path | None) -> Found | None:
-    """Return the CSV files of a folder that are named after splits (`desc_train.csv`, `test.csv`), or None.
+def recognise(path: Path, options: Data) -> DataRef | None:
+    """Return a CSV file, the CSV files of a folder that are named after splits, or a folder's only CSV file; or None.
 
-    Raises:
-        InputError: two files name the same split.
-    """
-    parts: dict[str, Path] = {}
-    for path in _csv_files(folder):
-        name = split_within(path.stem)
-        if name in parts:
-            raise InputError(f"{folder}: both {parts[name].name} and {path.name} mean {name}; move one away")
-        if name is not None:
-            parts[name] = path
-    return _found(folder, ordered(parts, folder), class_list) if "train" in parts else None
-
-
-def find_single(path: Path, class_list: Path | None) -> Found | None:
-    """Return the manifest that a CSV file, or the only CSV file in a folder, is, or None.
+    Many a tree of class folders has a CSV file of something else beside it: there, only one whose first row names an
+    image is taken.
 
     Raises:
-        InputError: the folder holds several.
+        InputError: it is unclear which CSV files are meant, or the only one cannot be read.
     """
+    files: dict[str, Path] = {}
     if path.is_file():
-        return _found(path, {"": path}, class_list) if path.suffix.lower() in SUFFIXES else None
-    files = _csv_files(path)
-    if len(files) > 1:
-        names = first_few([file.name for file in files], 5)
-        raise InputError(
-            f"{path}: holds several CSV files ({names}); give the path of one, or name them train.csv, test.csv"
-        )
-    return _found(files[0], {"": files[0]}, class_list) if files else None
+        files = {"": path} if path.suffix.lower() in SUFFIXES else {}
+    elif path.is_dir():
+        every = [Path(e.path) for e in visible(path) if e.name.lower().endswith(SUFFIXES) and e.is_file()]
+        for file in every:
+            name = split_within(file.stem)
+            if name in files:
+                raise InputError(f"{path}: both {files[name].name} and {file.name} mean {name}; move one away")
+            if name is not None:
+                files[name] = file
+        if "train" in files:
+            files = in_order(files, path)
+        elif len(every) == 1 and (_names_image_first(every[0], options) or folders.recognise(path, options) is None):
+            files = {"": every[0]}
+        elif len(every) > 1 and folders.recognise(path, options) is None:
+            names = first_few([file.name for file in every], 5)
+            raise InputError(
+                f"{path}: holds several CSV files ({names}); give the path of one, or name them train.csv, test.csv"
+            )
+        else:
+            files = {}
+    if not files:
+        return None
+    class_list = find_class_list(options.classes, path if path.is_dir() else path.parent)
+    return DataRef(kind=KIND, path=path, read=lambda: read(path, files, class_list, options))
 
 
-def lists_images(folder: Path) -> bool:
-    """Whether a folder's only CSV file names, in its first row, an image that is there."""
-    files = _csv_files(folder)
-    if len(files) != 1:
-        return False
-    try:
-        rows = _read_rows(files[0])
-    except InputError:  # not a manifest, then
-        return False
-    return bool(rows) and "\0" not in rows[0].file and (folder / rows[0].file).is_file()
-
-
-def _csv_files(folder: Path) -> list[Path]:
-    return [Path(e.path) for e in visible(folder) if e.name.lower().endswith(SUFFIXES) and e.is_file()]
-
-
-def _found(path: Path, parts: dict[str, Path], class_list: Path | None) -> Found:
-    return Found(kind=KIND, path=path, inputs=(), read=lambda: _read(path, parts, class_list))
-
-
-def _read(path: Path, parts: dict[str, Path], class_list: Path | None) -> Source:
-    rows: dict[str, list[_Row]] = {}
-    for name, file in parts.items():
-        found = _read_rows(file)
+def read(path: Path, files: dict[str, Path], class_list: Path | None, options: Data) -> Source:
+    """Return the source of split -> CSV file; one file without a split in its name may have a column of splits."""
+    rows: dict[str, list[tuple[Path, _Row]]] = {}
+    notes: list[str] = []
+    subject = ""
+    for name, file in files.items():
+        try:
+            label_name, found = _read_rows(file, name or split_within(file.stem) or "train", options)
+        except _NoLabels as error:
+            if name in ("", "train"):
+                raise
+            notes.append(f"there is no {name} split: {error}")
+            continue
         if not found:
             raise InputError(f"{file}: lists no images; write rows of file,label")
-        if name:
-            rows[name] = found
-        else:
-            for split in SPLITS:
-                of_split = [row for row in found if (row.split or "train") == split]
-                if of_split:
-                    rows[split] = of_split
-    rows = ordered(rows, path)
-    every = [row for found in rows.values() for row in found]
-    folder = next(iter(parts.values())).parent
-    files = _locate_files(every, folder)
-    names = read_class_list(class_list) if class_list else None
-    labelling = index_labels(np.array([row.label for row in every], dtype=np.str_), names, lambda i: every[i].where)
-    notes = (f"class names from {class_list}",) if class_list else ()
-    return Source(
-        kind=KIND,
-        path=path,
-        classes=labelling.classes,
-        labels=labelling.labels,
-        splits=spans({name: len(found) for name, found in rows.items()}, path),
-        files=files,
-        notes=notes + labelling.notes,
+        subject = subject or f"{file}: column {label_name}"
+        for split in SPLITS:
+            if of_split := [(file, row) for row in found if (name or row.split or "train") == split]:
+                rows[split] = of_split
+    rows = in_order(rows, path)
+    located = _locate(rows, options)
+    return assemble(
+        KIND,
+        path,
+        {split: (located[split], [row.label for _, row in some]) for split, some in rows.items()},
+        class_list=class_list,
+        notes=tuple(notes),
+        locate=lambda split, i: f"{rows[split][i][0]}: line {rows[split][i][1].line}",
+        subject=subject,
     )
 
 
-def _read_rows(path: Path) -> list[_Row]:
-    """Return the rows of one file, without its header."""
+def _read_text(path: Path) -> str:
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+        content = path.read_bytes()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise InputError(f"{path}: line {line}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise InputError(f"{path}: line {line}: holds a NUL character; save it as UTF-8 text")
+    return text
+
+
+def _read_table(path: Path) -> list[tuple[int, list[str]]]:
+    """Return line number and cells of each row that is not blank."""
+    text = _read_text(path)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text), strict=True)
     try:
-        table = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if any(map(str.strip, cells))]
+        return [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if any(map(str.strip, cells))]
     except csv.Error as error:
         raise InputError(f"{path}: line {reader.line_num}: is no CSV: {error}") from None
+
+
+def _names_image_first(path: Path, options: Data) -> bool:
+    """Whether the first row of a CSV file names an image that exists."""
+    _read_text(path)  # a file that cannot be read is reported, not passed over
+    try:
+        rows = _read_rows(path, "train", options)[1]
+    except InputError:
+        return False
+    return bool(rows) and _Locator(path.parent, "train", options).find(rows[0].file) is not None
+
+
+def _read_rows(path: Path, split: str, options: Data) -> tuple[str, list[_Row]]:
+    """Return the name of the column of classes and the rows of one file, without its header."""
+    table = _read_table(path)
     if not table:
-        return []
-    exists = cache(lambda cell: (path.parent / cell).is_file())
-    has_header = not any(_names_image(cell, exists) for cell in table[0][1])
-    columns = _columns(path, table[0][1] if has_header else None, table[1:2] if has_header else table[:1])
+        return "", []
+    locator = _Locator(path.parent, split, options)
+    has_header = not any(is_image_name(cell) or (cell and locator.find(cell)) for cell in table[0][1])
     body = table[1:] if has_header else table
+    columns = _columns(path, table[0][1] if has_header else None, body[0][1] if body else [], options)
     width = len(table[0][1])
-    ragged = [(line, cells) for line, cells in body if len(cells) != width]
-    if ragged:
-        few = first_few([f"line {line} has {len(cells)}" for line, cells in ragged])
-        raise InputError(f"{path}: {width} columns are expected, but {few}; quote cells that hold the delimiter")
-    return [_row(path, line, cells, columns) for line, cells in body]
+    if ragged := [f"line {line} has {len(cells)}" for line, cells in body if len(cells) != width]:
+        raise InputError(
+            f"{path}: {width} columns are expected, but {first_few(ragged)}; quote cells that hold the delimiter"
+        )
+    return columns.label_name, [_row(path, line, cells, columns) for line, cells in body]
 
 
 def _row(path: Path, line: int, cells: list[str], columns: _Columns) -> _Row:
-    where = f"{path}: line {line}"
-    split = "" if columns.split is None else split_of(cells[columns.split])
-    if split is None:
-        raise InputError(f"{where}: unknown split {cells[columns.split or 0]!r}; write train, valid or test")
+    split: str | None = ""
+    if columns.split is not None:
+        cell = cells[columns.split]
+        is_flagged = _FLAGS.get(cell.lower()) if columns.flag else None
+        split = split_of(cell) if is_flagged is None else columns.flag if is_flagged else ""
+        if split is None:
+            need = "true or false" if columns.flag else "train, valid or test"
+            raise InputError(f"{path}: line {line}: unknown split {cell!r}; write {need}")
     # Manifests written on Windows have backslashes.
-    return _Row(where=where, file=cells[columns.file].replace("\\", "/"), label=cells[columns.label], split=split)
+    file = cells[columns.file].replace("\\", "/")
+    return _Row(line=line, file=file, label=cells[columns.label], split=split)
 
 
 def _delimiter(text: str) -> str:
@@ -183,80 +203,136 @@ def _delimiter(text: str) -> str:
     )
 
 
-def _names_image(cell: str, exists: Callable[[str], bool]) -> bool:
-    return cell.lower().endswith(IMAGE_SUFFIXES) or (
-        bool(cell) and len(cell) < 256 and "\0" not in cell and exists(cell)
+def _columns(path: Path, header: Sequence[str] | None, first: list[str], options: Data) -> _Columns:
+    """Return which column is which: as the options name them, by the header's names, or by the first row's content."""
+    width = len(header or first)
+    if width < 2:
+        raise _NoLabels(f"{path}: line 1 has one column; rows of file,label are expected")
+    keys = ["".join(words_of(name)) for name in header or ()]
+    split = _first_of((*_SPLIT_COLUMNS, *_FLAG_COLUMNS), keys)
+    if header is None and width == 3:
+        split = next((i for i in range(3) if not is_image_name(first[i]) and split_of(first[i])), None)
+    label = _given(path, header, "label_column", options.label_column)
+    file = _given(path, header, "file_column", options.file_column)
+    if file is None:
+        file = _first_of(_FILE_COLUMNS, keys)
+    if file is None:
+        file = next((i for i, cell in enumerate(first[:width]) if is_image_name(cell)), 0)
+    if label is None:
+        label = _first_of(_LABEL_COLUMNS, keys)
+    left = [i for i in range(width) if i not in (file, split)]
+    if label is None and len(left) == 1:
+        label = left[0]
+    if label is None:
+        names = f"the columns {', '.join(header)}" if header else f"{width} columns and no header"
+        if header and len(left) > 1 and all(first[i] in ("0", "1", "0.0", "1.0") for i in left if i < len(first)):
+            raise InputError(
+                f"{path}: the columns {', '.join(header[i] for i in left)} hold 0 and 1: labels in several columns are "
+                "not supported; write the class of each image into one column"
+            )
+        raise (_NoLabels if header else InputError)(f"{path}: has {names}; {_NAME_THEM}")
+    return _Columns(
+        file=file,
+        label=label,
+        label_name=repr(header[label]) if header else str(label + 1),
+        split=split,
+        flag=_FLAG_COLUMNS.get(keys[split], "") if split is not None and keys else "",
     )
 
 
-def _columns(path: Path, header: Sequence[str] | None, first: list[tuple[int, list[str]]]) -> _Columns:
-    """Return which column is which: by the header's names, else by the first row's content."""
-    cells = first[0][1] if first else []
-    width = len(header if header is not None else cells)
-    if width < 2:
-        line = 1 if header is not None else first[0][0]
-        raise InputError(f"{path}: line {line} has one column; rows of file,label are expected")
-    keys = ["".join(words_of(name)) for name in header or ()]
-    file = _first_of(_FILE_COLUMNS, keys)
-    if file is None:
-        file = next((i for i, cell in enumerate(cells[:width]) if cell.lower().endswith(IMAGE_SUFFIXES)), 0)
-    split = _first_of(_SPLIT_COLUMNS, keys)
-    if header is None and width == 3:
-        split = next((i for i in range(3) if i != file and split_of(cells[i])), None)
-    label = _first_of(_LABEL_COLUMNS, keys)
-    if label is None:
-        left = [i for i in range(width) if i not in (file, split)]
-        if len(left) != 1:
-            names = f"the columns {', '.join(header)}" if header else f"{width} columns and no header"
-            raise InputError(f"{path}: has {names}; name the columns of files and classes 'file' and 'label'")
-        label = left[0]
-    return _Columns(file=file, label=label, split=split)
+def _given(path: Path, header: Sequence[str] | None, key: str, name: str) -> int | None:
+    """Return the column that an option names, if it does."""
+    if name and name not in (header or ()):
+        columns = f"its columns are {', '.join(header)}" if header else "it has no header"
+        raise InputError(f"{path}: has no column {name!r}, which data.{key} names; {columns}")
+    return header.index(name) if name and header else None
 
 
 def _first_of(wanted: Sequence[str], keys: list[str]) -> int | None:
     return next((keys.index(name) for name in wanted if name in keys), None)
 
 
-def _locate_files(rows: list[_Row], folder: Path) -> list[Path]:
-    """Return the rows' files.
+class _Locator:
+    """Finds the image files that the rows of one split name.
 
-    Folders are listed once each and links resolved only where there are any: 100,000 rows are no 100,000 system calls.
+    Paths are relative to `data.images`, the folder of the CSV file, or the folders in it that are named after the split
+    (Kaggle's train.csv beside train_images/) or `images`; the suffix of an image may be left out. Folders are listed
+    once each and links resolved only where there are any: 100,000 rows do not cost 100,000 system calls.
+    """
+
+    def __init__(self, folder: Path, split: str, options: Data) -> None:
+        self.bases = [str(folder)]
+        if options.images:
+            self.bases.insert(0, os.path.expanduser(options.images))  # noqa: PTH111 - Path drops a leading "./"
+            if not os.path.isdir(self.bases[0]):  # noqa: PTH112
+                raise InputError(f"data.images = {options.images!r}: there is no such folder")
+        else:
+            named = [e for e in visible(folder) if split_of(e.name) == split or e.name.lower() in _IMAGE_FOLDERS]
+            self.bases += [entry.path for entry in named if entry.is_dir()]
+        self._roots = [os.path.realpath(base) for base in self.bases]
+        self._files, self._stems, self._is_inside = cache(self._files), cache(self._stems), cache(self._is_inside)
+        self.outside = False
+
+    def find(self, name: str) -> Path | None:
+        """Return the file that a cell names; None with `outside` set where it exists but leads out of the folders."""
+        parent, last = os.path.split(name)
+        self.outside = False
+        for base in self.bases:
+            folder = os.path.join(base, parent)  # noqa: PTH118 - twice as fast as Path, and called for every row
+            files = self._files(folder)
+            found = last if last in files else self._stems(folder).get(last)
+            if found is None:
+                continue
+            if self._is_inside(folder) and not (files[found] and not self._is_inside(os.path.join(folder, found))):  # noqa: PTH118
+                return Path(folder, found)
+            self.outside = True
+        return None
+
+    def _is_inside(self, path: str) -> bool:
+        return any(Path(os.path.realpath(path)).is_relative_to(root) for root in self._roots)
+
+    def _files(self, folder: str) -> dict[str, bool]:
+        """Return the files in a folder, and whether each is a link."""
+        try:
+            return {entry.name: entry.is_symlink() for entry in visible(folder) if entry.is_file()}
+        except (InputError, ValueError):
+            return {}
+
+    def _stems(self, folder: str) -> dict[str, str]:
+        """Return the images in a folder by their names without the suffix, where these are unique."""
+        images = {name: name.rpartition(".")[0] for name in self._files(folder) if is_image_name(name)}
+        counts = Counter(images.values())
+        return {stem: name for name, stem in images.items() if counts[stem] == 1}
+
+
+def _locate(rows: dict[str, list[tuple[Path, _Row]]], options: Data) -> dict[str, list[Path]]:
+    """Return split -> the rows' files.
 
     Raises:
-        InputError: files are missing or lie outside the folder; ten are listed.
+        InputError: files are missing or lie outside the folders; ten are listed.
     """
-    root = os.path.realpath(folder)
-
-    def is_inside(path: Path) -> bool:
-        return Path(os.path.realpath(path)).is_relative_to(root)
-
-    @cache
-    def look(parent: str) -> tuple[bool, dict[str, bool]]:
-        """Whether a folder lies inside the root, and its files with whether each is a link."""
-        path = Path(root, parent.replace("\0", "?"))
-        try:
-            with os.scandir(path) as entries:
-                return is_inside(path), {e.name: e.is_symlink() for e in entries if e.is_file()}
-        except OSError:
-            return is_inside(path), {}
-
-    files: list[Path] = []
+    files: dict[str, list[Path]] = {}
     outside: list[str] = []
     missing: list[str] = []
-    for row in rows:
-        parent, name = os.path.split(row.file)
-        inside, names = look(parent)
-        if not inside or (names.get(name, False) and not is_inside(Path(root, row.file))):
-            outside.append(f"{row.where}: {row.file}")
-        elif name not in names:
-            missing.append(f"{row.where}: {row.file or '(empty)'}")
-        else:
-            files.append(folder / row.file)
+    folder = next(iter(rows.values()))[0][0].parent
+    for split, some in rows.items():
+        locator = _Locator(folder, split, options)
+        files[split] = []
+        for path, row in some:
+            file = locator.find(row.file)
+            if file is not None:
+                files[split].append(file)
+            else:
+                (outside if locator.outside else missing).append(f"{path}: line {row.line}: {row.file or '(empty)'}")
     if outside:
         raise InputError(
-            f"paths that lead out of {folder}, {len(outside):,}: {first_few(outside)}; "
-            "put the CSV file into a folder that holds all the images"
+            f"paths that lead out of {folder}, {len(outside):,}: {first_few(outside)}; name a folder that holds all "
+            "the images: --set data.images=DIR"
         )
     if missing:
-        raise InputError(f"missing files, {len(missing):,} (paths are relative to {folder}): {first_few(missing)}")
+        where = f"{options.images} and {folder}" if options.images else str(folder)
+        raise InputError(
+            f"missing files, {len(missing):,} (paths are relative to {where}; --set data.images=DIR names another "
+            f"folder): {first_few(missing)}"
+        )
     return files

@@ -2,18 +2,19 @@
 
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flatout.data.formats.folders import visible
-from flatout.data.labels import find_class_list, flat_labels, index_labels, read_class_list
-from flatout.data.parts import join_images, ordered, spans, split_within, words_of
+from flatout.data.labels import find_class_list
 from flatout.data.pixels import channels_last, range_of, to_uint8
-from flatout.data.source import SPLITS, Found, Source
+from flatout.data.source import DataRef, Source, assemble
+from flatout.data.splits import SPLITS, in_order, split_within, words_of
 from flatout.errors import InputError
+from flatout.recipe import Data
 
 KIND = "NumPy arrays"
 _IMAGE_WORDS = {"x", "image", "images", "img", "imgs", "data", "pixels"}
@@ -22,37 +23,52 @@ _NAMES = "x_train, y_train, x_test, y_test, or images and labels"
 _LOAD_ERRORS = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
-def find_npz(path: Path, classes: str) -> Found | None:
-    """Return the arrays of an `.npz` file, by its name, or None."""
-    if path.suffix.lower() != ".npz":
+def recognise(path: Path, options: Data) -> DataRef | None:
+    """Return the `.npy` files of a folder, one `.npy` file with the labels beside it, an `.npz` file, or None.
+
+    Raises:
+        InputError: labels are missing, or two files could be the same.
+    """
+    folder = path if path.is_dir() else path.parent
+    suffix = "" if path.is_dir() else path.suffix.lower()
+    pairs: dict[str, tuple[Path, Path]] = {}
+    if path.is_dir() and (files := {file.stem: file for file in _npy_files(path)}):
+        pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(list(files), path).items()}
+    elif suffix == ".npy":
+        pairs = {"train": (path, _labels_beside(path))}
+    elif suffix != ".npz":
         return None
-    class_list = find_class_list(classes, path.parent)
-    inputs = (path, class_list) if class_list else (path,)
-    return Found(kind=KIND, path=path, inputs=inputs, read=lambda: _read_npz(path, class_list))
+    class_list = find_class_list(options.classes, folder)
+    files = [file for pair in pairs.values() for file in pair] or [path]
+    return DataRef(
+        kind=KIND,
+        path=path,
+        inputs=(*files, *([class_list] if class_list else [])),
+        read=lambda: read(path, pairs, class_list),
+    )
+
+
+def read(path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | None) -> Source:
+    """Return the source of split -> (file of images, file of labels), or of an `.npz` file where there are no pairs."""
+    if not pairs:
+        return _read_npz(path, class_list)
+    return _source({split: (_load(x), _load(y)) for split, (x, y) in pairs.items()}, KIND, path, class_list)
 
 
 def _read_npz(path: Path, class_list: Path | None) -> Source:
     # Opened here, as np.load leaves a file open that turns out to be damaged.
     with path.open("rb") as file:
-        try:
-            archive = np.load(file, allow_pickle=False)
-        except _LOAD_ERRORS as error:
-            raise _load_error(str(path), error) from None
+        archive = _loaded(str(path), lambda: np.load(file, allow_pickle=False))
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise InputError(f"{path}: is one array, not an .npz archive; name it .npy")
         with archive:
-            keys = _roles(archive.files, path)
-            parts = {split: (_member(archive, x, path), _member(archive, y, path)) for split, (x, y) in keys.items()}
-            unused = [key for key in archive.files if key not in {key for pair in keys.values() for key in pair}]
+            roles = _roles(archive.files, path)
+            member = {
+                key: _loaded(f"{path}: {key}", lambda key=key: archive[key]) for pair in roles.values() for key in pair
+            }
+            unused = [key for key in archive.files if key not in member]
     notes = (f"ignored the arrays {', '.join(unused)}",) if unused else ()
-    return _source(parts, KIND, path, class_list, notes)
-
-
-def _member(archive: Any, key: str, path: Path) -> np.ndarray:
-    try:
-        return archive[key]
-    except _LOAD_ERRORS as error:
-        raise _load_error(f"{path}: {key}", error) from None
+    return _source({split: (member[x], member[y]) for split, (x, y) in roles.items()}, KIND, path, class_list, notes)
 
 
 def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:
@@ -60,47 +76,19 @@ def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:
     found: dict[tuple[str, str], str] = {}
     for name in names:
         words = set(words_of(name))
-        role = "images" if words & _IMAGE_WORDS else "labels" if words & _LABEL_WORDS else None
-        if words & _LABEL_WORDS:  # "image_labels" are labels
-            role = "labels"
-        if role is None:
+        if not words & (_IMAGE_WORDS | _LABEL_WORDS):
             continue
-        key = (split_within(name) or "train", role)
+        # "image_labels" are labels.
+        key = (split_within(name) or "train", "labels" if words & _LABEL_WORDS else "images")
         if key in found:
             raise InputError(f"{where}: both {found[key]} and {name} could be the {' '.join(key)}; rename one")
         found[key] = name
     if not found:
         raise InputError(f"{where}: holds {', '.join(names) or 'nothing'}; name the arrays {_NAMES}")
-    for split in {split for split, _ in found}:
-        for role in ("images", "labels"):
-            if (split, role) not in found:
-                raise InputError(
-                    f"{where}: has no {role} for {split} among {', '.join(names)}; name the arrays {_NAMES}"
-                )
+    for split, role in [(split, role) for split, _ in found for role in ("images", "labels")]:
+        if (split, role) not in found:
+            raise InputError(f"{where}: has no {role} for {split} among {', '.join(names)}; name the arrays {_NAMES}")
     return {split: (found[split, "images"], found[split, "labels"]) for split in SPLITS if (split, "images") in found}
-
-
-def find_npy(path: Path, classes: str) -> Found | None:
-    """Return the `.npy` files of a folder, or one `.npy` file and the labels beside it, or None."""
-    if path.is_dir():
-        folder = path
-        files = {file.stem: file for file in _npy_files(path)}
-        pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(list(files), path).items()} if files else {}
-    elif path.suffix.lower() == ".npy":
-        folder = path.parent
-        pairs = {"train": (path, _labels_beside(path))}
-    else:
-        return None
-    if not pairs:
-        return None
-    class_list = find_class_list(classes, folder)
-    inputs = tuple(file for pair in pairs.values() for file in pair) + ((class_list,) if class_list else ())
-
-    def read() -> Source:
-        parts = {split: (_load(x), _load(y)) for split, (x, y) in pairs.items()}
-        return _source(parts, KIND, path, class_list)
-
-    return Found(kind=KIND, path=path, inputs=inputs, read=read)
 
 
 def _npy_files(folder: Path) -> list[Path]:
@@ -125,17 +113,18 @@ def _labels_beside(path: Path) -> Path:
 
 
 def _load(path: Path) -> np.ndarray:
+    return _loaded(str(path), lambda: np.lib.format.open_memmap(path, mode="r"))
+
+
+def _loaded(where: str, load: Callable[[], Any]) -> Any:
     try:
-        return np.lib.format.open_memmap(path, mode="r")
+        return load()
     except _LOAD_ERRORS as error:
-        raise _load_error(str(path), error) from None
-
-
-def _load_error(where: str, error: Exception) -> InputError:
-    if "allow_pickle" in str(error) or "Python objects" in str(error):
-        return InputError(f"{where}: holds Python objects, which could run code when read; save plain numbers or text")
-    reason = getattr(error, "strerror", None) or error
-    return InputError(f"{where}: is damaged or no NumPy file ({reason}); get or save it again")
+        if "allow_pickle" in str(error) or "Python objects" in str(error):
+            what = "holds Python objects, which could run code when read; save plain numbers or text"
+        else:
+            what = f"is damaged or no NumPy file ({getattr(error, 'strerror', None) or error}); get or save it again"
+        raise InputError(f"{where}: {what}") from None
 
 
 def load_digits_source() -> Source:
@@ -160,9 +149,7 @@ def is_pair(value: object) -> bool:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         return False
     images, labels = value
-    if not is_array(images) or len(images.shape) < 2:
-        return False
-    return is_array(labels) or isinstance(labels, (list, tuple))
+    return is_array(images) and len(images.shape) >= 2 and (is_array(labels) or isinstance(labels, (list, tuple)))
 
 
 def from_arrays(data: object) -> Source:
@@ -176,11 +163,11 @@ def from_arrays(data: object) -> Source:
     Raises:
         InputError: the data is none of these.
     """
-    parts = {name: tuple(map(_as_array, pair)) for name, pair in by_split(data, is_pair, "(images, labels)").items()}
-    return _source(parts, "arrays", None, None)
+    splits = {name: tuple(map(_as_array, pair)) for name, pair in by_split(data, is_pair, "(images, labels)").items()}
+    return _source(splits, "arrays", None, None)
 
 
-def by_split(data: object, is_part: Any, part_name: str) -> dict[str, Any]:
+def by_split(data: object, is_part: Callable[[Any], bool], part_name: str) -> dict[str, Any]:
     """Return split -> part for a single part (the training data), a tuple of two or three, or a dict.
 
     Raises:
@@ -202,7 +189,7 @@ def by_split(data: object, is_part: Any, part_name: str) -> dict[str, Any]:
     for name, part in parts.items():
         if not is_part(part):
             raise InputError(f"data: the {name} part is {_kind(part)}; give {part_name}")
-    return ordered(parts, "data")
+    return in_order(parts, "data")
 
 
 def _kind(value: object) -> str:
@@ -218,43 +205,17 @@ def _as_array(value: Any) -> np.ndarray:
 
 
 def _source(
-    parts: Mapping[str, tuple[Any, ...]],
+    splits: Mapping[str, tuple[Any, ...]],
     kind: str,
     path: Path | None,
     class_list: Path | None,
     notes: tuple[str, ...] = (),
 ) -> Source:
-    """Return the source of pairs of arrays, after bringing images and labels into the common form."""
-    where = str(path) if path is not None else "data"
-    parts = ordered(parts, where)
-    images: dict[str, np.ndarray] = {}
-    labels: list[np.ndarray] = []
-    scale = None
-    for name, (pixels, part_labels) in parts.items():
-        part = f"{where}: {name}"
-        if pixels.ndim == 0 or part_labels.ndim == 0 or len(pixels) != len(part_labels):
-            counts = [len(a) if a.ndim else 0 for a in (pixels, part_labels)]
-            raise InputError(f"{part} has {counts[0]:,} images but {counts[1]:,} labels; make them equal")
-        pixels = channels_last(pixels, part)
-        scale = scale or range_of(pixels, part)
-        images[name] = to_uint8(pixels, scale, part)
-        labels.append(flat_labels(part_labels, part))
-    splits = spans({name: len(part) for name, part in images.items()}, where)
-    if len({part.dtype.kind for part in labels}) > 1:
-        raise InputError(f"{where}: labels are numbers in one part and text in another; make them the same")
-
-    def locate(i: int) -> str:
-        name = next(name for name, (_, stop) in splits.items() if i < stop)
-        return f"{where}: {name}: label {i - splits[name][0]}"
-
-    names = read_class_list(class_list) if class_list else None
-    labelling = index_labels(np.concatenate(labels), names, locate)
-    return Source(
-        kind=kind,
-        path=path,
-        classes=labelling.classes,
-        labels=labelling.labels,
-        splits=splits,
-        images=join_images(images, where),
-        notes=notes + ((f"class names from {class_list}",) if class_list else ()) + labelling.notes,
-    )
+    """Return the source of pairs of arrays; the training images decide the range of pixels."""
+    scale, converted = None, {}
+    for name, (pixels, labels) in in_order(splits, path or "data").items():
+        where = f"{path or 'data'}: {name}"
+        pixels = channels_last(pixels, where)
+        scale = scale or range_of(pixels, where)
+        converted[name] = (to_uint8(pixels, scale, where), np.atleast_1d(labels))
+    return assemble(kind, path, converted, class_list=class_list, notes=notes)

@@ -6,15 +6,19 @@ from typing import Any
 import numpy as np
 
 from flatout.data.formats.npy import by_split, is_array
-from flatout.data.labels import flat_labels, index_labels
-from flatout.data.parts import join_images, spans
 from flatout.data.pixels import UNIT, channels_last, to_uint8
-from flatout.data.source import Source
+from flatout.data.source import Source, assemble
 from flatout.errors import InputError
 
 KIND = "torch data sets"
 # Interpolation in floats may leave 0..1 by this much.
 _TOLERANCE = 1e-3
+_READ_TWICE = 16
+_RANDOM = (
+    "items of the {name} data set differ each time they are read, so its transform is random. flatout reads each item "
+    "once: the random changes stay the same in every epoch. Take random transforms out of the data set, and use "
+    "augment= instead, which changes images anew in every epoch"
+)
 
 
 def is_dataset(value: object) -> bool:
@@ -27,6 +31,7 @@ def from_dataset(data: object) -> Source:
     """Return the source of map-style data sets whose items are (image, label); every item is read once.
 
     An image is a PIL image, uint8 or float in 0..1 as an array [H, W] or [H, W, C], or as a tensor [H, W] or [C, H, W].
+    The first items are read again to detect a random transform, which becomes a note.
 
     Args:
         data: a data set, or a tuple (train, test) or (train, valid, test) or a dict by split of them.
@@ -35,33 +40,15 @@ def from_dataset(data: object) -> Source:
         InputError: the data is none of these, images differ in size, or pixels are outside 0..1 or no numbers.
     """
     parts = by_split(data, is_dataset, "(images, labels) as arrays, or a map-style data set (with len() and [i])")
-    images: dict[str, np.ndarray] = {}
-    labels: list[np.ndarray] = []
-    for name, part in parts.items():
-        images[name], raw = _read(part, name)
-        labels.append(_labels(raw, f"data: {name}"))
-    if len({part.dtype.kind for part in labels}) > 1:
-        raise InputError("data: labels are numbers in one part and text in another; make them the same")
-    splits = spans({name: len(part) for name, part in images.items()}, "data")
-
-    def locate(i: int) -> str:
-        name = next(name for name, (_, stop) in splits.items() if i < stop)
-        return f"data: {name}: item {i - splits[name][0]}"
-
-    labelling = index_labels(np.concatenate(labels), _class_names(parts["train"]), locate)
-    return Source(
-        kind=KIND,
-        path=None,
-        classes=labelling.classes,
-        labels=labelling.labels,
-        splits=splits,
-        images=join_images(images, "data"),
-        notes=labelling.notes,
-    )
+    splits = {name: _read(part, name) for name, part in parts.items()}
+    notes = tuple(_RANDOM.format(name=name) for name, part in parts.items() if _is_random(part, splits[name][0]))
+    return assemble(KIND, None, splits, names=_class_names(parts["train"]), notes=notes)
 
 
 def _read(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:
     """Return the images [N, H, W, C] and the labels of a data set as its items give them."""
+    if len(dataset) == 0:
+        raise InputError(f"data: {name}: the data set is empty")
     images = np.empty((0, 1, 1, 1), dtype=np.uint8)
     labels: list[Any] = []
     for i in range(len(dataset)):
@@ -74,13 +61,18 @@ def _read(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:
             images = np.empty((len(dataset), *image.shape), dtype=np.uint8)
         if image.shape != images.shape[1:]:
             size, first = ("x".join(map(str, shape)) for shape in (image.shape, images.shape[1:]))
-            mend = "a Resize" if image.shape[:2] != images.shape[1:3] else "a conversion to RGB"
+            fix = "a Resize" if image.shape[:2] != images.shape[1:3] else "a conversion to RGB"
             raise InputError(
-                f"{where} has height x width x channels {size} where item 0 has {first}; put {mend} into the data set"
+                f"{where} has height x width x channels {size} where item 0 has {first}; put {fix} into the data set"
             )
         images[i] = image
-        labels.append(item[1])
+        labels.append(np.asarray(item[1]))
     return images, labels
+
+
+def _is_random(dataset: Any, images: np.ndarray) -> bool:
+    again = (_to_bytes(dataset[i][0], f"item {i}") for i in range(min(_READ_TWICE, len(images))))
+    return any(not np.array_equal(image, images[i]) for i, image in enumerate(again))
 
 
 def _to_bytes(image: Any, where: str) -> np.ndarray:
@@ -92,17 +84,14 @@ def _to_bytes(image: Any, where: str) -> np.ndarray:
         return np.asarray(image.convert("L" if grey else "RGB")).reshape(image.height, image.width, 1 if grey else 3)
     if not is_array(image):
         raise InputError(f"{where}: the image is a {type(image).__name__}; a PIL image, an array or a tensor is needed")
-    if hasattr(image, "detach"):
-        pixels = image.detach().cpu().numpy()
-        if pixels.ndim == 3 and pixels.shape[0] not in (1, 3):
+    is_tensor = hasattr(image, "detach")
+    pixels = image.detach().cpu().numpy() if is_tensor else np.asarray(image)
+    if is_tensor and pixels.ndim == 3:
+        if pixels.shape[0] not in (1, 3):
             raise InputError(f"{where}: a tensor of shape {pixels.shape}; [C, H, W] with 1 or 3 channels is needed")
-        pixels = pixels.transpose(1, 2, 0) if pixels.ndim == 3 else pixels
-    else:
-        pixels = np.asarray(image)
-    if pixels.ndim == 3 and pixels.shape[2] in (1, 3):
-        pixels = pixels[None]
-    else:
-        pixels = channels_last(pixels[None], where)
+        pixels = pixels.transpose(1, 2, 0)
+    has_channels_last = pixels.ndim == 3 and pixels.shape[2] in (1, 3)
+    pixels = pixels[None] if has_channels_last else channels_last(pixels[None], where)
     if pixels.dtype == np.uint8:
         return pixels[0]
     if pixels.dtype.kind != "f":
@@ -114,17 +103,6 @@ def _to_bytes(image: Any, where: str) -> np.ndarray:
             "transform: flatout normalises by itself"
         )
     return to_uint8(pixels.clip(0, 1), UNIT, where)[0]
-
-
-def _labels(labels: list[Any], where: str) -> np.ndarray:
-    if not labels:
-        raise InputError(f"{where}: the data set is empty")
-    try:
-        return flat_labels(np.array([np.asarray(label) for label in labels]), where)
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{where}: the labels differ in shape; give one number or text per item") from None
 
 
 def _class_names(dataset: Any) -> tuple[str, ...] | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.data.pack import cache_folder
+from flatout.data.cache import cache_folder
 from flatout.errors import InputError
 
 if TYPE_CHECKING:
