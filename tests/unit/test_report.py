@@ -299,8 +299,8 @@ def test_a_failed_run_still_has_a_page(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "content", "section", "sentence"),
     [
-        ("predictions.npz", None, "25 predictions", "There was no test data"),
-        ("predictions.npz", b"PK garbage", "Confusion matrix", "predictions.npz cannot be read"),
+        ("predictions.npz", None, "Predictions", "There was no test data"),
+        ("predictions.npz", b"PK garbage", "Predictions", "predictions.npz cannot be read"),
         ("metrics.jsonl", None, "Curves", "There is no metrics.jsonl"),
         ("metrics.jsonl", b'{"epoch": 1, "train_loss": 0.5}\n{"epo', "Curves", "Line 2 of metrics.jsonl is damaged"),
         ("summary.json", None, "", "the run did not finish"),

@@ -117,10 +117,10 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
         "stopped": summary.get("stopped"),
         "verdict": [*(summary.get("verdict") or ()), *_unanswered(shown)],
         "curves": _curves(files),
-        "split": SPLIT_NAMES.get(shown.split, shown.split) if shown else "test",
+        "split": SPLIT_NAMES.get(shown.split, shown.split) if shown else "",
         "grid": _tiles(shown, shown.grid, names) if shown else [],
         "mistakes": _tiles(shown, shown.mistakes, names) if shown else [],
-        "confusion": _embedded(files.run / "confusion.png"),
+        "confusion": _data_uri("image/png", (files.run / "confusion.png").read_bytes()) if shown else "",
         "pairs": _confused_pairs(shown, names) if shown else [],
         "worst": rows[:CLASSES_SHOWN],
         "all_classes": sorted(rows, key=lambda row: row["name"]) if len(rows) > CLASSES_SHOWN else [],
@@ -139,32 +139,30 @@ def _headline(files: RunFiles) -> dict[str, str] | None:
     """Return the accuracy at the top of the page: on test images, else validation images, else the last epoch's."""
     summary = files.summary
     test, valid = finite(summary.get("test_accuracy")), finite(summary.get("valid_accuracy"))
-    correct, count = summary.get("test_correct"), summary.get("test_count")
     if test is not None:
-        told = f"{correct:,} of {count:,} right" if isinstance(correct, int) and isinstance(count, int) else ""
-        return {"value": f"{test:.4f}" if (count or 0) >= 1000 else f"{test:.3f}", "of": "test accuracy", "told": told}
+        correct, count = summary.get("test_correct"), summary.get("test_count") or 0
+        remark = f"{correct:,} of {count:,} right" if correct is not None else ""
+        return {"value": f"{test:.4f}" if count >= 1000 else f"{test:.3f}", "of": "test accuracy", "remark": remark}
     if valid is not None:
-        return {"value": f"{valid:.3f}", "of": "validation accuracy", "told": "there is no test result"}
+        return {"value": f"{valid:.3f}", "of": "validation accuracy", "remark": "there is no test result"}
     for line in reversed(files.metrics):
         train = finite(line.get("train_accuracy"))
         if train is not None:
-            told = "there is no test or validation result"
-            return {"value": f"{train:.3f}", "of": f"training accuracy, epoch {line['epoch']}", "told": told}
+            remark = "there is no test or validation result"
+            return {"value": f"{train:.3f}", "of": f"training accuracy, epoch {line['epoch']}", "remark": remark}
     return None
 
 
 def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rate, train = finite(summary.get("images_per_second")), finite(summary.get("train_seconds"))
-    wall, epochs, parameters = finite(summary.get("wall_seconds")), summary.get("epochs"), summary.get("parameters")
     facts = [
-        ("images per second", f"{rate:,.0f}" if rate is not None else None),
-        ("training time", duration(train) if train is not None else None),
-        ("everything included", duration(wall) if wall is not None else None),
-        ("epochs", f"{epochs:,}" if isinstance(epochs, int) else None),
-        ("parameters", f"{parameters:,}" if isinstance(parameters, int) else None),
-        ("devices", _text(summary.get("devices"))),
+        ("images per second", "images_per_second", "{:,.0f}".format),
+        ("training time", "train_seconds", duration),
+        ("everything included", "wall_seconds", duration),
+        ("epochs", "epochs", "{:,.0f}".format),
+        ("parameters", "parameters", "{:,.0f}".format),
     ]
-    return [(name, value) for name, value in facts if value]
+    known = [(name, text(value)) for name, key, text in facts if (value := finite(summary.get(key))) is not None]
+    return [*known, ("devices", _text(summary["devices"]))] if summary.get("devices") else known
 
 
 def _unanswered(shown: Predictions | None) -> list[str]:
@@ -213,10 +211,6 @@ def _thumbnail(image_HWC: np.ndarray) -> str:
     image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
     image.save(buffer, format="jpeg", quality=88)
     return _data_uri("image/jpeg", buffer.getvalue())
-
-
-def _embedded(path: Path) -> str | None:
-    return _data_uri("image/png", path.read_bytes()) if path.is_file() else None
 
 
 def _data_uri(kind: str, content: bytes) -> str:
