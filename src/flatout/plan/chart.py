@@ -1,6 +1,7 @@
 """The chart of `flatout plan`: images per second, and the time of a step or of the job."""
 
 from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,15 +62,13 @@ def _draw_throughput(axes: "Axes", result: Mapping[str, Any]) -> None:
         ideal = [rates[0] * row["chips"] / curve[0]["chips"] for row in curve]
         axes.plot(chips, ideal, color=style.MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="ideal")
         axes.plot(chips, rates, color=style.RIGHT, linewidth=1.8, label=generation)
-    for index, row in enumerate(sorted(fitting, key=lambda row: row["images_per_second"])):
-        colour = style.RIGHT if row["topology"].startswith(f"{generation}:") else "#ffffff"
-        place = (row["chips"], row["images_per_second"])
-        axes.plot(*place, "o", color=style.RIGHT, markerfacecolor=colour, markersize=5)
-        # To the right and below, off the curve; leader lines keep crowded labels apart.
-        axes.annotate(
-            f"{row['topology']}  ≤ {number(row['images_per_second'])}", place, (0.98, 0.06 + 0.1 * index),
-            textcoords="axes fraction", fontsize=7.5, color=style.INK, ha="right", va="center",
-            arrowprops={"arrowstyle": "-", "color": style.FAINT, "shrinkB": 4, "relpos": (0, 0.5)},
+    # Values are in the legend: labels at the points would hide the curve.
+    for marker, row in zip(cycle("os^Dv"), fitting, strict=False):
+        of_curve = row["topology"].startswith(f"{generation}:")
+        axes.plot(
+            row["chips"], row["images_per_second"], marker, color=style.RIGHT, markersize=5.5,
+            markerfacecolor=style.RIGHT if of_curve else "#ffffff",
+            label=f"{row['topology']}  ≤ {number(row['images_per_second'])}",
         )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
