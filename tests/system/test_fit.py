@@ -167,6 +167,32 @@ def test_the_words_of_other_libraries(tmp_path: Path) -> None:
     assert (run.summary["train_images"], run.summary["valid_images"]) == (120, 30)
 
 
+class Verbose(Net):
+    """Probabilities, and in training the scores of another head too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
+        probabilities = super().forward(x).softmax(1)
+        return (probabilities, self.other(torch.relu(self.conv(x)).mean((2, 3)))) if self.training else probabilities
+
+
+def test_a_module_that_returns_more_than_logits(tmp_path: Path) -> None:
+    net = Verbose()
+    run = flatout.fit(net, make_arrays(), out=tmp_path / "run", **settings())
+    assert any("softmax" in note for note in run.summary["notes"])
+    assert run.evaluate(make_arrays(30), devices="cpu")["test_correct"] == 30
+    images = make_arrays(3)[0]
+    mean, std = run.recipe.data.mean[0], run.recipe.data.std[0]
+    x = ((torch.from_numpy(images) / 255 - mean) / std)[:, None]
+    with torch.no_grad():
+        own = net(x)
+        assert torch.allclose(run.model(x).softmax(1), own), "the run's model returns logits, the user's what it did"
+    np.testing.assert_allclose(run.probabilities(images[..., None]), own, atol=1e-5)
+
+
 def test_given_splits_are_kept(tmp_path: Path) -> None:
     images, labels = make_arrays()
     splits = {"train": (images[:90], labels[:90]), "test": (images[90:], labels[90:])}

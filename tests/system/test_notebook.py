@@ -115,7 +115,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
 @pytest.fixture(scope="module")
 def whole(notebook: Notebook) -> Outputs:
     """Train in a cell, on two devices."""
-    return notebook.cell('run = flatout.fit(Net(), (images, labels), out="whole", **settings)\nrun')
+    return notebook.cell('net = Net()\nrun = flatout.fit(net, (images, labels), out="whole", **settings)\nrun')
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_progress_and_result_show_in_the_cell(notebook: Notebook, whole: Outputs
     assert all("images trained" in bar for bar in bars)
     assert bars
     assert set(whole.left) == {""}, "the bar goes when it is done"
-    assert re.findall(r"^epoch (\d)/6  loss", whole.text, re.MULTILINE) == list("123456")
+    assert re.findall(r"^epoch (\d)/6 ", whole.text, re.MULTILINE) == list("123456")
     assert notebook.cell('run.summary["devices"], run.summary["world_size"]').value == "('2xcpu', 2)"
 
 
@@ -144,6 +144,8 @@ def test_what_the_model_prints_is_in_the_logs(notebook: Notebook, whole: Outputs
 
 def test_the_run_is_used_in_later_cells(notebook: Notebook, whole: Outputs) -> None:
     assert notebook.cell("type(run.model) is Net, run.model.training").value == "(True, False)"
+    assert notebook.cell("net.training, net.head.weight.equal(run.model.head.weight)").value == "(False, True)"
+    assert notebook.cell("Net().head.weight.equal(net.head.weight)").value == "False"
     evaluated = notebook.cell('result = run.evaluate((images, labels), devices="2xcpu")\nresult["devices"]')
     assert (evaluated.error, evaluated.value) == (None, "'2xcpu'")
     predicted = notebook.cell(

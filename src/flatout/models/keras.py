@@ -45,9 +45,9 @@ class Network(NamedTuple):
 class KerasModule(nn.Module):
     """A Keras model with its weights held by torch: trainable ones as parameters, the others as buffers.
 
-    The model given is copied. Its last activation, softmax or sigmoid, is left out, since flatout's
-    losses take logits. It takes normalised images [B, C, H, W], which Keras sees as [B, H, W, C], and returns logits
-    [B, K]; so far as torch runs it, which is on the CPU, in evaluation and without gradients. `--engine xla` trains it.
+    The model given is copied, without its last activation (softmax or sigmoid), since flatout's losses take logits. It
+    takes images [B, C, H, W], which Keras sees as [B, H, W, C], and returns logits [B, K]. Torch runs it on the CPU, in
+    evaluation, without gradients; the XLA engine trains it.
 
     Weights are named after layers, numbered as Keras would number them in a new process: `conv2d_1.kernel`. So a run is
     loaded by `flatout.load(path, model=model)`, with any model of the same build.

@@ -15,10 +15,10 @@ _BLOCKS = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))  # (convolutions, fi
 class VGG16(nn.Sequential):
     """The thirteen 3x3 convolutions of VGG16 in five pooled blocks, then one linear layer to logits `[N, num_outputs]`.
 
-    Configuration D of Simonyan and Zisserman (https://arxiv.org/abs/1409.1556). The convolutions are named `features.N`
-    as in torchvision, so that published weights load; those expect RGB images normalised with ImageNet's mean and
-    standard deviation. Without such weights the convolutions start He-normal (fan-out), since a Glorot start rarely
-    trains so deep a net without batch normalisation; the linear layer starts Glorot-uniform, all biases at 0.
+    Configuration D of Simonyan and Zisserman (https://arxiv.org/abs/1409.1556). Convolutions have torchvision's names,
+    so that published weights load; those expect RGB images with ImageNet's normalisation. Otherwise convolutions start
+    He-normal (fan-out), since so deep a net rarely trains from a Glorot start without batch normalisation; the linear
+    layer starts Glorot-uniform, all biases at 0.
     """
 
     def __init__(self, num_outputs: int = 4, image_size: int = 224, channels: int = 3) -> None:
