@@ -3,6 +3,7 @@
 import os
 from argparse import Namespace
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,3 +204,21 @@ def do_devices(args: Namespace, console: Console) -> Output:
     if len(found) == 1:
         lines.append("no GPU or TPU")
     return {"devices": found, "machine": here}, lines
+
+
+def do_cache(args: Namespace, console: Console) -> Output:
+    """Show or clear the cache."""
+    from flatout.data.cache import cache_folder, clear, entries
+
+    shown, what = entries(), "entries"
+    if args.clear:
+        shown, kept = clear(shown)
+        what = f"entries removed, {len(kept)} in use or not removable" if kept else "entries removed"
+    total = sum(entry.size_bytes for entry in shown)
+    lines = [
+        f"{entry.size_bytes / 1e6:10,.1f} MB  {datetime.fromtimestamp(entry.used):%Y-%m-%d}  {entry.what}"
+        for entry in shown
+    ]
+    lines.append(f"{total / 1e6:10,.1f} MB  in {len(shown)} {what}: {cache_folder()}")
+    found = [{"path": str(entry.path), "what": entry.what, "bytes": entry.size_bytes} for entry in shown]
+    return {"folder": str(cache_folder()), "removed" if args.clear else "entries": found}, lines

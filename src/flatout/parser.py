@@ -38,6 +38,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--engine": {"default": "auto", "metavar": "NAME", "help": "auto, torch or xla"},
     "--allow-untested": {"action": "store_true", "help": "let --engine torch use torch_tpu, which is untested"},
     "--allow-code": {"action": "store_true", "help": "import the run's package.module:factory model"},
+    "--clear": {"action": "store_true", "help": "remove all that is not in use"},
     "--json": {"action": "store_true", "help": "print one JSON object and nothing else"},
     "--top": {"type": int, "default": 5, "metavar": "K", "help": "classes per image (5)"},
     "--size": {"type": int, "required": True, "metavar": "N", "help": "height and width in pixels"},
@@ -155,6 +156,9 @@ COMMANDS = {
         {"--out": {"required": True, "help": "a folder that does not exist yet"}},
     ),
     "devices": Command(commands.do_devices, "list the devices of this machine", "", "--json", "devices"),
+    "cache": Command(
+        commands.do_cache, "show or clear the decoded and downloaded data", "", "--clear --json", "cache --clear"
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """The words of the command line: operands, flags, and what is suggested for those that do not exist."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,20 @@ def test_the_folder_beside_is_suggested(
 )
 def test_messages_in_the_words_of_python(message: str, expected: str) -> None:
     assert python_words(message) == expected
+
+
+def test_the_cache_is_shown_and_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
+    (tmp_path / "downloads").mkdir()
+    (tmp_path / "downloads" / "photos.zip").write_bytes(bytes(2_000_000))
+    assert main(["cache"]) == 0
+    assert "2.0 MB" in capsys.readouterr().out
+    assert main(["cache", "--json"]) == 0
+    assert [entry["bytes"] for entry in json.loads(capsys.readouterr().out)["entries"]] == [2_000_000]
+    assert main(["cache", "--clear"]) == 0
+    assert "in 1 entries removed" in capsys.readouterr().out
+    assert not list((tmp_path / "downloads").iterdir())
+    assert main(["cache"]) == 0
+    assert "in 0 entries" in capsys.readouterr().out

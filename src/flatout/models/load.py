@@ -142,7 +142,7 @@ def build(
         if not allow_code:
             raise InputError(
                 f"model = {name!r}: is Python code, and code named in a file is never run; if you trust it, "
-                f"use train --model {name}, or evaluate and predict with --allow-code"
+                f"use train --model {name}, evaluate or predict --allow-code, or in Python allow_code=True"
             )
         model = _call_factory(name, num_outputs, image_size, channels, seed)
     else:

@@ -33,6 +33,7 @@ def fit(
     resume: bool = False,
     overwrite: bool = False,
     cache: bool = True,
+    restarts: int | None = None,
     quiet: bool = False,
     **changes: Any,
 ) -> Run:
@@ -57,6 +58,7 @@ def fit(
         resume: continue the run in `out`.
         overwrite: replace the run in `out`.
         cache: keep the decoded images for the next run.
+        restarts: how often the ranks of several devices restart from the newest checkpoint after one was lost.
         quiet: print nothing.
         **changes: recipe keys, such as `epochs=5`, `batch_size=256`, `lr=0.01`, `optimizer="adam"` or
             `optimizer=flatout.SGD(lr=0.01)`, `augment=flatout.Augment(flip=True)` or `augment={"flip": True}`.
@@ -98,6 +100,7 @@ def fit(
         resume=resume,
         overwrite=overwrite,
         cache=cache,
+        restarts=restarts,
         allow_code=isinstance(model, str),
     )
     try:
