@@ -39,7 +39,7 @@ def do_train(args: Namespace, console: Console) -> None:
         # A model that the user names on the command line may be code; one that a file names may not.
         allow_code=args.model is not None,
     )
-    job = _recipe_to_resume(args) if args.resume else args.job
+    job = _job_to_resume(args) if args.resume else args.job
     accelerated = parse_devices(args.devices, engine).is_accelerated
     recipe, data = resolve(job, args.data, _changes(args), accelerated=accelerated, console=console)
     train_recipe(recipe, data, options, console)
@@ -61,15 +61,21 @@ def _hosts(args: Namespace) -> "Hosts":
     return Hosts(nodes=args.nodes, node_rank=args.node_rank, rendezvous=args.rendezvous, **timeout)
 
 
-def _recipe_to_resume(args: Namespace) -> Path:
+def _job_to_resume(args: Namespace) -> str | Path:
+    """Return the recipe in --out; before a first start has written one, the job, so that a loop repeats one command."""
+    from flatout.recipe import load_recipe
+    from flatout.run.resolve import is_of_job
+
     if args.out is None:
         raise InputError("--resume needs --out, the run folder to continue")
-    if args.job is not None:
-        raise InputError(f"--resume takes the recipe of {args.out}: remove {args.job}")
     recipe = args.out / "recipe.toml"
-    if not recipe.is_file():
-        raise InputError(f"--resume: {args.out} is not a run folder: it has no recipe.toml")
-    return recipe
+    if recipe.is_file():
+        if args.job is not None and not is_of_job(load_recipe(recipe), args.job):
+            raise InputError(f"--resume: the run in {args.out} is not of {args.job}; remove {args.job}")
+        return recipe
+    if args.job is None:
+        raise InputError(f"--resume: {args.out} is not a run folder: it has no recipe.toml; to start it, name the job")
+    return args.job
 
 
 def _changes(args: Namespace) -> dict[str, Any]:

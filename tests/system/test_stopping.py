@@ -257,6 +257,18 @@ def test_resume_before_the_first_checkpoint_starts_from_the_beginning(
     assert_same(whole, out)
 
 
+def test_one_command_starts_and_continues_a_run(
+    data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, repeated = tmp_path / "run", command(data, tmp_path / "run", "--resume")
+    with at_image(112, kill), pytest.raises(Killed):
+        main(repeated)
+    assert main(repeated) == 0
+    assert_same(whole, out)
+    assert main(["train", "digits", "--resume", "--out", str(out)]) == 2
+    assert f"the run in {out} is not of digits" in capsys.readouterr().err
+
+
 def test_damaged_and_foreign_checkpoints_are_passed_over(
     data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,12 @@ def resolve(
     return recipe, find(data, recipe.data)
 
 
+def is_of_job(recipe: Recipe, job: str) -> bool:
+    """Return whether a run's recipe came from a JOB, as far as names tell."""
+    named = _named_recipe(job)
+    return recipe.job == named.job if named else recipe.data.path == _plain(job)
+
+
 def _named_recipe(job: str | Path | Recipe | None) -> Recipe | None:
     """Return the recipe that a job names; None for no job, or for one that is the path of data."""
     if job is None or isinstance(job, Recipe):
