@@ -83,17 +83,18 @@ class Checkpoint:
             report(f"the data has changed since the run began: {', '.join(changed)} differ")
 
 
-def load_newest(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
+def load_newest(folder: Path, report: Callable[[str], None], since: float = 0.0) -> Checkpoint | None:
     """Return the newest whole checkpoint; None where nothing was saved yet.
 
     Args:
         folder: the run's `checkpoints/`.
         report: called with a sentence for each damaged file.
+        since: older files are ignored; by time.time.
 
     Raises:
         InputError: all checkpoints are damaged.
     """
-    paths = _newest_first(folder)
+    paths = [path for path in _newest_first(folder) if path.stat().st_mtime >= since]
     for path in paths:
         try:
             return _read(path)

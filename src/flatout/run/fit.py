@@ -178,8 +178,4 @@ def train_recipe(
 
 def _run(console: Console, world: "World", session: Session) -> Path:
     """Train on one of the ranks."""
-    from flatout.dist.env import restart_count
-
-    if restart_count() > 0:
-        session.options = dataclasses.replace(session.options, resume=True, overwrite=False)
     return session.run(console, world)

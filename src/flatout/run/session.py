@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console
 from flatout.dist.consistency import agree, data_facts
+from flatout.dist.env import restart_count
 from flatout.dist.hosts import Hosts
 from flatout.errors import DiskFull, InputError, RankLost, Stopped, TrainingFailed
 from flatout.numerics.schedule import describe_scaling
@@ -81,6 +82,7 @@ class Session:
         self.recipe, self.options, self.module = recipe, options, module
         self.data: DataRef | Source | Pack | SharedPack = data
         self.began = self._lap = options.began
+        self._prepared_at = 0.0
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
         self.setup_seconds = 0.0
@@ -104,7 +106,7 @@ class Session:
         """Claim the folder and make the pack for the ranks of this host, in this process or in others."""
         from flatout.dist.world import World
 
-        self.console, self.world = console, World()
+        self.console, self.world, self._prepared_at = console, World(), time.time()
         with contextlib.ExitStack() as self._open:
             if self.options.hosts.most == 1:
                 self._open.enter_context(self._claim_folder())
@@ -125,8 +127,9 @@ class Session:
             agree(world, self.recipe, pack)
             model = self.build_model(pack, self.note)
             with contextlib.closing(self._make_engine(model, splits, pack)) as engine:
-                progress = self._resume(engine, pack) or Progress()
-                self._begin_folder()
+                progress = self._resume(engine, pack)
+                self._begin_folder(overwrite=self.options.overwrite and not progress)
+                progress = progress or Progress()
                 placed = self._place(engine, splits)
                 with signals_noted(world.control):
                     ended, failure = self._train(engine, placed, progress)
@@ -144,7 +147,8 @@ class Session:
             claimed: Path | InputError | None = self._claimed
             if self.world.is_main and claimed is None:
                 options = self.options
-                held = claim.claimed(options.out, self.recipe.job, resume=options.resume, overwrite=options.overwrite)
+                resume = options.resume or (restart_count() > 0 and not options.overwrite)
+                held = claim.claimed(options.out, self.recipe.job, resume=resume, overwrite=options.overwrite)
                 try:
                     claimed = stack.enter_context(held)
                 except InputError as error:
@@ -262,12 +266,18 @@ class Session:
         from flatout.run.checkpoint import load_newest
 
         self.data_facts = data_facts(pack)
-        if not self.options.resume:
+        is_restarted = restart_count() > 0
+        if not self.options.resume and not is_restarted:
             return None
         newest: Any = None
         if self.world.is_main:
             try:
-                newest = load_newest(self.out / run_files.CHECKPOINTS, self.note)
+                newest = load_newest(
+                    self.out / run_files.CHECKPOINTS,
+                    self.note,
+                    # After a restart, those of the run to overwrite may still be there.
+                    since=self._prepared_at if self.options.overwrite else 0.0,
+                )
             except InputError as error:
                 newest = error
         newest = self.world.broadcast_object(newest)
@@ -281,10 +291,10 @@ class Session:
         self.note(f"resumed after epoch {newest.progress.epoch}, step {newest.progress.step}")
         return newest.progress
 
-    def _begin_folder(self) -> None:
+    def _begin_folder(self, *, overwrite: bool) -> None:
         """Write the recipe, after an old run is removed if that was requested, and open the logs."""
         if self.world.is_main:
-            claim.begin(self.out, self.recipe, overwrite=self.options.overwrite)
+            claim.begin(self.out, self.recipe, overwrite=overwrite)
         self.world.barrier()
         log = self.out / run_files.LOGS / f"rank-{self.world.rank}.log"
         try:
