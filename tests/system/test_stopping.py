@@ -370,6 +370,16 @@ def test_a_run_in_use_is_left_alone(flag: str, data: Path, tmp_path: Path, capsy
     assert f"{out}: in use by process {os.getpid()}" in capsys.readouterr().err
 
 
+def test_a_restart_never_continues_the_run_to_overwrite(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    assert main(command(data, out, "--epochs", "2")) == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main(command(data, out, "--epochs", "1", "--overwrite")) == 0
+    assert summary(out)["epochs_trained"] == 1
+
+
 def test_a_dead_process_blocks_nobody(data: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     code = (
