@@ -119,18 +119,22 @@ def test_sigterm_ends_a_process_with_143_and_a_checkpoint(data: Path, whole: Pat
     assert process.returncode == 143, output
     assert "Traceback" not in output
     figures = summary(out)
-    assert "SIGTERM in epoch" in figures["stopped"]
+    assert "terminated in epoch" in figures["stopped"]
     assert figures["test_accuracy"] is None
     assert main(["predict", str(out), str(out / "curves.png")]) == 0
     assert not list(out.glob(".*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_resumes_bit_for_bit(number: signal.Signals, data: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_bit_for_bit(
+    number: signal.Signals, data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "run"
     with at_image(112, lambda: os.kill(os.getpid(), number)):
         assert main(command(data, out)) == 128 + number
-    assert summary(out)["stopped"] == f"{number.name} in epoch 2, step 2"
+    how = "interrupted" if number == signal.SIGINT else "terminated"
+    assert summary(out)["stopped"] == f"{how} in epoch 2, step 2"
+    assert f"continue with: flatout train --resume --out {out}" in capsys.readouterr().out
     assert (summary(out)["test_accuracy"] is None) == (number == signal.SIGTERM)
     assert resume(out) == 0
     assert summary(out)["stopped"] is None

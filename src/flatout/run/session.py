@@ -1,6 +1,7 @@
 """One training run: its phases in order, in each of its processes."""
 
 import contextlib
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -331,13 +332,15 @@ class Session:
             monitor.restore()
             ended, failure = f"failed: {error}", error
         except Stopped as stopped:
-            name = signal.Signals(stopped.signal_number).name
-            ended, failure = f"{name} in epoch {progress.epoch + 1}, step {progress.step}", stopped
+            how = "interrupted" if stopped.signal_number == signal.SIGINT else "terminated"
+            ended, failure = f"{how} in epoch {progress.epoch + 1}, step {progress.step}", stopped
         self.console.finish()
         if not isinstance(failure, TrainingFailed):
             monitor.checkpoint()
         if ended:
             self.note(ended)
+        if isinstance(failure, Stopped):
+            self.console.note(f"continue with: flatout train --resume --out {shlex.quote(str(self.out))}")
         return ended, failure
 
     def note(self, sentence: str) -> None:
