@@ -175,10 +175,12 @@ def images(seed: int = 0) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["evaluation", "features"])
-def test_a_signal_ends_a_pass_between_batches(frozen: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("frozen", "at"), [(False, 3), (False, 33), (True, 3)], ids=["evaluation", "last evaluation", "features"]
+)
+def test_a_signal_ends_a_pass_between_batches(frozen: bool, at: int, tmp_path: Path) -> None:
     calls, out = tmp_path / "calls", tmp_path / "run"
-    net = Stopping(calls, at=3, number=signal.SIGTERM, freeze=frozen)
+    net = Stopping(calls, at=at, number=signal.SIGTERM, freeze=frozen)
     settings: dict[str, Any] = {
         "epochs": 2,
         "batch_size": 4,
@@ -189,7 +191,8 @@ def test_a_signal_ends_a_pass_between_batches(frozen: bool, tmp_path: Path) -> N
     }
     with pytest.raises(KeyboardInterrupt):
         flatout.fit(net, images(), **settings)
-    assert len(Path(f"{calls}-0").read_text().splitlines()) == 3
+    assert len(Path(f"{calls}-0").read_text().splitlines()) == at
+    assert "SIGTERM" in summary(out)["stopped"]
     assert list((out / "checkpoints").iterdir())
     fresh = [Stopping(tmp_path / "none", at=0, number=0, freeze=frozen) for _ in range(2)]
     for net in fresh:
@@ -207,6 +210,42 @@ def test_a_signal_to_one_rank_ends_the_evaluation_of_all(tmp_path: Path) -> None
         flatout.fit(net, images(), epochs=2, batch_size=4, devices="2xcpu", quiet=True, out=out)
     assert all(len(Path(f"{calls}-{rank}").read_text().splitlines()) <= 3 for rank in range(2))
     assert list((out / "checkpoints").iterdir())
+
+
+class Dying(nn.Module):
+    """A net whose second rank is killed in a step; until then, checkpoints are written as often as possible."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.steps = at, 0
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and "RANK" in os.environ:
+            monitor.CHECKPOINT_SECONDS, monitor.CHECKPOINT_SHARE = 0.0, 1e9
+            self.steps += 1
+            if os.environ["RANK"] == "1" and self.steps == self.at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.net(x)
+
+
+@pytest.mark.slow
+def test_ranks_write_a_checkpoint_after_the_same_step(tmp_path: Path) -> None:
+    net, out = Dying(9), tmp_path / "run"
+    start = {name: value.clone() for name, value in net.state_dict().items()}
+    settings: dict[str, Any] = {"epochs": 1, "batch_size": 4, "quiet": True}
+    with pytest.raises(flatout.TrainingFailed, match="rank 1"):
+        flatout.fit(net, images(), devices="2xcpu", out=out, **settings)
+    (newest, *_) = sorted((path.name for path in (out / "checkpoints").iterdir()), reverse=True)
+    assert newest in {f"epoch-00000-step-{step:07d}.safetensors" for step in range(3, 9)}
+    resumed, whole = Dying(0), Dying(0)
+    for each in (resumed, whole):
+        each.load_state_dict(start)
+    flatout.fit(resumed, images(), devices="cpu", out=out, resume=True, **settings)
+    flatout.fit(whole, images(), devices="cpu", out=tmp_path / "whole", **settings)
+    first, second = (read_weights(run / "weights.safetensors")[0] for run in (out, tmp_path / "whole"))
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name])
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
