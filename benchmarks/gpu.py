@@ -25,10 +25,11 @@ import numpy as np
 import torch
 
 from flatout.console import Console
+from flatout.data.build import load_pack
 from flatout.data.feed import Samples
 from flatout.data.load import find, splits_of
 from flatout.data.order import Batch
-from flatout.data.pack import Pack, PackSettings, load_pack
+from flatout.data.pack import Pack, PackSettings
 from flatout.dist.world import World
 from flatout.engine.base import Engine
 from flatout.engine.devices import machine, parse_devices

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from flatout.console import Console
+from flatout.data.build import load_pack
 from flatout.data.feed import Samples
 from flatout.data.load import find, splits_of
-from flatout.data.pack import Pack, PackSettings, load_pack
+from flatout.data.pack import Pack, PackSettings
 from flatout.dist.world import World
 from flatout.engine.devices import machine
 from flatout.engine.eager.engine import TorchEngine

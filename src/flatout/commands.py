@@ -127,8 +127,9 @@ def do_report(args: Namespace, console: Console) -> Output:
 
 def do_pack(args: Namespace, console: Console) -> Output:
     """Decode and resize images once, into plain NumPy files."""
+    from flatout.data.build import build_pack
     from flatout.data.load import find
-    from flatout.data.pack import PackSettings, build_pack
+    from flatout.data.pack import PackSettings
     from flatout.run.advise import advise
 
     if not 1 <= args.size <= MAX_IMAGE_SIZE:

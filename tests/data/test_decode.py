@@ -3,6 +3,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 import warnings
 import zlib
 from collections import defaultdict
@@ -340,23 +341,44 @@ def test_large_images_are_averaged_before_they_are_resized(tmp_path, monkeypatch
 
 
 def test_large_images_take_little_more_than_their_pixels(tmp_path):
-    """Also with several at once: they are decoded one after the other."""
-    side = 7000
-    saved(Image.new("RGB", (side, side), (1, 2, 3)), tmp_path / "a.png", compress_level=1)
+    side = 6000
+    files = [
+        saved(Image.new("RGB", (side, side), (1, 2, 3)), tmp_path / "a.png", compress_level=1),
+        saved(Image.new("RGB", (99, 99)), tmp_path / "b.png"),
+    ]
     code = (
-        "import sys\nfrom concurrent.futures import ThreadPoolExecutor\nfrom pathlib import Path\n"
-        "from flatout.data.decode import decode_image\nfrom flatout.host import peak_rss_bytes\nimport torch\n"
-        "def decode(path): return decode_image(path, size=64, channels=3, resize='stretch')\n"
-        "decode(Path(sys.argv[2]))\n"
+        "import sys\nfrom pathlib import Path\nfrom flatout.data.decode import decode_image\n"
+        "from flatout.host import peak_rss_bytes\n"
+        "def decode(path): return decode_image(Path(path), size=64, channels=3, resize='stretch')\n"
+        "decode(sys.argv[2])\n"
         "before = peak_rss_bytes()\n"
-        "with ThreadPoolExecutor(3) as pool: images = list(pool.map(decode, [Path(sys.argv[1])] * 3))\n"
-        "assert all((image == (1, 2, 3)).all() for image in images)\n"
+        "assert (decode(sys.argv[1]) == (1, 2, 3)).all()\n"
         "print(peak_rss_bytes() - before)"
     )
-    files = [str(tmp_path / "a.png"), str(saved(Image.new("RGB", (99, 99)), tmp_path / "b.png"))]
-    run = subprocess.run([sys.executable, "-c", code, *files], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", code, *map(str, files)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) < 2 * 4 * side * side  # malloc keeps some for each thread
+    assert int(run.stdout) < 1.5 * 4 * side * side
+
+
+def test_large_images_are_decoded_one_at_a_time(tmp_path, monkeypatch):
+    file = saved(smooth_picture(60, 50), tmp_path / "a.png")
+    inside, most = [], []
+    convert = decode._to_eight_bits
+
+    def observed(*arguments):
+        inside.append(1)
+        time.sleep(0.01)
+        most.append(len(inside))
+        inside.pop()
+        return convert(*arguments)
+
+    monkeypatch.setattr(decode, "_to_eight_bits", observed)
+    for limit, expected in ((2999, {1}), (3000, {1, 2, 3, 4})):
+        monkeypatch.setattr(decode, "LARGE_PIXELS", limit)
+        most.clear()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: decode_image(file, size=8, channels=3, resize="crop"), range(8)))
+        assert set(most) <= expected
 
 
 @pytest.mark.parametrize(("highest", "top"), [(4095, 4095), (3000, 4095), (255, 255), (4096, 65535), (65535, 65535)])

@@ -13,10 +13,11 @@ import torch
 from PIL import Image
 
 from flatout.data import pack_files
+from flatout.data.build import build_pack, load_pack
 from flatout.data.cache import cache_folder, clear, entries, limit_bytes, temporary_folder
 from flatout.data.decode import decode_image, resize_images
 from flatout.data.feed import Samples
-from flatout.data.pack import Pack, PackSettings, build_pack, load_pack, open_pack
+from flatout.data.pack import Pack, PackSettings, open_pack
 from flatout.data.recognise import recognise
 from flatout.data.shared_pack import share
 from flatout.data.source import DataRef, Source
@@ -388,7 +389,8 @@ import os, signal, sys, time
 from pathlib import Path
 import numpy as np
 from flatout.data.feed import Samples
-from flatout.data.pack import PackSettings, build_pack, load_pack
+from flatout.data.build import load_pack
+from flatout.data.pack import PackSettings
 from flatout.data.recognise import recognise
 from flatout.data.shared_pack import share
 from flatout.data.source import Source

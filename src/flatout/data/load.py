@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from flatout.data.build import load_pack
 from flatout.data.cache import cache_folder
 from flatout.data.feed import Samples
-from flatout.data.pack import Pack, PackSettings, Progress, load_pack
+from flatout.data.pack import Pack, PackSettings, Progress
 from flatout.data.source import DataRef, Source
 from flatout.data.splits import SPLITS, stratified_split
 from flatout.errors import InputError

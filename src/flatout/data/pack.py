@@ -1,42 +1,25 @@
-"""A data set decoded once: plain NumPy files that anyone can map, found again by content and settings.
+"""A data set decoded once: plain NumPy files that anyone can map.
 
-A pack is a folder of `images.npy`, `labels.npy` and `pack.json` (see `pack_files`). `load_pack` finds it in the cache
-or makes it; `build_pack` makes one for keeping; `open_pack` opens one.
+A pack is a folder of `images.npy`, `labels.npy` and `pack.json` (see `pack_files`); `build` makes and finds packs.
 """
 
 import hashlib
 import json
-import mmap
-import os
-import shutil
-import time
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from flatout.data import bad_images, pack_files
-from flatout.data.cache import lock, make_room, temporary_folder
-from flatout.data.decode import RESIZE_METHOD, BadImage, decode_image, resize_images
-from flatout.data.digests import combined_digest, digest_files
-from flatout.data.pack_files import DamagedPack
-from flatout.data.source import DataRef, Source, describe
-from flatout.errors import DiskFull, InputError
-from flatout.files import NO_SPACE, printable
-
-UPDATE_SECONDS = 0.1
+from flatout.data import pack_files
+from flatout.data.source import describe
 
 
 class Progress(Protocol):
     """Whatever shows progress to the user."""
 
     def update(self, done: int, total: int, unit: str = "images") -> None:
-        """Show how much is done; called at most about ten times a second."""
+        """Show how much is done; called often."""
         ...
 
     def note(self, text: str) -> None:
@@ -105,57 +88,6 @@ class Pack:
         return describe(self.kind, self.classes, self.splits)
 
 
-def load_pack(data: DataRef | Source, settings: PackSettings, *, cache: Path | None, report: Progress) -> Pack:
-    """Return the data as a pack: the user's own, one from the cache, or one made now.
-
-    Cached packs are found by the content of the files and the settings that determine pixels, wherever the files are. A
-    damaged one is rebuilt. Without a cache, or with one that cannot be written, the pack is a temporary file that
-    disappears with the process. Arrays that already have the right size and come from no file stay in memory.
-
-    Raises:
-        InputError: the data cannot be read; images are bad (all are named); a pack of the user's is damaged or does not
-            fit the settings.
-        DiskFull: the disk is full.
-    """
-    report = _Throttled(report)
-    if isinstance(data, DataRef) and data.kind == "pack":
-        return _fitting(open_pack(data.path), settings)
-    if isinstance(data, DataRef) and (cache is None or not data.inputs):
-        data = data.read()
-    if isinstance(data, Source) and data.images is not None and data.images.shape[1:] == settings.image_shape:
-        return _in_memory(data, settings)
-    if cache is not None:
-        key = _key(data, settings, cache / "digests.sqlite", report)
-        try:
-            return _from_cache(key, data, settings, cache, report)
-        except _NotWritable as error:
-            report.note(f"the cache cannot be used, so the decoded images are not kept: {error}")
-    return _in_temporary_folder(_read(data), settings, report)
-
-
-def build_pack(data: DataRef | Source, settings: PackSettings, folder: Path, report: Progress) -> Pack:
-    """Make a pack in a new folder. If the process is killed, the same call continues where it ended.
-
-    Raises:
-        InputError: the folder exists; the data is a pack already, or as for `load_pack`.
-    """
-    report = _Throttled(report)
-    if isinstance(data, DataRef) and data.kind == "pack":
-        raise InputError(f"{data.path}: is a pack already; give the data that it was made from")
-    _refuse_existing(folder)
-    source = _read(data)
-    key = _key(source, settings, None, report)
-    with _building(folder, report):
-        _refuse_existing(folder)
-        try:
-            return _build(source, settings, key, folder, report)
-        except InputError:
-            shutil.rmtree(_partial(folder), ignore_errors=True)
-            raise
-        finally:
-            _lock_file(folder).unlink(missing_ok=True)
-
-
 def open_pack(folder: Path, verify: bool = True) -> Pack:
     """Open a pack; `verify` compares CRCs of the images (of up to 2 GiB all, beyond that of blocks spread evenly).
 
@@ -176,284 +108,11 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
         skipped=about["skipped"],
         was_cached=True,
         build_seconds=about["build_seconds"],
-        fingerprint=_fingerprint(labels, splits, [crc32 for _, crc32 in about["blocks"]]),
+        fingerprint=fingerprint_of(labels, splits, [crc32 for _, crc32 in about["blocks"]]),
     )
 
 
-def _read(data: DataRef | Source) -> Source:
-    return data if isinstance(data, Source) else data.read()
-
-
-def _fingerprint(labels: np.ndarray, splits: dict[str, tuple[int, int]], crc32s: list[int]) -> str:
+def fingerprint_of(labels: np.ndarray, splits: dict[str, tuple[int, int]], crc32s: list[int]) -> str:
+    """Return the fingerprint of a pack, from the CRC-32s of its blocks of images."""
     about = json.dumps([splits, crc32s]).encode()
     return hashlib.blake2b(about + labels.astype(np.int64).tobytes(), digest_size=16).hexdigest()
-
-
-def _fitting(pack: Pack, settings: PackSettings) -> Pack:
-    """Return the pack if it is what the settings ask for."""
-    size, _, channels = pack.images.shape[1:]
-    has, wants = (size, channels, pack.resize), (settings.size, settings.channels, settings.resize)
-    if has != wants:
-        names = ("image_size", "channels", "data.resize")
-        fix = " ".join(f"--set {n}={h}" for n, h, w in zip(names, has, wants, strict=True) if h != w)
-        raise InputError(
-            f"{pack.folder}: holds images of {size} x {size} pixels, {channels} channels, made square by "
-            f"{pack.resize!r}, but the recipe wants {settings.size} x {settings.size} pixels, {settings.channels} "
-            f"channels, {settings.resize!r}; use {fix}, or make another pack with flatout pack"
-        )
-    return pack
-
-
-def _in_memory(source: Source, settings: PackSettings) -> Pack:
-    # A view of a mapped file must not be read by the file's name: its rows may lie elsewhere.
-    images = np.asarray(source.images)
-    return Pack(
-        folder=None,
-        images=images,
-        labels=source.labels,
-        classes=source.classes,
-        splits=source.splits,
-        resize=settings.resize,
-        kind=source.kind,
-        notes=source.notes,
-        skipped={},
-        was_cached=False,
-        build_seconds=0.0,
-        fingerprint=_fingerprint(source.labels, source.splits, pack_files.crc32s_of(images)),
-    )
-
-
-def _in_temporary_folder(source: Source, settings: PackSettings, report: Progress) -> Pack:
-    """Return a pack in a file without a name, where the system has that: nothing stays behind a killed process."""
-    folder, owner = temporary_folder()
-
-    def remove() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(owner)
-
-    try:
-        pack = _build(source, settings, "", folder / "pack", report)
-        if not Path("/proc/self/fd").is_dir():
-            weakref.finalize(pack.images, remove)
-            return pack
-        file = os.open(folder / "pack" / pack_files.IMAGES, os.O_RDONLY)
-        # A text, as np.load follows a Path to the name that is about to go.
-        images = np.load(f"/proc/{os.getpid()}/fd/{file}", mmap_mode="r")
-    except BaseException:
-        remove()
-        raise
-    remove()
-    weakref.finalize(images, os.close, file)
-    return replace(pack, folder=None, images=images)
-
-
-# The cache
-
-
-def _key(data: DataRef | Source, settings: PackSettings, memo: Path | None, report: Progress) -> str:
-    """Return the digest of everything that determines the pack, except the treatment of bad images."""
-    from flatout import __version__  # other versions may read the same files in another way
-
-    wanted = [pack_files.FORMAT_VERSION, settings.size, settings.channels, settings.resize, RESIZE_METHOD]
-    parts = [json.dumps(wanted).encode()]
-    if isinstance(data, DataRef):
-        parts.append(json.dumps([data.kind, __version__, *(path.name for path in data.inputs)]).encode())
-        return combined_digest([*parts, *digest_files(data.inputs, memo=memo, report=report)])
-    parts += [data.labels.tobytes(), json.dumps([data.classes, data.splits]).encode()]
-    if data.files is not None:
-        return combined_digest([*parts, *digest_files(data.files, memo=memo, report=report)])
-    assert data.images is not None
-    return combined_digest(
-        chain([*parts, repr(data.images.shape).encode()], (image.tobytes() for image in data.images))
-    )
-
-
-def _from_cache(key: str, data: DataRef | Source, settings: PackSettings, folder: Path, report: Progress) -> Pack:
-    target = folder / "packs" / key
-    pack = _open_cached(target, report)
-    if pack is None:
-        with _building(target, report):
-            pack = _open_cached(target, report)  # the process that held the lock may have made it
-            if pack is None:
-                shutil.rmtree(target, ignore_errors=True)
-                # What an InputError about bad images leaves is kept: `skip` continues from it without decoding again.
-                pack = _in_use(_build(_read(data), settings, key, target, report))
-        for removed in make_room(folder):
-            report.note(f"removed the least recently used pack from the cache, which is full: {removed.what}")
-    _judge(pack.skipped, len(pack.labels) + len(pack.skipped), settings)
-    return pack
-
-
-def _open_cached(target: Path, report: Progress) -> Pack | None:
-    """Return the pack if it is there; it is there completely or not at all, since it gets its name last."""
-    if not target.exists():
-        return None
-    try:
-        pack = _in_use(open_pack(target))
-    except DamagedPack as error:
-        report.note(f"rebuilding the damaged cached pack: {error}")
-        return None
-    with suppress(OSError):  # only a note of the last use
-        os.utime(target)
-    return pack
-
-
-def _in_use(pack: Pack) -> Pack:
-    """Mark a cached pack as used while its images exist, so that it is not removed to make room."""
-    assert pack.folder is not None
-    with suppress(OSError):  # some network file systems have no locks
-        descriptor = lock(pack.folder / pack_files.DESCRIPTION, shared=True)
-        assert descriptor is not None
-        weakref.finalize(pack.images, os.close, descriptor)
-    return pack
-
-
-def _lock_file(target: Path) -> Path:
-    return target.with_name(target.name + ".lock")
-
-
-def _partial(target: Path) -> Path:
-    return target.with_name(target.name + ".partial")
-
-
-@contextmanager
-def _building(target: Path, report: Progress) -> Iterator[None]:
-    """Hold the right to make one pack. The system takes it from a process that is killed."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = lock(_lock_file(target), wait=False)
-        if descriptor is None:
-            report.note("another process is making this pack; waiting for it")
-            descriptor = lock(_lock_file(target))
-        assert descriptor is not None
-    except OSError as error:
-        raise _NotWritable(target.parent, error) from None
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-class _NotWritable(InputError):
-    """A folder for packs that cannot be written."""
-
-    def __init__(self, folder: Path, error: OSError) -> None:
-        super().__init__(
-            f"{folder}: cannot be written ({error.strerror}); choose another folder (for the cache: set FLATOUT_CACHE)"
-        )
-
-
-# Building
-
-
-def _build(source: Source, settings: PackSettings, key: str, target: Path, report: Progress) -> Pack:
-    """Make the pack beside its place, then rename it.
-
-    Raises:
-        InputError: images are bad; what is decoded stays in `_partial(target)`.
-        DiskFull: the disk is full; nothing stays.
-    """
-    import torch  # noqa: F401 - takes seconds to load, which are no part of the rate of packing
-
-    started = time.perf_counter()
-    partial = _partial(target)
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        blocks, bad = pack_files.write_images(
-            partial,
-            key=key,
-            count=len(source),
-            image_shape=settings.image_shape,
-            fill=_fill(source, settings),
-            report=report,
-        )
-        files = source.files or ()
-        skipped = {printable(files[index]): reason for index, reason in sorted(bad.items())}
-        _judge(skipped, len(source), settings)
-        kept = bad_images.without(source, bad) if bad else source
-        description = {
-            **_description(kept, settings, skipped),
-            "key": key,
-            "blocks": [[block.rows, block.crc32] for block in blocks],
-            "build_seconds": time.perf_counter() - started,
-        }
-        pack_files.publish(partial, target, kept.labels, description)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if error.errno in NO_SPACE:
-            needed = len(source) * int(np.prod(settings.image_shape))
-            free = shutil.disk_usage(target.parent).free
-            raise DiskFull(
-                f"{target.parent}: the disk is full, or a limit reached: {len(source):,} images need {needed:,} bytes "
-                f"and {free:,} are free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
-            ) from None
-        raise _NotWritable(target.parent, error) from None
-    return replace(open_pack(target, verify=False), was_cached=False)
-
-
-def _description(source: Source, settings: PackSettings, skipped: dict[str, str]) -> dict[str, Any]:
-    from flatout import __version__
-
-    return {
-        "flatout_version": __version__,
-        "kind": source.kind,
-        "path": None if source.path is None else str(source.path),
-        "images": len(source),
-        "size": settings.size,
-        "channels": settings.channels,
-        "resize": settings.resize,
-        "resize_method": RESIZE_METHOD,
-        "classes": list(source.classes),
-        "splits": source.splits,
-        "notes": list(source.notes),
-        "skipped": skipped,
-    }
-
-
-def _fill(source: Source, settings: PackSettings) -> pack_files.Fill:
-    how = {"size": settings.size, "channels": settings.channels, "resize": settings.resize}
-
-    def from_files(start: int, stop: int, out: np.ndarray) -> dict[int, str]:
-        assert source.files is not None
-        bad = {}
-        for index in range(start, stop):
-            try:
-                out[index - start] = decode_image(source.files[index], **how)
-            except BadImage as error:
-                bad[index] = error.reason
-        return bad
-
-    def from_arrays(start: int, stop: int, out: np.ndarray) -> dict[int, str]:
-        images = source.images
-        assert images is not None
-        out[:] = resize_images(images[start:stop], **how)
-        if isinstance(images, np.memmap) and images.mode == "r" and hasattr(mmap, "MADV_DONTNEED"):
-            # Pages read through the map no longer count as memory of this process; touching them brings them back.
-            images._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
-        return {}
-
-    return from_files if source.images is None else from_arrays
-
-
-def _judge(skipped: dict[str, str], total: int, settings: PackSettings) -> None:
-    bad_images.judge(skipped, total, on_bad_image=settings.on_bad_image, max_bad_share=settings.max_bad_share)
-
-
-def _refuse_existing(folder: Path) -> None:
-    if folder.exists():
-        raise InputError(f"{folder}: exists; choose another --out, or delete it")
-
-
-class _Throttled:
-    """Passes progress on at most ten times a second, and when a task is done."""
-
-    def __init__(self, report: Progress) -> None:
-        self.note = report.note
-        self._update = report.update
-        self._next = time.monotonic() + UPDATE_SECONDS
-
-    def update(self, done: int, total: int, unit: str = "images") -> None:
-        now = time.monotonic()
-        if now >= self._next or done == total:
-            self._next = now + UPDATE_SECONDS
-            self._update(done, total, unit)
