@@ -36,7 +36,7 @@ from flatout.engine.devices import machine, parse_devices
 from flatout.engine.eager.accelerator import accelerator_of
 from flatout.engine.factory import join, make_engine
 from flatout.jobs import load_job
-from flatout.models.load import build
+from flatout.models.load import build_model
 from flatout.numerics.augment import epoch_transforms
 from flatout.recipe import Augment, Momentum, Recipe
 from flatout.run.loop import Callbacks, train
@@ -124,14 +124,7 @@ def fresh_engine(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    model = build(
-        recipe.model,
-        num_classes=classes,
-        image_size=recipe.image_size,
-        channels=recipe.channels,
-        loss=recipe.loss,
-        seed=recipe.seed,
-    )
+    model = build_model(recipe, classes)
     world = join(device, engine)
     return make_engine(model, recipe, engine=engine, devices=device, world=world, report=notes.append, **options)
 

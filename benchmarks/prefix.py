@@ -25,8 +25,7 @@ from flatout.engine.devices import machine
 from flatout.engine.eager.engine import TorchEngine
 from flatout.engine.factory import join
 from flatout.jobs import load_job
-from flatout.models.freeze import freeze
-from flatout.models.load import build
+from flatout.models.load import build_model
 from flatout.recipe import Recipe
 from flatout.run.loop import Callbacks, train
 from flatout.run.progress import EpochRecord, Progress
@@ -53,15 +52,7 @@ def run(
     recipe: Recipe, splits: dict[str, Samples], classes: int, device: str, *, cache_prefix: bool
 ) -> list[EpochRecord]:
     """Train a fresh model and return the record of every epoch."""
-    model = build(
-        recipe.model,
-        num_classes=classes,
-        image_size=recipe.image_size,
-        channels=recipe.channels,
-        loss=recipe.loss,
-        seed=recipe.seed,
-    )
-    freeze(model, recipe.freeze)
+    model = build_model(recipe, classes)
     engine = TorchEngine(model, recipe, world=join(device), cache_prefix=cache_prefix)
     placed = {name: engine.place(samples) for name, samples in splits.items()}
     progress = Progress()

@@ -6,7 +6,7 @@ from torch import nn
 
 from flatout.errors import InputError
 from flatout.models.dropout import set_dropout
-from flatout.models.load import build
+from tests.nets import build
 
 
 def make(name: str, size: int) -> nn.Module:

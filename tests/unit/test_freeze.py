@@ -6,7 +6,7 @@ from torch import nn
 
 from flatout.errors import InputError
 from flatout.models.freeze import freeze, frozen_modules, set_train_mode
-from flatout.models.load import build
+from tests.nets import build
 
 
 def make(name: str, size: int = 32) -> nn.Module:

@@ -12,8 +12,9 @@ from torch import nn
 from flatout.errors import InputError
 from flatout.models.freeze import freeze
 from flatout.models.head import head_modules
-from flatout.models.load import build, build_model, list_names
+from flatout.models.load import build_model, list_names
 from flatout.recipe import Recipe
+from tests.nets import build
 
 PUBLISHED = {  # name: classes, loss, image size, channels, parameters layer by layer
     "fashion-cnn": (

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from flatout.errors import InputError
+from flatout.errors import DiskFull, InputError
 from flatout.models import vgg
-from flatout.models.load import build
 from flatout.models.pretrained import load_pretrained
 from flatout.models.weights import read_weights, save_tensors, save_weights
+from flatout.recipe import Recipe
+from tests.nets import build
 
 METADATA = {
     "model": "fashion-cnn",
@@ -34,7 +35,9 @@ def make(
 
 def load(model: nn.Module, weights: Path | str, *, name: str = "fashion-cnn", size: int = 28, channels: int = 1) -> str:
     said: list[str] = []
-    load_pretrained(model, name, weights=str(weights), image_size=size, channels=channels, report=said.append)
+    shape = {"image_size": size, "channels": channels}
+    recipe = Recipe(model=name, epochs=1, batch_size=1, weights=str(weights), **shape)  # pyright: ignore
+    load_pretrained(model, recipe, said.append)
     assert len(said) == 1
     return said[0]
 
@@ -140,7 +143,7 @@ def test_full_disk_is_named_and_leaves_the_old_file_alone(tmp_path: Path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # the file system's own answer to a write too many
     try:
-        with pytest.raises(InputError, match=r"w\.safetensors: cannot be written"):
+        with pytest.raises(DiskFull, match=r"w\.safetensors: cannot be written"):
             save_weights(path, make(seed=2), {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

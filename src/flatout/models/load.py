@@ -42,40 +42,63 @@ def build_model(
     allow_code: bool = False,
     report: Callable[[str], None] = lambda sentence: None,
 ) -> "nn.Module":
-    """Return the model of a recipe, ready to train: on the CPU, its layers frozen and its dropout set.
+    """Return the model of a recipe on the CPU, with fresh weights that the seed determines, ready to train.
+
+    It takes float images [N, C, H, W] and returns logits [N, num_classes], or [N, 1] with binary cross-entropy. The
+    caller's random generators are not affected.
 
     Args:
-        recipe: the recipe.
+        recipe: its `model` is one of `list_names()`; `timm:NAME`; or `package.module:factory` or `file.py:factory`, a
+            callable that returns a torch.nn.Module and takes `num_classes` (the number of logits), and `image_size`
+            and `channels` if its signature names them.
         num_classes: classes of the data.
         module: the model, where it was given in Python; a copy is returned.
-        allow_code: as for `build`.
+        allow_code: whether a factory may be imported and called: only for a name from the user's own command line or
+            code, never for one read from a file.
         report: takes a sentence about outputs that are no logits.
 
     Raises:
-        InputError: as `build`, `freeze` and `set_dropout`.
+        InputError: there is no such model, it is code and code is not allowed, or it does not fit the images, the
+            classes, or the recipe's `freeze` or `dropout`.
     """
     from flatout.models.dropout import set_dropout
     from flatout.models.freeze import freeze
     from flatout.models.outputs import ensure_logits
 
-    shape = {"image_size": recipe.image_size, "channels": recipe.channels}
-    if module is None:
-        model = build(
-            recipe.model,
-            num_classes=num_classes,
-            **shape,
-            loss=recipe.loss,
-            seed=recipe.seed,
-            allow_code=allow_code,
-            report=report,
+    is_binary = recipe.loss == "binary-cross-entropy"
+    if is_binary and num_classes != 2:
+        raise InputError(
+            f"loss = {recipe.loss!r}: needs 2 classes, the data has {num_classes}; try loss = 'cross-entropy'"
         )
+    num_outputs = 1 if is_binary else num_classes
+    if module is None:
+        name, model = recipe.model, _build(recipe, num_outputs, allow_code)
     else:
-        model = copied(module)
-        outputs = _num_outputs(recipe.loss, num_classes)
-        ensure_logits(model, type(module).__name__, num_outputs=outputs, **shape, report=report)
+        name, model = type(module).__name__, copied(module)
+    if module is not None or name not in _NETS:
+        ensure_logits(model, name, recipe, num_outputs, report)
     freeze(model, recipe.freeze)
     set_dropout(model, recipe.dropout)
     return model
+
+
+def _build(recipe: Recipe, num_outputs: int, allow_code: bool) -> "nn.Module":
+    name = recipe.model
+    if name in _NETS:
+        with seeded(recipe.seed):
+            return _resolve(_NETS[name])(num_outputs, recipe.image_size, recipe.channels)
+    if name.startswith("timm:"):
+        return _build_timm(recipe, num_outputs)
+    if name.startswith("python:"):
+        raise InputError(f"model = {name!r}: was given in Python; train it with flatout.fit(model, ...)")
+    if ":" not in name:
+        raise InputError(f"no model called {name!r}; {_model_hint(name)}")
+    if not allow_code:
+        raise InputError(
+            f"model = {name!r}: is Python code, and code named in a file is never run; if you trust it, "
+            f"use train --model {name}, evaluate or predict --allow-code, or in Python allow_code=True"
+        )
+    return _call_factory(recipe, num_outputs)
 
 
 def copied(module: Any) -> "nn.Module":
@@ -95,68 +118,6 @@ def copied(module: Any) -> "nn.Module":
             f"model: {type(module).__qualname__} cannot be copied ({type(error).__name__}: {error}); "
             "remove locks, open files, generators and results of earlier computations from it"
         ) from error
-
-
-def build(
-    name: str,
-    *,
-    num_classes: int,
-    image_size: int,
-    channels: int,
-    loss: str = "cross-entropy",
-    seed: int,
-    allow_code: bool = False,
-    report: Callable[[str], None] = lambda sentence: None,
-) -> "nn.Module":
-    """Build a classifier with fresh weights, on the CPU, in training mode.
-
-    It takes float images `[N, channels, image_size, image_size]` and returns logits `[N, num_classes]`, or `[N, 1]`
-    where `loss` is "binary-cross-entropy". The caller's random generators are not affected.
-
-    Args:
-        name: one of `list_names()`; `timm:NAME`; or `package.module:factory` or `file.py:factory`, a callable that
-            returns a torch.nn.Module and takes `num_classes` (the number of logits), and `image_size` and `channels`
-            if its signature names them.
-        num_classes: classes of the data.
-        image_size: height and width in pixels.
-        channels: 1 (grey) or 3 (RGB).
-        loss: "cross-entropy" or "binary-cross-entropy".
-        seed: determines the weights.
-        allow_code: whether a factory may be imported and called: only for a name from the user's own command line or
-            code, never for one read from a file.
-        report: takes a sentence about outputs that are no logits.
-
-    Raises:
-        InputError: there is no such model, it cannot be built for these images and classes, or it is code and code is
-            not allowed.
-    """
-    num_outputs = _num_outputs(loss, num_classes)
-    if name in _NETS:
-        with seeded(seed):
-            return _resolve(_NETS[name])(num_outputs, image_size, channels)
-    if name.startswith("timm:"):
-        model = _build_timm(name, num_outputs, image_size, channels, seed)
-    elif ":" in name:
-        if name.startswith("python:"):
-            raise InputError(f"model = {name!r}: was given in Python; train it with flatout.fit(model, ...)")
-        if not allow_code:
-            raise InputError(
-                f"model = {name!r}: is Python code, and code named in a file is never run; if you trust it, "
-                f"use train --model {name}, evaluate or predict --allow-code, or in Python allow_code=True"
-            )
-        model = _call_factory(name, num_outputs, image_size, channels, seed)
-    else:
-        raise InputError(f"no model called {name!r}; {_model_hint(name)}")
-    from flatout.models.outputs import ensure_logits
-
-    ensure_logits(model, name, num_outputs=num_outputs, image_size=image_size, channels=channels, report=report)
-    return model
-
-
-def _num_outputs(loss: str, num_classes: int) -> int:
-    if loss == "binary-cross-entropy" and num_classes != 2:
-        raise InputError(f"loss = {loss!r}: needs 2 classes, the data has {num_classes}; try loss = 'cross-entropy'")
-    return 1 if loss == "binary-cross-entropy" else num_classes
 
 
 def _model_hint(name: str) -> str:
@@ -180,24 +141,24 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def create_timm(name: str, num_outputs: int, image_size: int, channels: int, *, pretrained: bool) -> "nn.Module":
+def create_timm(recipe: Recipe, num_outputs: int, *, pretrained: bool) -> "nn.Module":
     """Call timm.create_model, with the image size if the model takes one. timm's own errors are not translated."""
     import timm
 
-    options: dict[str, Any] = {"num_classes": num_outputs, "in_chans": channels, "pretrained": pretrained}
-    timm_name = name.removeprefix("timm:")
+    options: dict[str, Any] = {"num_classes": num_outputs, "in_chans": recipe.channels, "pretrained": pretrained}
+    timm_name = recipe.model.removeprefix("timm:")
     try:
-        return timm.create_model(timm_name, img_size=image_size, **options)
+        return timm.create_model(timm_name, img_size=recipe.image_size, **options)
     except TypeError as error:
         if "unexpected keyword argument 'img_size'" not in str(error):
             raise
     return timm.create_model(timm_name, **options)
 
 
-def _build_timm(name: str, num_outputs: int, image_size: int, channels: int, seed: int) -> "nn.Module":
+def _build_timm(recipe: Recipe, num_outputs: int) -> "nn.Module":
     import timm
 
-    architecture, _, tag = name.removeprefix("timm:").partition(".")
+    architecture, _, tag = recipe.model.removeprefix("timm:").partition(".")
     if not timm.is_model(architecture):
         close = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.5)
         hint = f"nearest: {', '.join(f'timm:{c}' for c in close)}" if close else "see timm.list_models()"
@@ -206,21 +167,21 @@ def _build_timm(name: str, num_outputs: int, image_size: int, channels: int, see
     if tag and tag not in tags:
         raise InputError(f"timm has no weights {tag!r} for {architecture}; {nearest(tag, tags)}")
     try:
-        with seeded(seed):
-            return create_timm(name, num_outputs, image_size, channels, pretrained=False)
+        with seeded(recipe.seed):
+            return create_timm(recipe, num_outputs, pretrained=False)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
-            f"model = {name!r}: cannot be built for {channels}-channel images of {image_size}x{image_size} pixels "
-            f"({first_line(error)}); try another image_size or model"
+            f"model = {recipe.model!r}: cannot be built for {recipe.channels}-channel images of {recipe.image_size} "
+            f"pixels ({first_line(error)}); try another image_size or model"
         ) from error
 
 
-def _call_factory(name: str, num_outputs: int, image_size: int, channels: int, seed: int) -> "nn.Module":
+def _call_factory(recipe: Recipe, num_outputs: int) -> "nn.Module":
     from torch import nn
 
-    sizes = {"image_size": image_size, "channels": channels}
+    name, sizes = recipe.model, {"image_size": recipe.image_size, "channels": recipe.channels}
     place = Path(name.rpartition(":")[0]).absolute().parent if ".py:" in name else Path.cwd()
-    with seeded(seed), _importing_from(place):
+    with seeded(recipe.seed), _importing_from(place):
         try:
             factory = _resolve(name)
             parameters = inspect.signature(factory).parameters

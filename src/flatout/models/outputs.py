@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flatout.errors import InputError, first_line
+from flatout.recipe import Recipe
 
 
 def _logits(module: nn.Module, arguments: Any, output: Any) -> Any:
@@ -30,29 +31,21 @@ def _logit_of_sigmoid(module: nn.Module, arguments: Any, output: Any) -> Any:
     return torch.logit(_logits(module, arguments, output).float(), eps=1e-7)
 
 
-def ensure_logits(
-    model: nn.Module, name: str, *, num_outputs: int, image_size: int, channels: int, report: Callable[[str], None]
-) -> None:
-    """Check that a model takes such images, and let it return logits [N, num_outputs] alone, by a forward hook.
+def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int, report: Callable[[str], None]) -> None:
+    """Check that a model takes the recipe's images, and let it return logits [N, num_outputs] alone, by a forward hook.
 
-    Weights, statistics and mode of the model stay as they are. A Keras model is checked in evaluation mode only.
-
-    Args:
-        model: any module.
-        name: what to call it in messages.
-        num_outputs: K.
-        image_size: height and width in pixels.
-        channels: 1 or 3.
-        report: takes a sentence about outputs that were left out or converted.
+    Weights, statistics and mode of the model are not changed. `name` is for messages; `report` takes a sentence about
+    outputs that are left out or converted.
 
     Raises:
         InputError: the model fails on such images, or returns something else.
     """
     from flatout.models.keras import KerasModule
 
-    shown = f"{channels}-channel images of {image_size}x{image_size} pixels"
+    size, channels = recipe.image_size, recipe.channels
+    shown = f"{channels}-channel images of {size}x{size} pixels"
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    images = torch.zeros(2, channels, image_size, image_size, device=device)
+    images = torch.zeros(2, channels, size, size, device=device)
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     checked = (False,) if isinstance(model, KerasModule) else (False, True)

@@ -15,6 +15,7 @@ from flatout.errors import InputError, first_line
 from flatout.models.head import head_modules
 from flatout.models.load import create_timm, seeded
 from flatout.models.weights import Tensors, mismatches, read_weights
+from flatout.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,34 +26,27 @@ _NESTED_KEYS = ("state_dict", "model", "model_state_dict")
 _FIX = "give --weights FILE, or --no-pretrained to start from random weights"
 
 
-def load_pretrained(
-    model: "nn.Module", name: str, *, weights: str, image_size: int, channels: int, report: Callable[[str], None]
-) -> None:
-    """Load published or given weights into a model that `build` made. A head of another size keeps its fresh weights.
+def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], None]) -> None:
+    """Load the weights that a recipe names into its model. A head of another size keeps its fresh weights.
 
-    Args:
-        model: changed in place, or left as it was where an error is raised.
-        name: the name that it was built by.
-        weights: "" for the published weights of `name` (downloaded once, then cached); else a safetensors file, a torch
-            checkpoint, or a folder that holds one, a run folder included.
-        image_size: height and width in pixels that it was built for.
-        channels: input channels that it was built for.
-        report: is told in a sentence what was loaded.
+    Those are the published weights of `recipe.model` (downloaded once, then cached); or, if `recipe.weights` is set, a
+    safetensors file, a torch checkpoint, or a folder with one, such as a run folder. `report` takes a sentence on what
+    was loaded.
 
     Raises:
-        InputError: there are no such weights, they could not be downloaded or read, would execute code, are damaged, or
-            do not fit; the tensors that do not fit are named with both shapes.
+        InputError: there are no such weights, they cannot be downloaded or read, would execute code, are damaged, or do
+            not fit; tensors that do not fit are named with both shapes. The model is not changed then.
     """
-    if weights:
-        path = _find(Path(weights))
+    if recipe.weights:
+        path = _find(Path(recipe.weights))
         tensors = read_weights(path)[0] if path.suffix == ".safetensors" else _read_checkpoint(path)
         _fit(model, tensors, str(path), report)
-    elif name.startswith("timm:"):
-        _load_timm(model, name, image_size, channels, report)
-    elif name == "vgg16":
+    elif recipe.model.startswith("timm:"):
+        _load_timm(model, recipe, report)
+    elif recipe.model == "vgg16":
         _load_vgg16(model, report)
     else:
-        raise InputError(f"no weights are published for the model {name}; {_FIX}")
+        raise InputError(f"no weights are published for the model {recipe.model}; {_FIX}")
 
 
 def _load_vgg16(model: "nn.Module", report: Callable[[str], None]) -> None:
@@ -70,8 +64,9 @@ def _load_vgg16(model: "nn.Module", report: Callable[[str], None]) -> None:
     _fit(model, tensors, vgg.IMAGENET_URL, report)
 
 
-def _load_timm(model: "nn.Module", name: str, image_size: int, channels: int, report: Callable[[str], None]) -> None:
-    """Take the weights of a second model: timm fits position embeddings and input channels only as it creates one."""
+def _load_timm(model: "nn.Module", recipe: Recipe, report: Callable[[str], None]) -> None:
+    """Take the weights of a second model: timm fits embeddings and channels only on creation."""
+    name = recipe.model
     config: Mapping[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
     source = config.get("hf_hub_id") or config.get("url")
     if not source:
@@ -79,7 +74,7 @@ def _load_timm(model: "nn.Module", name: str, image_size: int, channels: int, re
     num_outputs: int = model.num_classes  # type: ignore[assignment]
     try:
         with seeded(0), contextlib.redirect_stdout(sys.stderr):
-            published = create_timm(name, num_outputs, image_size, channels, pretrained=True)
+            published = create_timm(recipe, num_outputs, pretrained=True)
     except OSError as error:
         raise InputError(f"could not download {source} for {name} ({first_line(error)}); {_FIX}") from error
     except (RuntimeError, ValueError) as error:

@@ -239,8 +239,7 @@ class Session:
 
         recipe = self.recipe
         if recipe.pretrained or recipe.weights:
-            shape = {"image_size": recipe.image_size, "channels": recipe.channels}
-            load_pretrained(model, recipe.model, weights=recipe.weights, report=self.note, **shape)
+            load_pretrained(model, recipe, self.note)
         elif recipe.freeze:
             self.note("frozen layers keep their random weights: no pre-trained weights were requested")
         is_balanced = recipe.class_weights == "balanced"

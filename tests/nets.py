@@ -1,0 +1,22 @@
+"""Models by name, for tests."""
+
+from torch import nn
+
+from flatout.models.load import build_model
+from flatout.recipe import Recipe
+
+
+def build(
+    name: str,
+    *,
+    num_classes: int,
+    image_size: int,
+    channels: int,
+    seed: int,
+    loss: str = "cross-entropy",
+    allow_code: bool = False,
+) -> nn.Module:
+    """Return a model with fresh weights."""
+    shape = {"image_size": image_size, "channels": channels, "loss": loss}
+    recipe = Recipe(model=name, epochs=1, batch_size=1, seed=seed, **shape)  # pyright: ignore[reportArgumentType]
+    return build_model(recipe, num_classes, allow_code=allow_code)
