@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -168,8 +169,8 @@ def fashion_mnist(setting: Setting) -> dict[str, Any]:
     recipe = load_job("fashion-mnist").override({"epochs": setting.scale.fashion_epochs})
     pack, splits = load(recipe, setting.data_root / "fashion-mnist", setting.console, setting.scale.fashion_limit)
     notes: list[str] = []
-    engine = fresh_engine(recipe, len(pack.classes), setting.device, notes)
-    progress = fit(engine, recipe, splits)
+    with closing(fresh_engine(recipe, len(pack.classes), setting.device, notes)) as engine:
+        progress, peak = fit(engine, recipe, splits), engine.peak_memory_bytes()
     return {
         "epochs": recipe.epochs,
         "batch_size": recipe.batch_size,
@@ -179,7 +180,7 @@ def fashion_mnist(setting: Setting) -> dict[str, Any]:
         "evaluate_seconds": progress.evaluate_seconds,
         "images_per_second": later_rate(progress),
         "test_accuracy": progress.history[-1].test_accuracy,
-        "peak_device_bytes": engine.peak_memory_bytes(),
+        "peak_device_bytes": peak,
         "notes": notes,
     }
 
@@ -197,9 +198,9 @@ def graph_against_eager(setting: Setting) -> dict[str, Any]:
 
     def run(capture: bool) -> tuple[float, dict[str, torch.Tensor]]:
         """Return the rate, and the weights after the first epoch."""
-        engine = fresh_engine(recipe, classes, setting.device, notes, capture=capture)
         states: list[dict[str, torch.Tensor]] = []
-        progress = fit(engine, recipe, splits, lambda progress: states.append(engine.state()))
+        with closing(fresh_engine(recipe, classes, setting.device, notes, capture=capture)) as engine:
+            progress = fit(engine, recipe, splits, lambda progress: states.append(engine.state()))
         return later_rate(progress), {name: v for name, v in states[0].items() if name.startswith("model.")}
 
     pairs = [(run(True), run(False)) for _ in range(setting.scale.rounds)]
@@ -225,10 +226,10 @@ def cats_dogs(setting: Setting) -> dict[str, Any]:
     samples = Samples(images=found.images, rows=np.resize(found.rows, count), labels=np.resize(found.labels, count))
     real, synthetic, notes = [], [], []
     for _ in range(setting.scale.rounds):
-        engine = fresh_engine(recipe, classes, setting.device, notes)
-        real.append(later_rate(fit(engine, recipe, {"train": samples})))
-        engine = fresh_engine(recipe, classes, setting.device, notes)
-        synthetic.append(synthetic_rate(engine, recipe, classes=classes, steps=setting.scale.synthetic_steps))
+        with closing(fresh_engine(recipe, classes, setting.device, notes)) as engine:
+            real.append(later_rate(fit(engine, recipe, {"train": samples})))
+        with closing(fresh_engine(recipe, classes, setting.device, notes)) as engine:
+            synthetic.append(synthetic_rate(engine, recipe, classes=classes, steps=setting.scale.synthetic_steps))
     return {
         "batch_size": recipe.batch_size,
         "train_images": count,
@@ -296,12 +297,12 @@ def resnet50(setting: Setting) -> dict[str, Any]:
 
 def train_placed(recipe: Recipe, samples: Samples, device: str) -> dict[str, Any]:
     notes: list[str] = []
-    engine = fresh_engine(recipe, RESNET_CLASSES, device, notes)
-    progress = fit(engine, recipe, {"train": samples})
+    with closing(fresh_engine(recipe, RESNET_CLASSES, device, notes)) as engine:
+        progress, peak = fit(engine, recipe, {"train": samples}), engine.peak_memory_bytes()
     return {
         "images_per_second": later_rate(progress),
         "input_wait_fraction": progress.wait_seconds / progress.train_seconds,
-        "peak_device_bytes": engine.peak_memory_bytes(),
+        "peak_device_bytes": peak,
         "notes": notes,
     }
 
@@ -331,9 +332,8 @@ def xla_against_torch(setting: Setting) -> dict[str, Any]:
         rates: dict[str, list[float]] = {"torch": [], "xla": []}
         for _ in range(setting.scale.rounds):
             for name, found in rates.items():
-                engine = fresh_engine(recipe, len(pack.classes), setting.device, [], engine=name)
-                found.append(later_rate(fit(engine, recipe, {"train": splits["train"]})))
-                engine.close()
+                with closing(fresh_engine(recipe, len(pack.classes), setting.device, [], engine=name)) as engine:
+                    found.append(later_rate(fit(engine, recipe, {"train": splits["train"]})))
         ratios = [ours / theirs for ours, theirs in zip(rates["xla"], rates["torch"], strict=True)]
         result[job] = {"images_per_second": rates, "xla_over_torch": statistics.median(ratios)}
     return result

@@ -18,13 +18,6 @@ def physical_cores() -> int:
     return max(1, min(usable_cores(), psutil.cpu_count(logical=False) or usable_cores()))
 
 
-def total_memory() -> int:
-    """Return the bytes of memory that the host has."""
-    import psutil
-
-    return psutil.virtual_memory().total
-
-
 def available_memory() -> int:
     """Return the bytes of memory that can be allocated without swapping, within the limit of a container."""
     import psutil

@@ -66,7 +66,9 @@ def engine_weights(
     placed = made.place(samples)
     placed.compile()
     train(made, World(), recipe, {"train": placed}, Progress(), SILENT)
-    return {k.removeprefix("model."): v for k, v in made.state().items() if k.startswith("model.")}
+    state = made.state()
+    made.close()
+    return {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
 
 
 OPTIMIZERS = {

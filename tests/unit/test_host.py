@@ -9,8 +9,8 @@ from flatout import host
 
 def test_cores_and_memory_are_counted_once() -> None:
     assert 1 <= host.physical_cores() <= host.usable_cores() <= (os.cpu_count() or 1)
-    assert 0 < host.available_memory() <= host.total_memory()
-    assert 2**20 < host.peak_rss_bytes() < host.total_memory()
+    assert host.available_memory() > 0
+    assert host.peak_rss_bytes() > 2**20
     assert host.processor_name()
 
 

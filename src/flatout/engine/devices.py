@@ -7,13 +7,13 @@ import importlib
 import importlib.util
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flatout.errors import InputError
-from flatout.host import processor_name, total_memory, usable_cores
+from flatout.host import processor_name, usable_cores
 from flatout.settings import nearest
 
 KINDS = ("cpu", "cuda", "mps", "tpu")
@@ -49,11 +49,6 @@ class Devices:
     def is_accelerated(self) -> bool:
         """Whether they are more than the CPU."""
         return self.kind != "cpu"
-
-    @property
-    def first(self) -> "Devices":
-        """The first device alone."""
-        return replace(self, indices=self.indices[:1])
 
     @property
     def ranks(self) -> "Devices":
@@ -105,13 +100,14 @@ def machine() -> dict[str, Any]:
     """Return a description of this host: processor, cores, memory, GPUs, system."""
     import platform
 
+    import psutil
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "cpu": processor_name(),
         "cores": usable_cores(),
-        "memory_bytes": total_memory(),
+        "memory_bytes": psutil.virtual_memory().total,
         "gpu": ", ".join(map(torch.cuda.get_device_name, range(gpus))) or None,
         "system": platform.platform(),
     }
@@ -139,89 +135,64 @@ def parse_devices(spec: str, engine: str = "torch") -> Devices:
     Raises:
         InputError: the SPEC does not parse, or names more devices than there are.
     """
+
+    def wrong(reason: str) -> InputError:
+        return InputError(f"--devices {spec}: {reason}")
+
     match = _SPEC.fullmatch(spec.lower())
     if not match or (match["count"] and match["indices"]):
-        raise InputError(
-            f"--devices {spec}: must be auto, cpu, cuda, mps, tpu, a number of them (2xcpu, 8xtpu) "
-            "or a choice (cuda:0,2)"
-        )
-    kind, count, indices = match["kind"], match["count"], match["indices"]
-    if kind == "auto" and (count or indices):
-        raise InputError(f"--devices {spec}: auto chooses the number itself; name a kind, as in 2xcpu or 2xcuda")
+        raise wrong("must be auto, cpu, cuda, mps, tpu, a number of them (2xcpu, 8xtpu) or a choice (cuda:0,2)")
+    kind, count, indices = match["kind"], int(match["count"] or 1), match["indices"]
+    if kind == "auto" and (match["count"] or indices):
+        raise wrong("auto chooses the number itself; name a kind, as in 2xcpu or 2xcuda")
     if kind in ("gpu", "gpus"):
         kind = "mps" if engine == "torch" and available().keys() & {"cuda", "mps"} == {"mps"} else "cuda"
     if kind not in ("auto", *KINDS):
-        raise InputError(f"--devices {spec}: unknown kind of device {kind!r}; {nearest(kind, ('auto', *KINDS, 'gpu'))}")
+        raise wrong(f"unknown kind of device {kind!r}; {nearest(kind, ('auto', *KINDS, 'gpu'))}")
     if kind == "cpu" and indices:
-        raise InputError(f"--devices {spec}: CPU devices are not indexed; for several processes: 2xcpu")
+        raise wrong("CPU devices are not indexed; for several processes: 2xcpu")
     if engine == "xla":
-        from flatout.engine.xla.devices import require
-
-        require()
-        numbers = _auto_xla() if kind == "auto" else (kind, int(count or 1))
-        devices = Devices(kind=numbers[0], indices=_indices(indices, numbers[1]), engine=engine)
-        _check_xla(spec, devices)
-        return devices
+        kind, count = _xla_devices(kind, count, wrong)
+        chosen = tuple(map(int, indices.split(","))) if indices else tuple(range(count))
+        return Devices(kind=kind, indices=chosen, engine=engine)
     if kind == "tpu":
-        _require_torch_tpu(spec)
+        _import_torch_tpu(wrong)
     found = available()
     if kind == "auto":
         kind = next((k for k in ("cuda", "mps") if k in found), "cpu")
-        return Devices(kind=kind, indices=_indices(None, found[kind] if kind == "cuda" else 1))
-    devices = Devices(kind=kind, indices=_indices(indices, int(count or 1)))
+        count = found[kind] if kind == "cuda" else 1
+    chosen = tuple(map(int, indices.split(","))) if indices else tuple(range(count))
     limit = found.get(kind, 0) * (MAX_PROCESSES_PER_CORE if kind == "cpu" else 1)
-    if max(devices.indices) >= limit:
+    if max(chosen) >= limit:
         here = ", ".join(f"{k} ({n})" for k, n in found.items())
-        known = f"at most {limit} processes" if kind == "cpu" else f"only {limit} available" if limit else "none found"
-        raise InputError(f"--devices {spec}: {known}; this host has: {here}")
-    return devices
+        most = f"at most {limit} processes" if kind == "cpu" else f"only {limit} available" if limit else "none found"
+        raise wrong(f"{most}; this host has: {here}")
+    return Devices(kind=kind, indices=chosen)
 
 
-def _indices(named: str | None, count: int) -> tuple[int, ...]:
-    return tuple(map(int, named.split(","))) if named else tuple(range(count))
-
-
-def _require_torch_tpu(spec: str) -> None:
-    """Check that torch has a device `tpu`, and that the user accepts that it is untested.
-
-    Raises:
-        InputError: one of the two does not hold.
-    """
+def _import_torch_tpu(wrong: Callable[[str], InputError]) -> None:
+    """Give torch its device `tpu`, if there is such a package and the user accepts that it is untested."""
     if importlib.util.find_spec(TORCH_TPU) is None:
-        raise InputError(
-            f"--devices {spec}: torch has no device tpu here ({TORCH_TPU} is not installed): use --engine xla"
-        )
+        raise wrong(f"torch has no device tpu here ({TORCH_TPU} is not installed): use --engine xla")
     if not os.environ.get(UNTESTED):
-        raise InputError(
-            f"--devices {spec}: the torch engine is untested on {TORCH_TPU}; use --engine xla, or try it with "
-            "--allow-untested"
-        )
+        raise wrong(f"the torch engine is untested on {TORCH_TPU}; use --engine xla, or try it with --allow-untested")
     importlib.import_module(TORCH_TPU)
 
 
-def _auto_xla() -> tuple[str, int]:
-    """Return the best kind of device for XLA and how many there are; JAX is started only where there is no TPU."""
-    from flatout.engine.xla.devices import kinds
+def _xla_devices(kind: str, count: int, wrong: Callable[[str], InputError]) -> tuple[str, int]:
+    """Return XLA's devices, as far as they are known before JAX starts; it starts for `auto` without TPUs alone."""
+    from flatout.engine.xla.devices import has_tpu, kinds, require
 
-    tpus = tpu_count()
-    return ("tpu", tpus) if tpus else kinds()[0]
-
-
-def _check_xla(spec: str, devices: Devices) -> None:
-    """Check what is known about XLA's devices before JAX starts.
-
-    Raises:
-        InputError: XLA does not drive them, or there are none.
-    """
-    from flatout.engine.xla.devices import has_tpu
-
-    kind, number = devices.kind, len(devices.indices)
+    require()
+    if kind == "auto":
+        return ("tpu", tpu_count()) if tpu_count() else kinds()[0]
     if kind not in XLA_KINDS:
-        raise InputError(f"--devices {spec}: XLA supports {', '.join(XLA_KINDS)} here; for {kind} use --engine torch")
+        raise wrong(f"XLA supports {', '.join(XLA_KINDS)} here; for {kind} use --engine torch")
     if kind == "tpu" and not has_tpu():
-        raise InputError(
-            f"--devices {spec}: this machine has no TPU; to try the engine on simulated devices: --engine xla "
-            f"--devices {number}xcpu; to estimate the speed on TPUs: flatout plan"
+        raise wrong(
+            f"this machine has no TPU; to try the engine on simulated devices: --engine xla --devices {count}xcpu; "
+            "to estimate the speed on TPUs: flatout plan"
         )
-    if kind == "cpu" and number > MAX_SIMULATED:
-        raise InputError(f"--devices {spec}: at most {MAX_SIMULATED} simulated devices")
+    if kind == "cpu" and count > MAX_SIMULATED:
+        raise wrong(f"at most {MAX_SIMULATED} simulated devices")
+    return kind, count

@@ -23,7 +23,7 @@ def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Conso
     engine = engine_for(devices, engine)
     if devices == "auto" and launched() is None:
         # Starting a process for each device would take longer than they would save.
-        devices = str(parse_devices("auto", engine).first)
+        devices = parse_devices("auto", engine).names[0]
     return run_on_devices(_evaluate, (run, data, devices, engine), spec=devices, engine=engine, console=console)
 
 

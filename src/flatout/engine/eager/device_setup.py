@@ -5,7 +5,6 @@ import os
 import tempfile
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -104,7 +103,7 @@ def allocate(
 ) -> torch.Tensor | np.ndarray:
     """Return room for `count` rows shaped as those of `like` [B, ...]: on the device, in memory or in a mapped file.
 
-    The file is float32 whatever `like` is; it is removed with the array, or when the process ends.
+    The file is float32 whatever `like` is. It has no name, so nothing remains of it however the process ends.
 
     Raises:
         InputError: neither memory nor the disk of temporary files has enough space.
@@ -116,18 +115,16 @@ def allocate(
     if where == "memory":
         return np.empty(shape, np.float32)
     needed = 4 * int(np.prod(shape))
-    handle, name = tempfile.mkstemp(prefix="flatout-features-")
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the array
     try:
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle, 0, needed)
-        rows = np.memmap(name, np.float32, "r+" if os.fstat(handle).st_size else "w+", shape=shape)
+            os.posix_fallocate(file.fileno(), 0, needed)
+        os.ftruncate(file.fileno(), needed)
     except OSError as error:
-        Path(name).unlink()
         raise InputError(
-            f"{Path(name).parent}: no space for {needed / 2**30:.1f} GiB of cached features ({error.strerror}); "
+            f"{tempfile.gettempdir()}: no space for {needed / 2**30:.1f} GiB of cached features ({error.strerror}); "
             "set TMPDIR to a larger disk"
         ) from None
-    finally:
-        os.close(handle)
-    weakref.finalize(rows, Path(name).unlink, missing_ok=True)
+    rows = np.memmap(f"/dev/fd/{file.fileno()}", np.float32, "r+", shape=shape)
+    weakref.finalize(rows, file.close)
     return rows
