@@ -47,19 +47,15 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """The result of `check`.
+    """The result of `check`; `kind`, `path` and `notes` as in `Source`.
 
     Attributes:
-        kind: the format of the data, in words.
-        path: where it is; None for data given in Python.
         counts: split -> class -> number of images.
         widths, heights: of the readable images; None without any.
         modes: Pillow's mode (L, RGB, CMYK and so on) -> number of images.
         unreadable: the files that are no usable images.
         duplicates: groups of identical images, by bytes for files and by pixels for arrays.
-        across_splits: those groups that have images in more than one split.
-        conflicts: those groups that have images of more than one class.
-        notes: sentences for the user about how the data was read.
+        across_splits, conflicts: those groups that have images in more than one split, or of more than one class.
     """
 
     kind: str
@@ -148,6 +144,7 @@ def check(source: Source, *, decode: bool = True) -> CheckResult:
         if look.digest is not None:
             groups[look.digest].append(sample)
     duplicates = tuple(tuple(group) for group in groups.values() if len(group) > 1)
+    bad = ((sample.name, look.reason) for sample, look in zip(samples, looks, strict=True) if look.reason)
     return CheckResult(
         kind=source.kind,
         path=str(source.path) if source.path is not None else None,
@@ -155,9 +152,7 @@ def check(source: Source, *, decode: bool = True) -> CheckResult:
         widths=_sizes([look.width for look in readable]),
         heights=_sizes([look.height for look in readable]),
         modes=dict(Counter(look.mode for look in readable).most_common()),
-        unreadable=tuple(
-            Unreadable(name=s.name, reason=look.reason) for s, look in zip(samples, looks, strict=True) if look.reason
-        ),
+        unreadable=tuple(Unreadable(name=name, reason=reason) for name, reason in bad),
         duplicates=duplicates,
         across_splits=tuple(group for group in duplicates if len({sample.split for sample in group}) > 1),
         conflicts=tuple(group for group in duplicates if len({sample.class_name for sample in group}) > 1),
@@ -168,13 +163,12 @@ def check(source: Source, *, decode: bool = True) -> CheckResult:
 def _look_at_file(path: Path, decode: bool) -> _Look:
     from flatout.data.decode import BadImage, decode_image, read_header
 
-    digest = None
     try:
         header = read_header(path)
         if decode:
             decode_image(path, size=_DECODED_SIZE, channels=3, resize="stretch")
         with path.open("rb") as file:
-            digest = hashlib.file_digest(file, _hash).digest()
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
     except OSError as error:
         return _Look(digest=None, reason=f"cannot be read: {error.strerror}")
     except BadImage as error:
@@ -188,10 +182,6 @@ def _look_at_arrays(source: Source) -> Iterable[_Look]:
     for image in source.images:
         digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
         yield _Look(digest=digest, width=width, height=height, mode="L" if channels == 1 else "RGB")
-
-
-def _hash():
-    return hashlib.blake2b(digest_size=16)
 
 
 def _samples(source: Source) -> list[Sample]:

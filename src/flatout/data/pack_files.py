@@ -239,7 +239,7 @@ def read_pack(folder: Path, verify: bool) -> tuple[dict[str, Any], np.ndarray, n
         DamagedPack: a file is missing or not as it was written.
         InputError: the pack was written by a newer flatout.
     """
-    description = _read_description(folder)
+    description = _read_description(folder / DESCRIPTION)
     images_path, labels_path = folder / IMAGES, folder / LABELS
     labels, images = _load(labels_path), _load(images_path, mmap_mode="r")
     if labels.dtype != np.int64 or zlib.crc32(labels.data) != description["labels_crc32"]:
@@ -261,8 +261,7 @@ def _load(path: Path, mmap_mode: Literal["r"] | None = None) -> np.ndarray:
         raise _damaged(path, str(error)) from None
 
 
-def _read_description(folder: Path) -> dict[str, Any]:
-    path = folder / DESCRIPTION
+def _read_description(path: Path) -> dict[str, Any]:
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
         version, crc32 = description["format_version"], description.pop("crc32")
