@@ -15,6 +15,7 @@ from torch import nn
 
 import flatout
 from flatout.engine.eager.accelerator import CPU, CUDA
+from flatout.errors import InputError
 
 LARGE = 64 << 20
 
@@ -95,7 +96,7 @@ def test_fit_leaves_the_process_as_it_was(devices: str, threads: None, tmp_path:
 
 @pytest.mark.parametrize(
     ("model", "changes", "error"),
-    [(Fails(), {}, RuntimeError), (net(), {"precision": "tf32"}, flatout.errors.InputError)],
+    [(Fails(), {}, RuntimeError), (net(), {"precision": "tf32"}, InputError)],
     ids=["in a step", "before the first"],
 )
 def test_errors_leave_the_process_as_it_was(
