@@ -213,6 +213,7 @@ class Recipe(_Checked):
     micro_batch: the largest number of samples that a device computes at once (gradient accumulation); 0 is automatic.
     shard: whether each device keeps all parameters and optimizer state, or a slice (full).
     norm: whether batch normalisation uses the global batch.
+    exact_sums: whether the weights have the same bits on any number of CPU devices, at the cost of speed.
     dropout: the rate of every dropout layer; -1 for the model's own.
     drop_last: leave out a short last batch instead of padding it.
     pretrained: start from published weights. weights: from this file or folder instead.
@@ -232,6 +233,7 @@ class Recipe(_Checked):
     shard: Literal["none", "full"] = "none"
     seed: int = 1
     norm: Literal["global", "per-device"] = "global"
+    exact_sums: bool = False
     loss: Literal["cross-entropy", "binary-cross-entropy"] = "cross-entropy"
     label_smoothing: float = 0.0
     dropout: float = -1.0

@@ -3,14 +3,16 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
-from flatout.engine.eager.batch_norm import BatchStatistics
+from flatout.engine.eager.batch_norm import BatchNorm
+from flatout.engine.eager.engine import ReplacedFunctions
 
 
-def statistics_of(batch_size: int, count: int) -> BatchStatistics:
-    statistics = BatchStatistics()
-    statistics.batch_size, statistics.count, statistics.total = batch_size, count, count
-    return statistics
+def replaced(batch_size: int, count: int) -> ReplacedFunctions:
+    batch_norm = BatchNorm()
+    batch_norm.begin(batch_size, count, count)
+    return ReplacedFunctions({functional.batch_norm: batch_norm})
 
 
 SHAPES = [(6, 5), (6, 3, 7), (6, 10, 4, 4), (6, 70, 3, 5), (4, 4, 3, 3, 3)]
@@ -35,7 +37,7 @@ def test_equals_torchs(shape: tuple[int, ...], options: dict[str, object]) -> No
     for ours in (False, True):
         norm, inputs = norm_for(x, **options), x.clone().requires_grad_()
         if ours:
-            with statistics_of(shape[0], shape[0]):
+            with replaced(shape[0], shape[0]):
                 y = norm(inputs)
         else:
             y = norm(inputs)
@@ -56,7 +58,7 @@ def test_padding_enters_nothing(shape: tuple[int, ...]) -> None:
     padded, padded_inputs = norm_for(x), x.clone()
     padded_inputs[count:] = 1e6
     padded_inputs.requires_grad_()
-    with statistics_of(shape[0], count):
+    with replaced(shape[0], count):
         y = padded(padded_inputs)
     (y * weights).sum().backward()
     assert inputs.grad is not None
@@ -75,7 +77,7 @@ def test_gradients_are_those_of_the_function() -> None:
     norm = nn.BatchNorm2d(3)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        with statistics_of(4, 4):
+        with replaced(4, 4):
             return (norm(x) ** 3).sum()
 
     value = loss(x)
@@ -88,14 +90,14 @@ def test_gradients_are_those_of_the_function() -> None:
 def test_evaluation_is_torchs_own() -> None:
     x, norm = torch.randn(2, 3, 4, 4), nn.BatchNorm2d(3).eval()
     expected = norm(x)
-    with statistics_of(2, 2):
+    with replaced(2, 2):
         assert torch.equal(norm(x), expected)
 
 
 def test_one_value_per_channel_goes_by_the_running_statistics() -> None:
     norm = nn.BatchNorm1d(3)
     x = torch.randn(4, 3)
-    with statistics_of(4, 1):
+    with replaced(4, 1):
         y = norm(x)
     expected = nn.BatchNorm1d(3).eval()(x)
     torch.testing.assert_close(y, expected)

@@ -281,7 +281,8 @@ def train_case(world: World, case: Case) -> Trained:
     )
     progress = Progress()
     train(engine, world, recipe, {"train": engine.place(samples)}, progress, SILENT)
-    state = {k.removeprefix("model."): v for k, v in engine.state().items() if k.startswith("model.")}
+    held = engine.snapshot(weights_only=True).tensors
+    state = {name.removeprefix("model."): value for name, value in held.items()}
     engine.close()
     record = progress.history[0]
     parameters = [p.detach().clone() for p in net.parameters()]

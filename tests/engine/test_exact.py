@@ -7,6 +7,7 @@ from torch import nn
 from flatout.dist.world import World
 from flatout.engine.eager.engine import TorchEngine
 from flatout.engine.eager.exact_sums import exact_sums
+from flatout.errors import InputError
 from flatout.models.nets import FashionCNN
 from flatout.run.loop import train
 from flatout.run.progress import Progress
@@ -59,10 +60,10 @@ def trained(world: World) -> dict[str, State]:
 
 def state_after(world: World, net: nn.Module, size: int, classes: int, changes: dict[str, object]) -> State:
     samples = make_samples(count=333, size=size, classes=classes)
-    recipe = make_recipe(epochs=3, **changes)
+    recipe = make_recipe(**{"epochs": 3, "exact_sums": True, **changes})
     engine = TorchEngine(net, recipe, world=world)
     train(engine, world, recipe, {"train": engine.place(samples)}, Progress(), SILENT)
-    state = engine.state()
+    state = engine.snapshot().tensors
     engine.close()
     return state
 
@@ -97,13 +98,37 @@ def test_between_hosts(alone: dict[str, State]) -> None:
     assert differing(alone, on_ranks(2, trained, backend="gloo")[0]) == []
 
 
-def test_other_numbers_agree_to_rounding_alone(alone: dict[str, State]) -> None:
-    """Five ranks cut the batch where no piece ends; what is held above can be lost."""
-    assert differing(alone, on_ranks(5, trained)[0]) != []
+REFUSED = {
+    "norm = 'per-device'": {"norm": "per-device"},
+    "shard = 'full'": {"shard": "full"},
+    "micro_batch = 4": {"micro_batch": 4},
+}
 
 
-def test_large_convolutions_are_left_alone() -> None:
-    assert exact_sums(make_net(), World(), threads=1, batch_size=8) is not None
-    assert exact_sums(nn.Conv2d(256, 256, 3), World(), threads=1, batch_size=8) is None
-    frozen = nn.Sequential(nn.Conv2d(256, 256, 3).requires_grad_(False), nn.Conv2d(256, 2, 3))
-    assert exact_sums(frozen, World(), threads=1, batch_size=8) is not None
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_recipe_that_does_not_permit_exact_sums_is_refused(reason: str) -> None:
+    with pytest.raises(InputError, match=f"exact_sums = true is not available: {reason}"):
+        TorchEngine(make_net(), make_recipe(exact_sums=True, **REFUSED[reason]))
+
+
+def test_large_convolutions_are_refused_unless_frozen() -> None:
+    recipe, large = make_recipe(exact_sums=True), nn.Conv2d(256, 256, 3)
+    with pytest.raises(InputError, match="the convolution weight has more than 262,144 weights"):
+        TorchEngine(large, recipe)
+    TorchEngine(nn.Sequential(large.requires_grad_(False), nn.Conv2d(256, 2, 3)), recipe).close()
+
+
+def test_more_ranks_than_supported_are_refused() -> None:
+    world = World()
+    world.size = 5
+    with pytest.raises(InputError, match="5 ranks; at most 4 are supported"):
+        exact_sums(make_net(), make_recipe(), world, threads=1, precision="fp32")
+
+
+def test_the_default_agrees_to_rounding() -> None:
+    """Few steps, so that no difference in the last bit has grown."""
+    states = [
+        state_after(World(), make_net(), 12, 5, {**RECIPES["momentum"], "epochs": 1, "exact_sums": exact})
+        for exact in (True, False)
+    ]
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""A batch that does not fit is computed in several passes, and the result is that of one."""
+"""Gradient accumulation: a batch that does not fit is computed in micro-batches, with the same result."""
 
 import resource
 from collections.abc import Iterator
@@ -36,15 +36,15 @@ def limited() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def test_passes_are_as_large_as_fits_and_equal_the_plain_loop(limited: None) -> None:
+def test_micro_batches_are_as_large_as_fits_and_equal_the_plain_loop(limited: None) -> None:
     samples, recipe, sentences = make_samples(), make_recipe(**{"optimizer.lr": 0.05}), []
     net = Greedy(room=100)
     expected = plain_loop(net, samples, recipe, torch.optim.SGD(net.parameters(), lr=0.05)).state_dict()
     net = Greedy(room=7)
     found = engine_weights(net, samples, recipe, report=sentences.append)
-    # 16 samples do not fit, nor do 8; four passes of 4 do.
+    # 16 samples do not fit, nor do 8; four micro-batches of 4 do.
     assert net.seen == {4}
-    assert any("4 passes of up to 4 samples" in sentence for sentence in sentences)
+    assert any(sentence == "gradient accumulation: 4 micro-batches of up to 4" for sentence in sentences)
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-3, atol=2e-5)
 
@@ -53,12 +53,12 @@ def test_micro_batch_sets_the_size(limited: None) -> None:
     samples = make_samples()
     net = Greedy(room=100)
     engine_weights(net, samples, make_recipe(micro_batch=6))
-    # Three passes: 6, 5 and 5 samples.
+    # Three micro-batches: 6, 5 and 5 samples.
     assert net.seen == {5, 6}
 
 
 def test_nothing_fits(limited: None) -> None:
-    with pytest.raises(TrainingFailed, match=r"out of memory: one sample .* smaller batch_size"):
+    with pytest.raises(TrainingFailed, match=r"out of memory: no room for one sample; .* smaller batch_size"):
         engine_weights(Greedy(room=0), make_samples(), make_recipe())
 
 

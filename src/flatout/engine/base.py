@@ -97,12 +97,26 @@ class Engine(Protocol):
         """Return the time spent in all-reduces since the last call; NaN where the device does not report it."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """Return a copy of the training state: `model.NAME` and `optimizer.NAME.KEY`, torch tensors on the CPU."""
+    def is_finite(self) -> bool:
+        """Return whether the whole training state is finite; the same on all processes."""
+        ...
+
+    def snapshot(self, *, weights_only: bool = False) -> Any:
+        """Return a copy of the training state on the devices, or in host memory if it does not fit there."""
+        ...
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a snapshot of this engine."""
+
+    def state(self, snapshot: Any = None) -> dict[str, Any]:
+        """Return the training state, or that of a snapshot, in the main process; the others take part and return {}.
+
+        `model.NAME` and `optimizer.NAME.KEY` are whole torch tensors on the CPU, for any engine and number of devices.
+        """
         ...
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a state that `state` returned, on this engine or another."""
+        """Continue from the main process's `state`, of any engine; in other processes the argument is ignored."""
 
     def peak_memory_bytes(self) -> int | None:
         """Return the peak of device memory; None where the device has no memory of its own."""

@@ -21,12 +21,14 @@ class Checkpoint:
 
     Attributes:
         state: as `Engine.state` returns it, matching `progress`.
+        best: the same of `progress.best`; empty where there is none.
         progress: the loop's position and results.
         recipe: the recipe of the run.
         data: facts of the data (see `consistency.data_facts`); empty in checkpoints that were written without them.
     """
 
     state: dict[str, Any]
+    best: dict[str, Any]
     progress: Progress
     recipe: Recipe
     data: dict[str, Any]
@@ -39,7 +41,7 @@ class Checkpoint:
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"epoch-{self.progress.epoch:05d}-step-{self.progress.step:07d}.safetensors"
-        tensors = {**self.state, **{_BEST + name: value for name, value in self.progress.best.items()}}
+        tensors = {**self.state, **{_BEST + name: value for name, value in self.best.items()}}
         metadata = {
             "progress": json.dumps(to_plain(self.progress)),
             "recipe": self.recipe.to_toml(),
@@ -111,7 +113,8 @@ def _read(path: Path) -> Checkpoint:
     try:
         return Checkpoint(
             state={name: value for name, value in tensors.items() if not name.startswith(_BEST)},
-            progress=from_plain(json.loads(metadata["progress"]), best),
+            best=best,
+            progress=from_plain(json.loads(metadata["progress"])),
             recipe=from_dict(tomllib.loads(metadata["recipe"]), where=str(path)),
             data=json.loads(metadata.get("data", "{}")),
         )

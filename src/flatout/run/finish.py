@@ -53,7 +53,7 @@ def finish(
         `failure`, or the signal that ended the evaluation.
     """
     if progress.best:
-        engine.load_state({**engine.state(), **progress.best})
+        engine.restore(progress.best)
     shown = next((name for name in ("test", "valid") if name in placed), None)
     results: dict[str, Evaluation] = {}
     began = time.perf_counter()

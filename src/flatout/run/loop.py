@@ -50,10 +50,6 @@ class Callbacks:
     def checkpoint(self) -> None:
         """Called where a checkpoint was requested."""
 
-    def has_finite_weights(self) -> bool:
-        """Return whether the weights after an epoch are finite."""
-        return True
-
     def epoch(self, *, is_best: bool) -> None:
         """Called after every epoch, when its weights were found to be finite."""
 
@@ -98,7 +94,7 @@ class _Loop:
             self._train_epoch()
             # Rank 0's times and choices are those of all ranks.
             progress.history.append(self._world.broadcast_object(self._finish_epoch()))
-            if not self._callbacks.has_finite_weights():
+            if not self._engine.is_finite():
                 raise TrainingFailed(f"training diverged in epoch {progress.epoch}: a weight is not finite{FIX}")
             self._callbacks.epoch(is_best=self._choose_best())
             waited = progress.epoch - progress.best_epoch

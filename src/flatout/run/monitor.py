@@ -43,7 +43,7 @@ class Monitor(Callbacks):
         self._saved_at, self._save_seconds = time.perf_counter(), 0.0
         self._saved_position: tuple[int, int] | None = None
         self._is_requested = False
-        self._good = engine.state()
+        self._good = engine.snapshot()
         engine.recorder = recorder.asked_for(session.out / run_files.LOGS, session.world.rank, progress)
 
     def flags(self) -> Flag:
@@ -78,8 +78,9 @@ class Monitor(Callbacks):
     def epoch(self, *, is_best: bool) -> None:
         """Note a finished epoch; keep its weights if the recipe says so."""
         session, progress, recipe = self._session, self._progress, self._recipe
+        self._good = self._engine.snapshot()
         if is_best and recipe.keep == "best":
-            progress.best = {k: v for k, v in self._good.items() if k.startswith("model.")}
+            progress.best = self._engine.snapshot(weights_only=True)
         if session.world.is_main:
             records = [dataclasses.asdict(record) for record in progress.history]
             run_files.write_metrics(session.out / run_files.METRICS, records)
@@ -95,23 +96,18 @@ class Monitor(Callbacks):
             return
         began = time.perf_counter()
         state = self._engine.state()
+        best = self._engine.state(progress.best) if progress.best else {}
         if session.world.is_main:
-            checkpoint = Checkpoint(state=state, progress=progress, recipe=self._recipe, data=session.data_facts)
+            checkpoint = Checkpoint(
+                state=state, best=best, progress=progress, recipe=self._recipe, data=session.data_facts
+            )
             checkpoint.save(session.out / run_files.CHECKPOINTS)
         self._saved_at, self._saved_position = time.perf_counter(), position
         self._save_seconds = self._saved_at - began
 
-    def has_finite_weights(self) -> bool:
-        """Return whether the weights after an epoch are finite, and keep them if so."""
-        state = self._engine.state()
-        if not all(bool(value.isfinite().all()) for value in state.values()):
-            return False
-        self._good = state
-        return True
-
     def restore(self) -> None:
         """Load the weights of the last good epoch."""
-        self._engine.load_state(self._good)
+        self._engine.restore(self._good)
 
     def _is_checkpoint_due(self, least_seconds: float) -> bool:
         interval = max(least_seconds, self._save_seconds / CHECKPOINT_SHARE)

@@ -51,7 +51,7 @@ class Progress:
         history: a record of every finished epoch.
         counts: sums over the finished steps of the unfinished epoch.
         best_epoch: the best epoch by validation, from 1; 0 for none.
-        best: the engine's state after it, model tensors only, where the recipe keeps the best; else empty.
+        best: the engine's snapshot of the weights after it, where the recipe keeps the best; else None.
         train_seconds, evaluate_seconds, wait_seconds, communication_seconds: time in training epochs; in evaluation;
             of the former, waiting for input; and adding up with other processes, waiting for them included.
         first_seconds, first_images: time and images of the first `FIRST_STEPS` steps, which warm up.
@@ -65,7 +65,7 @@ class Progress:
     history: list[EpochRecord] = field(default_factory=list)
     counts: Counts = NO_COUNTS
     best_epoch: int = 0
-    best: dict[str, Any] = field(default_factory=dict)
+    best: Any = None
     train_seconds: float = 0.0
     evaluate_seconds: float = 0.0
     wait_seconds: float = 0.0
@@ -128,7 +128,7 @@ def to_plain(progress: Progress) -> dict[str, Any]:
     return fields
 
 
-def from_plain(fields: dict[str, Any], best: dict[str, Any]) -> Progress:
+def from_plain(fields: dict[str, Any]) -> Progress:
     """Return the progress that `to_plain` wrote."""
     history = [EpochRecord(**record) for record in fields["history"]]
-    return Progress(**{**fields, "history": history, "counts": Counts(**fields["counts"]), "best": best})
+    return Progress(**{**fields, "history": history, "counts": Counts(**fields["counts"])})

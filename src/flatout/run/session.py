@@ -5,7 +5,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -263,7 +263,7 @@ class Session:
 
     def _resume(self, engine: "Engine", pack: "Pack") -> Progress | None:
         """Load the newest checkpoint if the run is to be resumed; None where there is none."""
-        from flatout.run.checkpoint import load_newest
+        from flatout.run.checkpoint import Checkpoint, load_newest
 
         self.data_facts = data_facts(pack)
         is_restarted = restart_count() > 0
@@ -280,6 +280,10 @@ class Session:
                 )
             except InputError as error:
                 newest = error
+        state, best = (newest.state, newest.best) if isinstance(newest, Checkpoint) else ({}, {})
+        if isinstance(newest, Checkpoint):
+            # The engine distributes the tensors.
+            newest = replace(newest, state={}, best={})
         newest = self.world.broadcast_object(newest)
         if isinstance(newest, InputError):
             raise newest
@@ -287,7 +291,10 @@ class Session:
             self.note("nothing was saved yet: training starts from the beginning")
             return None
         newest.check_resumable(self.recipe, self.data_facts, self.note)
-        engine.load_state(newest.state)
+        if newest.progress.best_epoch and self.recipe.keep == "best":
+            engine.load_state({**state, **best})
+            newest.progress.best = engine.snapshot(weights_only=True)
+        engine.load_state(state)
         self.note(f"resumed after epoch {newest.progress.epoch}, step {newest.progress.step}")
         return newest.progress
 

@@ -1,62 +1,55 @@
-"""Batch normalisation over the samples that count, for any module that calls torch's `batch_norm`.
+"""Batch normalisation over the samples that are not padding, on all ranks.
 
-Padding must not enter batch statistics, and on several ranks they are those of the global batch. torch's own kernel
-cannot leave samples out, its SyncBatchNorm refuses CPUs, and on the CPU it is slow for few channels in channels_last
-order (ten times, in its backward pass). So a mode steps in wherever a model, ours or the user's, calls
-`torch.nn.functional.batch_norm` in training. The modules themselves, their names and their buffers stay what they are.
+torch's own kernel cannot leave samples out, its SyncBatchNorm needs a GPU, and on CPUs it is slow for few channels in
+channels_last order (ten times, in the backward pass). A training step therefore replaces `functional.batch_norm`, so
+that any model is covered; modules, their names and their buffers are unchanged.
 
 Shape letters: B batch, C channels, n values per channel.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from flatout.dist.world import ALONE, World
 from flatout.engine.eager.exact_sums import ExactSums
+from flatout.errors import InputError
 
-# Below this many channels a row of the image, rather than a pixel, is one row of the reduction, so that it vectorises.
+# With fewer channels than this, a row of the reduction is a row of the image instead of a pixel, so that it vectorises.
 FEW_CHANNELS = 64
 
 
-class BatchStatistics(TorchFunctionMode):
-    """While active, training batch normalisation uses the samples of each batch that are not padding, on all ranks.
+class BatchNorm:
+    """Replaces `functional.batch_norm`: training statistics are those of the samples of all ranks without padding.
 
-    Where that is a single value per channel, the running statistics are used, and stay as they are.
+    Where that is a single value per channel, the running statistics are used and not changed.
 
     Args:
-        world: the ranks whose samples count together; `ALONE` for statistics of each rank's own.
-        native: use torch's kernel where it can compute them, as it is fast on this device.
+        world: the ranks whose samples are normalised together; `ALONE` for each rank by itself.
+        exact: computes sums independently of the number of ranks; None where that was not requested.
+        native: call torch's kernel where it can compute them, since it is fast on this device.
 
     Attributes:
-        batch_size: samples in this rank's batch, padding included.
-        count: those of them that are not padding; they come first.
-        total: samples on all ranks that are not padding.
+        batch_size: samples of this rank in the batch, padding included.
+        count: those that are not padding; they come first.
+        total: samples of all ranks that are not padding.
+        micro_batch: the recipe's `micro_batch` if a share is computed in several micro-batches, else 0.
         was_used: whether a model has asked for batch statistics.
+
+    These numbers are constants of a recorded step: batches with other numbers run eagerly, on all ranks.
     """
 
     def __init__(self, world: World = ALONE, exact: ExactSums | None = None, *, native: bool = False) -> None:
-        super().__init__()
-        self.exact = exact
-        self.world, self.native = world, native
-        self.batch_size = self.count = self.total = 0
+        self.world, self.exact, self.native = world, exact, native
+        self.batch_size = self.count = self.total = self.micro_batch = 0
         self.was_used = False
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Replace `batch_norm` where torch's own would be wrong or slow, and pass everything else on."""
-        kwargs = kwargs or {}
-        if func is functional.batch_norm:
-            return self._batch_norm(*args, **kwargs)
-        if self.exact and self.exact.replaces(func, self.batch_size, args, kwargs):
-            return self.exact.call(func, *args, **kwargs)
-        return func(*args, **kwargs)
+    def begin(self, batch_size: int, count: int, total: int) -> None:
+        """Prepare for a forward pass."""
+        self.batch_size, self.count, self.total = batch_size, count, total
 
-    def _batch_norm(
+    def __call__(
         self,
         x: torch.Tensor,
         running_mean: torch.Tensor | None,
@@ -67,7 +60,17 @@ class BatchStatistics(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> torch.Tensor:
+        """Normalise x [B, C, ...]; see `torch.nn.functional.batch_norm`.
+
+        Raises:
+            InputError: the share of this rank is computed in micro-batches.
+        """
         self.was_used |= training
+        if training and self.micro_batch:
+            raise InputError(
+                f"micro_batch = {self.micro_batch}: the model uses batch normalisation, which needs all samples of a "
+                "device together; leave micro_batch out"
+            )
         world, is_batch = self.world, x.shape[0] == self.batch_size
         padded = is_batch and self.count < self.batch_size
         if not training or (self.native and not padded and not world.is_joined):
@@ -75,12 +78,12 @@ class BatchStatistics(TorchFunctionMode):
         count = self.count if padded else x.shape[0]
         total = count
         if world.is_joined:
-            # A model may normalise something else than its batch, of another length on every rank.
+            # A model may normalise something other than its batch, of another length on every rank.
             total = self.total if is_batch else int(world.all_reduce(torch.tensor([count], device=x.device)))
         channels = x.shape[1]
         n = total * (x.numel() // (x.shape[0] * channels))
         if n < 2:
-            # One value has no variance. A lone sample at the end of an epoch goes by what the others left behind.
+            # One value has no variance: a single sample at the end of an epoch is normalised by the running statistics.
             return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
         scale = weight.float() if weight is not None else x.new_ones(channels, dtype=torch.float32)
         shift = bias.float() if bias is not None else x.new_zeros(channels, dtype=torch.float32)
@@ -90,7 +93,7 @@ class BatchStatistics(TorchFunctionMode):
             if running_mean is not None:
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             if running_var is not None:
-                # As torch: the running variance is the unbiased one.
+                # As in torch, the running variance is the unbiased one.
                 running_var.lerp_((var * (n / (n - 1))).to(running_var.dtype), momentum)
         return y.to(x.dtype)
 
@@ -112,8 +115,8 @@ class _Normalise(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = _Rows(x)
         values = rows.of(x)
-        counted = values[: rows.number(count)]
-        n = rows.per_channel(total)
+        counted = values[: count * rows.per_sample]
+        n = total * rows.per_sample * rows.tiles
         mean = (world.all_reduce(rows.sums(exact, counted)) / n).float()
         centred = values - rows.tiled(mean)
         squares = centred[: len(counted)].square()
@@ -132,9 +135,9 @@ class _Normalise(torch.autograd.Function):
         centred, inverse, scale = ctx.saved_tensors
         rows, n = ctx.rows, ctx.n
         grads = rows.of(grad_y)
-        counted = grads[: rows.number(ctx.count)]
+        counted = grads[: ctx.count * rows.per_sample]
         centred_counted = centred[: len(counted)]
-        # This rank's share of the gradients of shift and scale; the ranks' shares are added up with all gradients.
+        # This rank's part of the gradients of shift and scale; all-reduced with the other gradients of the model.
         exact = ctx.exact
         own = torch.stack([rows.sums(exact, counted), rows.sums(exact, counted * centred_counted) * inverse])
         grad_shift, grad_scale = ctx.world.all_reduce(own).float()
@@ -142,7 +145,7 @@ class _Normalise(torch.autograd.Function):
         grad_x = torch.addcmul(rows.tiled(-factor * grad_shift / n), counted, rows.tiled(factor))
         grad_x.addcmul_(centred_counted, rows.tiled(-factor * grad_scale * inverse / n))
         if len(counted) < len(grads):
-            # Padding reads the statistics but does not enter them.
+            # Padding is normalised by the statistics but does not enter them.
             grad_x = torch.cat([grad_x, grads[len(counted) :] * rows.tiled(factor)])
         if exact is None:
             return rows.back(grad_x), own[1], own[0], None, None, None, None, None
@@ -151,7 +154,7 @@ class _Normalise(torch.autograd.Function):
 
 
 class _Rows:
-    """An image batch seen as a matrix whose columns, folded, are channels: a view in channels_last order."""
+    """An image batch as a matrix whose columns are channels, repeated `tiles` times; a view in channels_last order."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.shape = x.movedim(1, -1).shape
@@ -168,27 +171,17 @@ class _Rows:
         return matrix.view(self.shape).movedim(-1, 1)
 
     def empty_like(self, x: torch.Tensor) -> torch.Tensor:
-        """Return room for [B, C, ...] in channels_last order; no view, so that an in-place activation may follow."""
+        """Return memory for [B, C, ...] in channels_last order; not a view, since in-place activations may follow."""
         strides = torch.empty(self.shape, device="meta").movedim(-1, 1).stride()
         return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
-    def number(self, samples: int) -> int:
-        """Return how many rows that many samples fill."""
-        return samples * self.per_sample
-
-    def per_channel(self, samples: int) -> int:
-        """Return how many values of each channel that many samples hold."""
-        return samples * self.per_sample * self.tiles
-
-    def channel_sum(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the sum of each channel, [C]."""
-        return matrix.sum(0).view(self.tiles, self.channels).sum(0)
-
     def sums(self, exact: ExactSums | None, matrix: torch.Tensor) -> torch.Tensor:
         """Return the sum of each channel, [C]; float64 where it is exact."""
-        if exact is None:
-            return self.channel_sum(matrix)
-        return exact.over_blocks(lambda block: [self.channel_sum(matrix[block])], self.per_sample)[0]
+
+        def of(rows: torch.Tensor) -> torch.Tensor:
+            return rows.sum(0).view(self.tiles, self.channels).sum(0)
+
+        return of(matrix) if exact is None else exact.over_blocks(lambda block: [of(matrix[block])], self.per_sample)[0]
 
     def tiled(self, per_channel: torch.Tensor) -> torch.Tensor:
         """Return values per channel [C] repeated to a row of the matrix."""

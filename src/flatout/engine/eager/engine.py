@@ -1,37 +1,36 @@
 """The torch engine: one device of each rank, CPU, CUDA or MPS.
 
-The path of a batch on the device: take this rank's share, gather rows of the resident images by index (or take the
-streamed ones), augment and normalise, model, loss, gradients, their sum over the ranks, update, counts. Nothing in it
-waits for the device.
+A training step takes this rank's share of the batch, gathers its images by index (or takes the streamed ones),
+augments and normalises them, computes logits, loss and gradients, all-reduces the gradients, updates the weights and
+adds up the metrics. Nothing in it waits for the device, so that it can be recorded as a CUDA graph.
 
-Shape letters: N samples, B batch, H height, W width, C channels, K outputs.
+Shape letters: B samples of this rank in a batch, C channels.
 """
 
 import contextlib
-import functools
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from flatout.data.feed import Samples
-from flatout.data.order import Batch, evaluation_batches
 from flatout.dist.world import ALONE, World
-from flatout.engine.base import Evaluation
-from flatout.engine.eager import grad_accumulation as memory
+from flatout.engine.eager import state as states
 from flatout.engine.eager.accelerator import Accelerator, accelerator_of
-from flatout.engine.eager.batch_norm import BatchStatistics
+from flatout.engine.eager.batch_norm import BatchNorm
 from flatout.engine.eager.cuda_graph import CapturedStep
-from flatout.engine.eager.device_setup import prepare
+from flatout.engine.eager.device_setup import MEMORY_SHARE, prepare
 from flatout.engine.eager.exact_sums import exact_sums
-from flatout.engine.eager.features import collect_features
 from flatout.engine.eager.frozen_prefix import Cut, cut_frozen_prefix
-from flatout.engine.eager.grad_reduce import GradientSum, OwnGradients, SharedGradients, SlicedGradients
-from flatout.engine.eager.metric_sums import SUMS, Totals
-from flatout.engine.eager.split import Inputs, Source, place, stream
-from flatout.engine.eager.state import full_state, load_full_state
+from flatout.engine.eager.grad_accumulation import COPIES_OF_WEIGHTS, count_micro_batches
+from flatout.engine.eager.grad_reduce import BucketedAllReduce, FSDPGradients, Gradients, LocalGradients
+from flatout.engine.eager.metric_sums import SUMS, MetricSums
+from flatout.engine.eager.split import Inputs, Source, TorchSplit, place
 from flatout.engine.recorder import Recorder
 from flatout.errors import InputError
 from flatout.models.freeze import set_train_mode
@@ -39,8 +38,27 @@ from flatout.numerics import augment, loss, optim
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe
 
-# Images in one evaluation batch at most. It does not depend on the ranks, so neither do the bits of a prediction.
-EVALUATION_BATCH = 256
+
+class ReplacedFunctions(TorchFunctionMode):
+    """While active, calls of these functions of torch, wherever the model makes them, go to their replacements."""
+
+    def __init__(self, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+        super().__init__()
+        self._functions = functions
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function or its replacement; inside a replacement, torch's own are called."""
+        return self._functions.get(func, func)(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A copy of what this rank holds of the training state, on the device where it fits; see `Engine.snapshot`."""
+
+    tensors: dict[str, torch.Tensor]
+    weights_only: bool
 
 
 class TorchEngine:
@@ -55,6 +73,9 @@ class TorchEngine:
         capture: whether the step may be recorded as a graph.
         cache_prefix: whether the output of a frozen prefix may be cached.
         report: takes sentences for the log.
+
+    Raises:
+        InputError: the device lacks the recipe's `precision`, or `exact_sums` is not available.
     """
 
     def __init__(
@@ -70,370 +91,240 @@ class TorchEngine:
         report: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         world = world or World()
+        accelerator = accelerator or accelerator_of(world.device)
         self.recipe, self.device, self.world = recipe, world.device, world
-        self._accelerator = accelerator or accelerator_of(self.device)
+        self.class_weights, self._report = class_weights, report
+        self.recorder: Recorder | None = None
         with contextlib.ExitStack() as undo:
-            self._setup = prepare(self._accelerator, recipe.precision, undo, ranks_here=world.local_size)
+            self.setup = prepare(accelerator, recipe.precision, undo, ranks_here=world.local_size)
             undo.callback(optim.keep_compiler_out())
-            self._build(model, class_weights, capture=capture, cache_prefix=cache_prefix, report=report)
+            self._build(model, capture=capture, cache_prefix=cache_prefix)
             self._undo = undo.pop_all()
 
-    def _build(
-        self,
-        model: nn.Module,
-        class_weights: np.ndarray | None,
-        *,
-        capture: bool,
-        cache_prefix: bool,
-        report: Callable[[str], None],
-    ) -> None:
+    def _build(self, model: nn.Module, *, capture: bool, cache_prefix: bool) -> None:
         """Bring the model to the device and prepare everything that the steps use."""
-        recipe, world, accelerator = self.recipe, self.world, self._accelerator
-        self._is_sliced = recipe.shard == "full" and world.is_joined
-        capturable = capture and accelerator.can_capture and optim.can_capture(recipe.optimizer)
-        if capturable and (world.backend == "gloo" or self._is_sliced):
-            capturable = False
-            reason = "a sharded model cannot be recorded" if self._is_sliced else "gloo adds gradients on the host"
-            report(f"the step runs without a CUDA graph: {reason}")
-        self.model = self._spread(model)
+        recipe, world, accelerator = self.recipe, self.world, self.setup.accelerator
+        self.threads, self.device_names = self.setup.threads, [str(self.device)]
+        self.is_sharded = recipe.shard == "full" and world.is_joined
+        self.model = self._distribute(model)
         set_train_mode(self.model)
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._exact = None
-        if not self._is_sliced and self._setup.precision == "fp32" and recipe.norm == "global":
-            self._exact = exact_sums(self.model, world, self._setup.threads, recipe.batch_size)
-        self._gradients: GradientSum
-        if self._is_sliced:
+        if recipe.exact_sums:
+            self._exact = exact_sums(self.model, recipe, world, self.setup.threads, self.setup.precision)
+        self._batch_norm = BatchNorm(
+            world if recipe.norm == "global" else ALONE, self._exact, native=not accelerator.is_host
+        )
+        can_capture = capture and accelerator.can_capture and self._can_capture()
+        self._gradients = self._make_gradients()
+        if self.is_sharded:
             from flatout.engine.eager.fsdp import build_optimizer
 
             self._optimizer = build_optimizer(recipe.optimizer, self.parameters.values())
-            self._gradients = SlicedGradients(self.model, world)
         else:
-            self._optimizer = optim.build(recipe.optimizer, self.parameters.values(), capturable=capturable)
-            extras = SUMS + len(world.control.outgoing)
-            own, trained = OwnGradients(), list(self.parameters.values())
-            self._gradients = own
-            if world.is_joined:
-                self._gradients = SharedGradients(trained, world, extras, self._exact, is_async=accelerator.is_async)
+            self._optimizer = optim.build(recipe.optimizer, self.parameters.values(), capturable=can_capture)
         self._update = optim.plain_step(self._optimizer)
-        mean, std = (torch.tensor(v, device=self.device) for v in (recipe.data.mean, recipe.data.std))
-        # One multiplication and one addition take a pixel 0..255 to its normalised value.
-        self._scale, self._bias = 1 / (255 * std), -mean / std
-        self._class_weights = class_weights
-        self._class_weights_here = None if class_weights is None else torch.from_numpy(class_weights).to(self.device)
-        self._totals = Totals(accelerator)
-        self._communication_seconds = 0.0
-        self.recorder: Recorder | None = None
-        self.threads, self.device_names = self._setup.threads, [str(self.device)]
-        self._passes = 0
-        self._keeps_on_host = False
-        self._report = report
-        self._statistics = BatchStatistics(
-            world if recipe.norm == "global" else ALONE, self._exact, native=not accelerator.is_host
-        )
         self._captured = None
-        if capturable:
-            self._captured = CapturedStep(self._step, self._forget_gradients, accelerator, report)
-        fixed_input = not recipe.augment.is_random
-        may_cut = cache_prefix and fixed_input and not self._is_sliced
-        self._cut: Cut | None = cut_frozen_prefix(self.model) if may_cut else None
-        if self._cut:
-            report(f"the first {self._cut.layers} layers are frozen: their output is computed once and cached")
+        if can_capture:
+            self._captured = CapturedStep(self._step, self._forget_gradients, accelerator, self._report)
+        mean, std = (torch.tensor(v, device=self.device) for v in (recipe.data.mean, recipe.data.std))
+        # A pixel p of 0..255 becomes p * scale + bias.
+        self.normalisation = 1 / (255 * std), -mean / std
+        weights = self.class_weights
+        self._class_weights = None if weights is None else torch.from_numpy(weights).to(self.device)
+        self.metric_sums = MetricSums(accelerator)
+        self._communication_seconds = 0.0
+        self._micro_batches, self._offload = 0, False
+        may_cut = cache_prefix and not recipe.augment.is_random and not self.is_sharded
+        self.cut: Cut | None = cut_frozen_prefix(self.model) if may_cut else None
+        if self.cut:
+            self._report(f"the first {self.cut.layers} layers are frozen: their output is computed once and cached")
 
-    def _spread(self, model: nn.Module) -> nn.Module:
-        """Bring the same model to the devices of all ranks, whole or each its slices."""
-        if self._is_sliced:
+    def _distribute(self, model: nn.Module) -> nn.Module:
+        """Bring rank 0's model to the devices of all ranks: a copy or a shard each."""
+        tensors = [*model.parameters(), *model.buffers()]
+        if self.is_sharded:
             from flatout.engine.eager.fsdp import shard
 
-            self.world.broadcast([*model.parameters(), *model.buffers()])
+            self.world.broadcast(tensors)
             shard(model, self.device)
             return model
         model = model.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self.world.broadcast([*model.parameters(), *model.buffers()])
         return model
 
-    def describe(self) -> list[str]:
-        """See `Engine.describe`."""
-        sentences = [self._setup.describe()]
-        if self.world.is_joined:
-            how = {"memory": "shared memory", "gloo": "gloo", "nccl": "NCCL"}[self.world.backend]
-            kept = "FSDP2, each with a slice of the model" if self._is_sliced else how
-            sentences.append(f"{self.world.size} ranks; gradients are added up through {kept}")
-        return sentences
+    def _can_capture(self) -> bool:
+        """Return whether recipe and world permit recording the step; report the reason otherwise."""
+        reason = ""
+        if not optim.can_capture(self.recipe.optimizer):
+            reason = f"{self.recipe.optimizer.name} cannot be recorded"
+        elif self.is_sharded:
+            reason = "a sharded model cannot be recorded"
+        elif self.world.backend == "gloo":
+            reason = "gloo adds up gradients on the host"
+        if reason:
+            self._report(f"the step runs without a CUDA graph: {reason}")
+        return not reason
 
-    def communication_seconds(self) -> float:
-        """See `Engine.communication_seconds`."""
-        seconds, self._communication_seconds = self._communication_seconds, 0.0
-        return float("nan") if self._accelerator.is_async and self.world.is_joined else seconds
-
-    # --- data -----------------------------------------------------------------------------------------------------
-
-    def place(self, samples: Samples) -> "TorchSplit":
-        """See `Engine.place`."""
-        images = place(samples, self._accelerator, self.recipe.data.placement, ranks_here=self.world.local_size)
-        return TorchSplit(self, images)
-
-    def begin_epoch(self, source: Source, transforms: np.ndarray | None) -> None:
-        """See `DeviceSplit.begin_epoch`."""
-        self._totals.begin_epoch()
-        if transforms is not None:
-            table = torch.from_numpy(transforms)
-            if source.transforms is None:
-                source.transforms = table.to(self.device)
-            else:
-                source.transforms.copy_(table)
-
-    def feed(self, source: Source, batches: Iterable[Batch]) -> Iterator[Inputs]:
-        """See `DeviceSplit.feed`."""
-        rank, ranks = self.world.rank, self.world.size
-        wholes: deque[Batch] = deque()
-
-        def shares() -> Iterator[Batch]:
-            for batch in batches:
-                wholes.append(batch)
-                yield batch.part(rank, ranks)
-
-        if source.images is not None:
-            return (self._inputs(source, wholes.popleft(), share, None) for share in shares())
-        streamed = stream(source, shares(), self._accelerator)
-        return (self._inputs(source, wholes.popleft(), share, images) for share, images in streamed)
-
-    def _inputs(self, source: Source, whole: Batch, share: Batch, images: torch.Tensor | None) -> Inputs:
-        weights = whole.weights
-        if self._class_weights is not None:
-            weights = weights * self._class_weights[source.samples.labels[whole.samples]]
-        return Inputs(
-            batch=share,
-            samples=self._accelerator.put(share.samples),
-            weights=self._accelerator.put(share.weights),
-            total=whole.count,
-            total_weight=self._accelerator.put(weights.sum(dtype=np.float32, keepdims=True))[0],
-            images=images,
+    def _make_gradients(self) -> Gradients:
+        if self.is_sharded:
+            return FSDPGradients(self.model, self.world)
+        if not self.world.is_joined:
+            return LocalGradients()
+        return BucketedAllReduce(
+            list(self.parameters.values()),
+            self.world,
+            SUMS + len(self.world.control.outgoing),
+            self._exact,
+            is_async=self.setup.accelerator.is_async,
         )
 
-    @torch.no_grad()
-    def source(self, images: Source) -> Source:
-        """Return what the trained part of the model reads of a split; each rank runs the prefix over its part."""
-        if self._cut is None:
-            return images
-        prefix = self._cut.prefix
-
-        def outputs() -> Iterator[torch.Tensor]:
-            for _, batch in self._batches(images, in_step=True):
-                with self._setup.autocast():
-                    yield prefix(augment.apply(batch, None, self._scale, self._bias))
-
-        return collect_features(outputs(), images, self.recipe.data.placement, self.world, self._accelerator)
-
-    def _evaluation_batch(self, source: Source) -> int:
-        return min(EVALUATION_BATCH, self.recipe.batch_size, len(source.samples))
-
-    def _batches(self, source: Source, *, in_step: bool = False) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield this rank's images in padded batches on the device: every `size`-th batch of the split.
-
-        Args:
-            source: the split.
-            in_step: whether every rank gets as many batches, those too many without a sample that counts.
-        """
-        rank, ranks = self.world.rank, self.world.size
-        batches = list(evaluation_batches(len(source.samples), self._evaluation_batch(source)))
-        own = batches[rank::ranks]
-        if in_step and len(own) < -(-len(batches) // ranks):
-            own.append(Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0))
-        resident = source.images
-        for batch, images in (
-            stream(source, own, self._accelerator)
-            if resident is None
-            else ((batch, resident[self._accelerator.put(batch.samples)]) for batch in own)
-        ):
-            self.world.control.check_stop()
-            yield batch, images
-            self.world.keep_alive()
-        if len(own) < -(-len(batches) // ranks):
-            self.world.control.check_stop()  # as often on every rank
+    def describe(self) -> list[str]:
+        """See `Engine.describe`."""
+        sentences = [self.setup.describe()]
+        if self.world.is_joined:
+            how = {"memory": "shared memory", "gloo": "gloo", "nccl": "NCCL"}[self.world.backend]
+            how = "FSDP2, which shards the model" if self.is_sharded else how
+            sentences.append(f"{self.world.size} ranks; gradients are added up through {how}")
+        if self._exact:
+            sentences.append("exact sums: the weights do not depend on the number of devices")
+        return sentences
 
     # --- training -------------------------------------------------------------------------------------------------
+
+    def place(self, samples: Samples) -> TorchSplit:
+        """See `Engine.place`."""
+        placement = self.recipe.data.placement
+        return TorchSplit(self, place(samples, self.setup.accelerator, placement, ranks_here=self.world.local_size))
 
     def train_step(self, source: Source, inputs: Inputs, learning_rate: float, seed: int) -> None:
         """See `DeviceSplit.train_step`."""
         began = self.world.seconds
-        if self._passes == 0:
-            self._passes = self._count_passes(source, inputs)
-            if self._passes > 1:
-                # The passes of a step are pieces of their own, which depend on the ranks.
-                self._exact = self._statistics.exact = None
-        if self.recorder:
-            self._record(source, inputs.batch, self.recorder)
-        # Ranks drop different things: each has other samples.
-        self._accelerator.seed((seed + self.world.rank) % 2**63)
+        if self._micro_batches == 0:
+            self._choose_micro_batches(source, inputs)
+        # Dropout differs between the ranks, since their samples do.
+        self.setup.accelerator.seed((seed + self.world.rank) % 2**63)
         optim.set_learning_rate(self._optimizer, learning_rate)
-        if self._captured is None or self._keeps_on_host:
+        if self._captured and not self._offload:
+            self._captured(source, inputs)
+        else:
             self._forget_gradients()
             self._step(source, inputs)
-        else:
-            self._captured(source, inputs)
         self.world.control.end_step()
         self._communication_seconds += self.world.seconds - began
 
-    def _record(self, source: Source, batch: Batch, recorder: Recorder) -> None:
-        samples = batch.samples[: batch.count]
-        table = source.transforms
-        recorder.step(samples, None if table is None else table[self._accelerator.put(samples)].cpu().numpy())
-
     def _step(self, source: Source, inputs: Inputs) -> None:
+        """Compute the gradients of all micro-batches, all-reduce them, update the weights, add up the metrics."""
         self._gradients.begin()
         sums = torch.zeros(SUMS, device=self.device)
-        for number in range(self._passes):
-            self._gradients.is_last_pass = number == self._passes - 1
-            sums += self._pass(source, inputs.part(number, self._passes))
-        sums = self._gradients.finish(torch.cat([sums, self.world.control.outgoing]))
+        for number in range(self._micro_batches):
+            self._gradients.is_last_micro_batch = number == self._micro_batches - 1
+            sums += self._backward(source, inputs.micro_batch(number, self._micro_batches), self._batch_norm)
+        sums = self._gradients.all_reduce(torch.cat([sums, self.world.control.outgoing]))
         self.world.control.incoming.copy_(sums[SUMS:])
         self._update()
-        self._totals.add(sums)
+        self.metric_sums.add(sums)
 
-    def _pass(self, source: Source, inputs: Inputs) -> torch.Tensor:
-        """Compute the gradients of some of the step's samples; return their sums, float32 [SUMS]."""
-        statistics = self._statistics
-        statistics.batch_size, statistics.count = len(inputs.batch.samples), inputs.batch.count
-        statistics.total = inputs.total
+    def _backward(self, source: Source, inputs: Inputs, batch_norm: BatchNorm) -> torch.Tensor:
+        """Add up the gradients of a micro-batch; return the sums of its metrics, float32 [SUMS]."""
+        batch_norm.begin(len(inputs.batch.samples), inputs.batch.count, inputs.total)
+        replaced = {functional.batch_norm: batch_norm}
         if self._exact:
-            self._exact.begin(min(self.recipe.batch_size, len(source.samples)))
-        labels = source.labels.index_select(0, inputs.samples)
-        weights = inputs.weights
-        if self._class_weights_here is not None:
-            weights = weights * self._class_weights_here.index_select(0, labels)
-        with self._setup.autocast(), self._statistics, self._saved():
-            logits = self._training_logits(source, inputs)
+            replaced |= self._exact.begin(min(self.recipe.batch_size, len(source.samples)))
+        labels, weights = source.labels.index_select(0, inputs.samples), inputs.weights
+        if self._class_weights is not None:
+            weights = weights * self._class_weights.index_select(0, labels)
+        transforms = None if source.transforms is None else source.transforms.index_select(0, inputs.samples)
+        with self.setup.autocast(), ReplacedFunctions(replaced), self._activations():
+            network = self.cut.train_suffix if self.cut else self.model
+            logits = network(self.network_input(source.images_of(inputs), transforms))
             losses = loss.per_sample(logits, labels, self.recipe.loss, self.recipe.label_smoothing)
             loss_sum = (losses * weights).sum()
         (loss_sum / inputs.total_weight).backward()
         real = inputs.weights > 0
-        right = (loss.predicted(logits.detach()) == labels) & real
-        return torch.stack([loss_sum.detach(), weights.sum(), right.sum().float(), real.sum().float()])
+        correct = (loss.predicted(logits.detach()) == labels) & real
+        return torch.stack([loss_sum.detach(), weights.sum(), correct.sum().float(), real.sum().float()])
 
-    def _saved(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context that decides where activations wait for the backward pass."""
-        if self._keeps_on_host:
-            return torch.autograd.graph.save_on_cpu(pin_memory=True)
-        return contextlib.nullcontext()
+    def network_input(self, images: torch.Tensor, transforms: torch.Tensor | None = None) -> torch.Tensor:
+        """Return what the network reads, [B, C, ...]: normalised, augmented images or the output of the prefix."""
+        return images.movedim(-1, 1) if self.cut else augment.apply(images, transforms, *self.normalisation)
 
-    # --- memory ---------------------------------------------------------------------------------------------------
+    def evaluation_network(self) -> nn.Module:
+        """Return the model, or what follows its frozen prefix, in evaluation mode."""
+        return self.cut.eval_suffix if self.cut else self.model.eval()
 
-    def _count_passes(self, source: Source, inputs: Inputs) -> int:
-        """Return in how many passes all ranks compute their shares: as few as fit into the memory of each.
-
-        Raises:
-            InputError: `micro_batch` would change what batch normalisation sees.
-            TrainingFailed: not even the smallest pass fits.
-        """
-        share, wanted = len(inputs.batch.samples), self.recipe.micro_batch
-        if not wanted and (self._is_sliced or not self._accelerator.raises_out_of_memory):
-            return 1
-        passes = self._fitting_passes(source, inputs)
-        if self._statistics.was_used and passes != 1 and not wanted and self._accelerator.has_memory:
-            self._keeps_on_host = True
-            passes = self._fitting_passes(source, inputs)
-        if self._statistics.was_used and passes > 1 and wanted:
-            raise InputError(
-                f"micro_batch = {wanted}: the model uses batch normalisation, which needs all {share} samples of a "
-                "device together; leave micro_batch out"
-            )
-        if passes == 0 or (self._statistics.was_used and passes > 1):
-            raise memory.no_room(share, whole=self._statistics.was_used)
-        if self._keeps_on_host:
-            self._report("what the backward pass needs waits in the host's memory: the device's does not suffice")
-        if passes > 1:
-            self._report(f"each step takes {passes} passes of up to {-(-share // passes)} samples on each device")
-        return passes
-
-    def _fitting_passes(self, source: Source, inputs: Inputs) -> int:
-        """Return the passes that the rank with least room needs; 0 if one of them cannot do it at all."""
-        share = len(inputs.batch.samples)
-        if self._is_sliced:
-            # An attempt on one rank alone would wait for the others' slices.
-            samples = min(self.recipe.micro_batch, share)
-        else:
-            most = min(self.recipe.micro_batch or share, share)
-            samples = memory.largest_pass(lambda n: self._try_pass(source, inputs, n), most, self._accelerator)
-        needs = self.world.all_gather_object(-(-share // samples) if samples else 0)
-        return max(needs) if min(needs) else 0
-
-    def _try_pass(self, source: Source, inputs: Inputs, samples: int) -> None:
-        """Compute one pass without telling the other ranks, and leave no trace of it."""
-        buffers = [buffer.clone() for buffer in self.model.buffers()]
-        statistics = self._statistics
-        self._statistics = BatchStatistics(native=statistics.native)
-        self._gradients.is_last_pass = False
-        # Room for what the optimizer will keep for each weight, and for the gradients on their way.
-        ballast = [torch.empty_like(p) for p in self.parameters.values() for _ in range(memory.COPIES_OF_WEIGHTS)]
-        try:
-            self._pass(source, inputs.part(0, -(-len(inputs.batch.samples) // samples)))
-        finally:
-            statistics.was_used |= self._statistics.was_used
-            self._statistics = statistics
-            self._forget_gradients()
-            ballast.clear()
-            with torch.no_grad():
-                for buffer, value in zip(self.model.buffers(), buffers, strict=True):
-                    buffer.copy_(value)
-
-    def _training_logits(self, source: Source, inputs: Inputs) -> torch.Tensor:
-        images = inputs.images if source.images is None else source.images.index_select(0, inputs.samples)
-        assert images is not None
-        if self._cut is not None:
-            return self._cut.train_suffix(images.movedim(-1, 1))
-        transforms = None if source.transforms is None else source.transforms.index_select(0, inputs.samples)
-        return self.model(augment.apply(images, transforms, self._scale, self._bias))
+    def _activations(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context that decides where activations are kept for the backward pass."""
+        return torch.autograd.graph.save_on_cpu(pin_memory=True) if self._offload else contextlib.nullcontext()
 
     def _forget_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
+    # --- gradient accumulation ------------------------------------------------------------------------------------
+
+    def _choose_micro_batches(self, source: Source, inputs: Inputs) -> None:
+        """Decide before the first step how the share of a batch is divided.
+
+        Raises:
+            InputError: `exact_sums` needs the whole share at once.
+            TrainingFailed: not even the smallest micro-batch fits.
+        """
+        share, wanted = len(inputs.batch.samples), self.recipe.micro_batch
+        if self.is_sharded:
+            # A trial on one rank would wait for the shards of the others.
+            self._micro_batches = -(-share // wanted) if wanted else 1
+        elif not wanted and not self.setup.accelerator.raises_out_of_memory:
+            self._micro_batches = 1
+        else:
+
+            def trial(samples: int, offload: bool) -> None:
+                self._offload = offload
+                self._try(source, inputs.micro_batch(0, -(-share // samples)))
+
+            self._micro_batches, self._offload = count_micro_batches(
+                trial, share, wanted, self._batch_norm, self.world, self.setup.accelerator
+            )
+        self._batch_norm.micro_batch = wanted if self._micro_batches > 1 else 0
+        if self._offload:
+            self._report("activations are offloaded to host memory: they do not fit on the device")
+        if self._micro_batches > 1:
+            if self._exact:
+                raise InputError("exact_sums = true is not available: the batch needs gradient accumulation to fit")
+            count, samples = self._micro_batches, -(-share // self._micro_batches)
+            self._report(f"gradient accumulation: {count} micro-batches of up to {samples}")
+
+    def _try(self, source: Source, inputs: Inputs) -> None:
+        """Compute a micro-batch without the other ranks, and undo its effects."""
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        alone, exact, self._exact = BatchNorm(native=self._batch_norm.native), self._exact, None
+        self._gradients.is_last_micro_batch = False
+        reserved = [torch.empty_like(p) for p in self.parameters.values() for _ in range(COPIES_OF_WEIGHTS)]
+        try:
+            self._backward(source, inputs, alone)
+        finally:
+            self._exact = exact
+            self._batch_norm.was_used |= alone.was_used
+            self._forget_gradients()
+            reserved.clear()
+            with torch.no_grad():
+                for buffer, value in zip(self.model.buffers(), buffers, strict=True):
+                    buffer.copy_(value)
+
+    # --- results and state ----------------------------------------------------------------------------------------
+
     def counts(self) -> tuple[Counts, int | None]:
         """See `Engine.counts`."""
         with self.world.heartbeat.waiting():
-            return self._totals.fetch()
+            return self.metric_sums.fetch()
 
-    # --- evaluation -----------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def evaluate(self, source: Source, *, with_probabilities: bool = False) -> Evaluation:
-        """See `DeviceSplit.evaluate`. Losses are those of the recipe, without class weights."""
-        self._agree_on_buffers()
-        count = len(source.samples)
-        loss_sum = torch.zeros((), dtype=self._accelerator.wide_float, device=self.device)
-        predicted = torch.zeros(count, dtype=torch.int64, device=self.device)
-        probabilities: list[tuple[slice, torch.Tensor]] = []
-        network = self._cut.eval_suffix if self._cut else self.model.eval()
-        try:
-            for batch, images in self._batches(source, in_step=self._is_sliced):
-                with self._setup.autocast():
-                    x = images.movedim(-1, 1) if self._cut else augment.apply(images, None, self._scale, self._bias)
-                    logits = network(x)[: batch.count]
-                labels = source.labels[self._accelerator.put(batch.samples[: batch.count])]
-                loss_sum += loss.per_sample(logits, labels, self.recipe.loss, self.recipe.label_smoothing).sum()
-                rows = slice(int(batch.samples[0]), int(batch.samples[0]) + batch.count)
-                predicted[rows] = loss.predicted(logits)
-                if with_probabilities:
-                    probabilities.append((rows, loss.probabilities(logits)))
-        finally:
-            set_train_mode(self.model)
-        return Evaluation(
-            loss_sum=float(self.world.all_reduce(loss_sum)),
-            predicted=self.world.all_reduce(predicted).cpu().numpy(),
-            labels=source.samples.labels,
-            probabilities=self._collect(probabilities, count) if with_probabilities else None,
-        )
-
-    def _collect(self, probabilities: list[tuple[slice, torch.Tensor]], count: int) -> np.ndarray:
-        """Bring the ranks' probabilities together, [count, K] in the order of the split."""
-        classes = max(self.world.all_gather_object(probabilities[0][1].shape[1] if probabilities else 0))
-        table = torch.zeros((count, classes), device=self.device)
-        for rows, some in probabilities:
-            table[rows] = some
-        return self.world.all_reduce(table).cpu().numpy()
+    def communication_seconds(self) -> float:
+        """See `Engine.communication_seconds`."""
+        seconds, self._communication_seconds = self._communication_seconds, 0.0
+        return float("nan") if self.setup.accelerator.is_async and self.world.is_joined else seconds
 
     @torch.no_grad()
-    def _agree_on_buffers(self) -> None:
-        """Make buffers equal on all ranks: the mean of their own statistics, or what rank 0 has."""
+    def synchronise_buffers(self) -> None:
+        """Make buffers equal on all ranks: with norm = "per-device" their mean, else those of rank 0."""
         if not self.world.is_joined:
             return
         buffers = list(self.model.buffers())
@@ -442,63 +333,55 @@ class TorchEngine:
                 buffer.copy_(self.world.all_reduce(buffer / self.world.size))
         self.world.broadcast(buffers)
 
-    # --- state ----------------------------------------------------------------------------------------------------
+    def _tensors(self, *, weights_only: bool = False) -> dict[str, torch.Tensor]:
+        self.synchronise_buffers()
+        return states.named_tensors(self.model, self._optimizer, self.parameters, weights_only=weights_only)
 
-    def state(self) -> dict[str, torch.Tensor]:
+    @torch.no_grad()
+    def is_finite(self) -> bool:
+        """See `Engine.is_finite`."""
+        finite = states.is_finite(self._tensors()).float()
+        return int(self.world.all_reduce(finite)) == self.world.size
+
+    @torch.no_grad()
+    def snapshot(self, *, weights_only: bool = False) -> Snapshot:
+        """See `Engine.snapshot`."""
+        held = {name: states.local(value) for name, value in self._tensors(weights_only=weights_only).items()}
+        fits = sum(v.nbytes for v in held.values()) <= MEMORY_SHARE * self.setup.accelerator.free_bytes()
+        copies = {name: value.to(value.device if fits else "cpu", copy=True) for name, value in held.items()}
+        return Snapshot(tensors=copies, weights_only=weights_only)
+
+    @torch.no_grad()
+    def restore(self, snapshot: Snapshot) -> None:
+        """See `Engine.restore`."""
+        self._release_graph()
+        for name, value in self._tensors(weights_only=snapshot.weights_only).items():
+            if name in snapshot.tensors:
+                states.local(value).copy_(snapshot.tensors[name])
+        if not any(name.startswith("optimizer.") for name in snapshot.tensors) and not snapshot.weights_only:
+            self._optimizer.state.clear()
+
+    @torch.no_grad()
+    def state(self, snapshot: Snapshot | None = None) -> dict[str, torch.Tensor]:
         """See `Engine.state`."""
-        self._agree_on_buffers()
-        return full_state(self.model, self._optimizer, self.parameters)
+        return states.gathered(self._tensors(), snapshot.tensors if snapshot else None, self.world)
 
+    @torch.no_grad()
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """See `Engine.load_state`."""
-        if self._captured:
-            # The optimizer's state gets new tensors.
-            self._captured.release()
-        load_full_state(self.model, self._optimizer, self.parameters, state)
+        self._release_graph()
+        states.load(state, self.model, self._optimizer, self.parameters, self.world)
 
-    def close(self) -> None:
-        """See `Engine.close`."""
+    def _release_graph(self) -> None:
+        # A recorded step refers to the optimizer's tensors, which may be replaced.
         if self._captured:
             self._captured.release()
-        self._undo.close()
 
     def peak_memory_bytes(self) -> int | None:
         """See `Engine.peak_memory_bytes`."""
-        return self._accelerator.peak_bytes()
+        return self.setup.accelerator.peak_bytes()
 
-
-class TorchSplit:
-    """See `DeviceSplit`.
-
-    Args:
-        engine: trains on the split.
-        images: the split on the device.
-    """
-
-    def __init__(self, engine: TorchEngine, images: Source) -> None:
-        self._engine, self._images = engine, images
-        self.samples = images.samples
-
-    @functools.cached_property
-    def source(self) -> Source:
-        """What the trained part of the model reads: images, or the output of its frozen prefix."""
-        return self._engine.source(self._images)
-
-    def compile(self) -> None:
-        """See `DeviceSplit.compile`. Nothing is compiled."""
-
-    def begin_epoch(self, transforms: np.ndarray | None) -> None:
-        """See `DeviceSplit.begin_epoch`. The first time, the output of the frozen prefix is computed."""
-        self._engine.begin_epoch(self.source, transforms)
-
-    def feed(self, batches: Iterable[Batch]) -> Iterator[Inputs]:
-        """See `DeviceSplit.feed`."""
-        return self._engine.feed(self.source, batches)
-
-    def train_step(self, inputs: Inputs, learning_rate: float, seed: int) -> None:
-        """See `DeviceSplit.train_step`."""
-        self._engine.train_step(self.source, inputs, learning_rate, seed)
-
-    def evaluate(self, *, with_probabilities: bool = False) -> Evaluation:
-        """See `DeviceSplit.evaluate`."""
-        return self._engine.evaluate(self.source, with_probabilities=with_probabilities)
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._release_graph()
+        self._undo.close()

@@ -1,19 +1,19 @@
-"""Sums over the samples of a batch whose bits do not depend on how many CPU ranks or threads share the batch.
+"""Sums over the samples of a batch whose bits depend neither on the number of CPU ranks nor on that of threads.
 
-Training is chaotic: where two runs differ in the last bit, a ReLU soon decides otherwise, and after an epoch their
-weights agree to a hundredth. So the same recipe gives the same weights on any number of ranks only if every sum over
-samples has the same bits, which floating-point addition in another order has not. Therefore the global batch is cut
-where a share of it could begin, for any of `RANKS`; every piece is summed by a call of its own, the same one wherever
-it runs, on one thread; and the pieces' sums are added in float64, where 24-bit numbers of like size add up exactly, in
-any order. What a convolution or a linear layer computes per sample has the same bits in batches of any length, but for
-very short ones, which are lengthened (seen with oneDNN and MKL; nothing promises it).
+Opt-in by the recipe's `exact_sums`. Training is chaotic: after a difference in the last bit, a ReLU soon decides
+otherwise, and after an epoch the weights agree to a hundredth. Floating-point addition depends on its order, so the
+global batch is cut where the share of a rank could begin, for any of `RANKS`; every piece is summed by a call of its
+own, the same one on every rank, on one thread; and the sums of the pieces are added in float64, where 24-bit numbers of
+similar size add up exactly in any order. What a convolution or a linear layer computes per sample has the same bits in
+batches of any length, except very short ones, which are lengthened (observed with oneDNN and MKL; neither promises it).
 
-A weight with more numbers than its layer's inputs and output gradients is not worth so many sums of its size: there
-every rank gets those of the whole batch, and computes the gradient of some outputs with the very call that one would.
+The gradient of a weight with more numbers than its layer's inputs and output gradients is not summed by pieces: every
+rank receives those of the whole batch and computes the gradient of some outputs by the call that one rank would make.
 
 Shape letters: B this rank's share of the batch, I inputs, O outputs of a linear layer.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -24,21 +24,21 @@ from torch.nn import functional
 
 from flatout.data.order import part
 from flatout.dist.world import World
+from flatout.errors import InputError
+from flatout.recipe import Recipe
 
-# Numbers of ranks among which the batch may be shared without a change in any bit.
+# Numbers of ranks among which the batch may be divided without a change in any bit.
 RANKS = (1, 2, 3, 4)
-# Kernels take shortcuts for batches shorter than this, and for rows left over from such groups.
+# Kernels take shortcuts for batches shorter than this, and for the rows that remain of such groups.
 ROWS = 16
 CONV_SAMPLES = 2
-# Numbers that vectorised loops take at a time; those left over get another exp and log.
+# Elements that vectorised loops process at a time; the rest are computed by another exp and log.
 VECTOR = 64
 # Bytes, as torch aligns its tensors.
 ALIGNMENT = 64
-# Outputs a linear layer must have for its weight's gradient to be computed in parts.
+# Outputs of a linear layer from which its weight's gradient can be computed in parts.
 MANY_OUTPUTS = 16 * max(RANKS)
-
-# A convolution with more weights than this is not summed by pieces: its kernels take too long to begin. Nor then is
-# anything else in its model, since one inexact sum is enough to part.
+# Weights of a convolution above which its kernels start too slowly to be called for every piece.
 MOST_WEIGHTS = 1 << 18
 
 aten = torch.ops.aten
@@ -46,16 +46,40 @@ aten = torch.ops.aten
 Answer = TypeVar("Answer")
 
 
+def exact_sums(model: torch.nn.Module, recipe: Recipe, world: World, threads: int, precision: str) -> "ExactSums":
+    """Return the exact sums of a model.
+
+    Raises:
+        InputError: the device, the recipe or the model does not permit them; the message names the reason.
+    """
+    large = [
+        name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 4 and p.numel() > MOST_WEIGHTS
+    ]
+    reasons = {
+        f"device {world.device.type}; only CPUs sum exactly": world.device.type != "cpu",
+        f"{world.size} ranks; at most {max(RANKS)} are supported": world.size > max(RANKS),
+        f"precision = {precision!r}; it must be 'fp32'": precision != "fp32",
+        "norm = 'per-device' depends on the number of devices": recipe.norm != "global",
+        "shard = 'full' adds up in torch's own order": recipe.shard == "full",
+        f"micro_batch = {recipe.micro_batch} sums in another order": recipe.micro_batch > 0,
+        f"the convolution {', '.join(large[:1])} has more than {MOST_WEIGHTS:,} weights": bool(large),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise InputError(f"exact_sums = true is not available: {reason}; set exact_sums = false")
+    return ExactSums(world, threads, recipe.batch_size)
+
+
 class ExactSums:
-    """Sums over the samples of one rank's share of a batch, and layers whose gradients are such sums.
+    """Sums over the samples of one rank's share of a batch, and the layers whose gradients are such sums.
 
     Args:
         world: the ranks.
-        threads: how many threads this rank has.
+        threads: compute threads of this rank.
         batch_size: the most samples in a global batch.
 
     Attributes:
-        residues: by id of a parameter, what rounding to float32 took off its gradient, float32 of its shape.
+        residues: by id of a parameter, the rounding error of its gradient in float32, float32 of its shape.
     """
 
     def __init__(self, world: World, threads: int, batch_size: int) -> None:
@@ -68,16 +92,21 @@ class ExactSums:
         self._threads = threads
         self._pool = _one_thread_each(threads - 1) if threads > 1 else None
 
-    def begin(self, global_batch: int) -> None:
-        """Prepare for a step of so many samples in the global batch."""
+    def begin(self, global_batch: int) -> dict[Callable[..., Any], Callable[..., Any]]:
+        """Prepare for a step of so many samples in all; return functions of torch with their replacements."""
         if global_batch != self.global_batch:
             self._blocks.clear()
         self.global_batch = global_batch
         self.share = part(global_batch, self.world.rank, self.world.size)
         self.residues.clear()
+        return {
+            functional.conv2d: self._conv2d,
+            functional.linear: self._linear,
+            functional.binary_cross_entropy_with_logits: self._binary_cross_entropy,
+        }
 
     def blocks(self, per_sample: int = 1) -> list[slice]:
-        """Return the pieces of this rank's share: slices of rows, `per_sample` of them for each sample."""
+        """Return the pieces of this rank's share: slices of rows, `per_sample` rows for each sample."""
         if per_sample not in self._blocks:
             b, own = self.global_batch, self.share
             cuts = {part(b, rank, ranks).start for ranks in RANKS for rank in range(ranks)}
@@ -89,17 +118,17 @@ class ExactSums:
     def over_blocks(
         self, of: Callable[[slice], Sequence[torch.Tensor]], per_sample: int = 1, *, is_long: bool = False
     ) -> list[torch.Tensor]:
-        """Return what `of` returns for each piece, added up in float64; long work is shared by this rank's threads."""
+        """Return the sums in float64 of what `of` returns for each piece; long work is divided among the threads."""
         results = self._each(of, self.blocks(per_sample), is_long=is_long)
         return [torch.stack(parts).sum(0, dtype=torch.float64) for parts in zip(*results, strict=True)]
 
     def by_blocks(self, of: Callable[[slice], torch.Tensor]) -> torch.Tensor:
-        """Return the rows that `of` returns for each piece, computed by a call of its own."""
+        """Return the rows that `of` returns, called once for each piece."""
         rows = self._each(of, self.blocks(), is_long=False)
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _each(self, of: Callable[[slice], Answer], pieces: list[slice], *, is_long: bool) -> list[Answer]:
-        """Return what `of` returns for each piece, computed by one thread each."""
+        """Return what `of` returns for each piece, each call on one thread."""
         if self._pool is None:
             return [of(piece) for piece in pieces]
         threads, rows = self._threads, pieces[-1].stop - pieces[0].start
@@ -119,7 +148,7 @@ class ExactSums:
         return [*answers, *(answer for future in futures for answer in future.result())]
 
     def rounded(self, total: torch.Tensor, parameter: int) -> torch.Tensor:
-        """Return the gradient of a parameter, given by its id, in float32; the rest of it becomes a residue."""
+        """Return the gradient of a parameter, given by its id, in float32; its rounding error becomes a residue."""
         high = total.float()
         if self.world.is_joined:
             low = (total - high).float()
@@ -128,7 +157,7 @@ class ExactSums:
         return high
 
     def gathers(self, weight: torch.Tensor) -> bool:
-        """Whether the weight [O, I] of a linear layer has so many numbers that inputs and gradients travel instead."""
+        """Whether a weight [O, I] is so large that the layer's inputs and output gradients are gathered instead."""
         if weight.ndim != 2:
             return False
         outputs, inputs = weight.shape
@@ -142,38 +171,33 @@ class ExactSums:
         whole[self.share] = rows
         return self.world.all_reduce(whole)
 
-    def replaces(self, func: Any, batch_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a torch function, called so, sums over the samples of the batch or depends on their number."""
-        if func is functional.binary_cross_entropy_with_logits:
-            return len(args[0]) == batch_size and kwargs.get("reduction") == "none" and len(args) == 2
-        if func not in (functional.conv2d, functional.linear) or kwargs or len(args) < 2:
+    def _replaces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the weight's gradient of a layer, called so, is a sum over the samples of the batch."""
+        if kwargs or len(args) < 2:
             return False
         x, weight, *settings = args
         return (
-            x.shape[0] == batch_size
+            len(x) == self.share.stop - self.share.start
             and x.ndim == weight.ndim
             and x.dtype == weight.dtype == torch.float32
             and weight.requires_grad
             and not any(isinstance(setting, str) for setting in settings)
         )
 
-    def call(self, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Do what a function does that `replaces` has said to replace."""
-        if func is functional.conv2d:
-            return _Convolution.apply(self, *args)  # pyright: ignore[reportReturnType]
-        if func is functional.linear:
-            return _Linear.apply(self, *args) if len(args) == 3 else _Linear.apply(self, *args, None)  # pyright: ignore
-        logits, target = args
-        logits, target = _lengthened(logits, VECTOR), _lengthened(target, VECTOR)
-        return functional.binary_cross_entropy_with_logits(logits, target, **kwargs)[: len(args[0])]
+    def _conv2d(self, *args: Any, **kwargs: Any) -> Any:
+        return _Convolution.apply(self, *args) if self._replaces(args, kwargs) else functional.conv2d(*args, **kwargs)
 
+    def _linear(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._replaces(args, kwargs):
+            return functional.linear(*args, **kwargs)
+        return _Linear.apply(self, *args, *[None] * (3 - len(args)))
 
-def exact_sums(model: torch.nn.Module, world: World, threads: int, batch_size: int) -> ExactSums | None:
-    """Return what keeps a model's sums exact; None where the device or the model does not suit."""
-    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    is_small = all(parameter.ndim != 4 or parameter.numel() <= MOST_WEIGHTS for parameter in trained)
-    suits = world.device.type == "cpu" and world.size <= max(RANKS) and is_small
-    return ExactSums(world, threads, batch_size) if suits else None
+    def _binary_cross_entropy(self, logits: torch.Tensor, target: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Compute rows that do not depend on how many there are; without a reduction, the step's own loss."""
+        if kwargs.get("reduction") != "none":
+            return functional.binary_cross_entropy_with_logits(logits, target, **kwargs)
+        longer = (_lengthened(logits, VECTOR), _lengthened(target, VECTOR))
+        return functional.binary_cross_entropy_with_logits(*longer, **kwargs)[: len(logits)]
 
 
 class _Convolution(torch.autograd.Function):
@@ -260,12 +284,12 @@ class _Linear(torch.autograd.Function):
 
 
 def _is_product(weight: torch.Tensor) -> bool:
-    """Whether the kernel is 1 x 1: a product of matrices, whose bits depend on their number of rows."""
+    """Whether the kernel is 1 x 1: a matrix product, whose bits depend on the number of rows."""
     return weight.shape[2:] == (1, 1)
 
 
 def _in_parts(exact: ExactSums, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return a weight's gradient [O, I] with this rank's part of the outputs, zero elsewhere."""
+    """Return a weight's gradient [O, I] for this rank's part of the outputs, zero elsewhere."""
     if not exact.world.is_joined:
         return grad.t() @ x
     total = x.new_zeros((grad.shape[1], x.shape[1]))
@@ -275,13 +299,13 @@ def _in_parts(exact: ExactSums, grad: torch.Tensor, x: torch.Tensor) -> torch.Te
 
 
 def _lengthened(rows: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Return rows with the first repeated until there is a multiple of so many."""
+    """Return rows with the first one repeated up to a multiple of `multiple` rows."""
     missing = -len(rows) % multiple
     return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else _aligned(rows)
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows at an address from which kernels read alike; MKL's bits depend on that."""
+    """Return rows at an aligned address; the bits of MKL's results depend on that."""
     return rows.clone() if rows.data_ptr() % ALIGNMENT else rows
 
 
@@ -290,13 +314,11 @@ def _pair(value: Any) -> list[int]:
 
 
 def _one_thread_each(threads: int) -> ThreadPoolExecutor:
-    """Return threads of which each computes alone. OpenMP keeps its number of threads for each thread."""
-    import threading
-
+    """Return threads that compute without further threads; OpenMP keeps its number of threads for each thread."""
     before, all_there = torch.get_num_threads(), threading.Barrier(threads)
 
     def alone() -> None:
-        # The first question gives a thread the process's number, so ask before changing it.
+        # The first call of the getter sets a thread's number to the process's, so it comes before the setter.
         torch.get_num_threads()
         torch.set_num_threads(1)
 

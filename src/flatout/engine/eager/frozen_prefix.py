@@ -1,16 +1,29 @@
 """Cut a model in two where everything before the cut is frozen and gives the same output every time.
 
-The output of such a prefix is computed once per image and cached. Following torch.fx's graph of the model, the
-cut is the last value that all later ones depend on alone (a dominator) and that rests on nothing trained or random.
+The output of the prefix is computed once per image and cached. In torch.fx's graph of the model, the cut is the last
+value that depends on nothing trained or random, and through which alone all later values depend on the input (a
+dominator).
 """
 
 import copy
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 
-# Values that differ from call to call, or that depend on the rest of the batch.
+from flatout.dist.world import World
+from flatout.engine.eager.accelerator import Accelerator
+from flatout.engine.eager.device_setup import placement
+from flatout.errors import InputError
+
+# Modules and functions whose output is random, or depends on the rest of the batch.
 _RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 _RANDOM_WORDS = ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multinomial", "rrelu", "batch_norm")
 
@@ -23,7 +36,7 @@ class Cut:
         prefix: frozen and deterministic, in evaluation mode.
         train_suffix: the rest, as it computes in training.
         eval_suffix: the rest, as it computes in evaluation.
-        layers: how many layers with parameters the prefix holds.
+        layers: layers with parameters in the prefix.
         at: the name of the last operation before the cut.
     """
 
@@ -46,7 +59,7 @@ def cut_frozen_prefix(model: nn.Module) -> Cut | None:
         train_graph = fx.symbolic_trace(model)
         eval_graph = fx.symbolic_trace(_in_eval_mode(model))
     except Exception:
-        # fx raises whatever the model's own code raises on a symbolic value; such a model simply is not cut.
+        # fx raises whatever the model's code raises on a symbolic value.
         return None
     index = _last_frozen_cut(model, train_graph.graph)
     if index is None:
@@ -68,7 +81,7 @@ def _in_eval_mode(model: nn.Module) -> nn.Module:
 
 
 def _last_frozen_cut(model: nn.Module, graph: fx.Graph) -> int | None:
-    """Return the position of the last node before which everything is frozen and which alone is used later."""
+    """Return the position of the last node up to which everything is frozen and which alone is used later."""
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     last_use = {node: max((position[user] for user in node.users), default=-1) for node in nodes}
@@ -81,7 +94,7 @@ def _last_frozen_cut(model: nn.Module, graph: fx.Graph) -> int | None:
             has_layer |= any(True for _ in modules[str(node.target)].parameters())
         elif node.op == "get_attr":
             has_layer = True
-        # `reach` is where an earlier value is last used: this node is the only bridge if that is not beyond it.
+        # `reach` is where an earlier value is last used: if not beyond this node, the rest needs this value alone.
         if reach <= i and has_layer and node.op != "get_attr":
             best = i
         reach = max(reach, last_use[node])
@@ -118,3 +131,76 @@ def _split(model: nn.Module, traced: fx.GraphModule, index: int) -> tuple[nn.Mod
     for node in nodes[index + 1 :]:
         copies[node] = after.node_copy(node, lambda n: copies[n])
     return fx.GraphModule(traced, before), fx.GraphModule(traced, after)
+
+
+def collect_features(
+    outputs: Iterable[torch.Tensor], count: int, wanted: str, world: World, accelerator: Accelerator
+) -> torch.Tensor | np.ndarray:
+    """Return the output of a prefix for a whole split, [count, ...], on all ranks.
+
+    Args:
+        outputs: this rank's, [B, C, ...] each, of every `world.size`-th batch of the split; as many on each rank.
+        count: samples of the split.
+        wanted: `data.placement`.
+        world: the ranks.
+        accelerator: of the device.
+    """
+    features: Any = None
+    start = 0
+    for output in outputs:
+        # In channels_last order, as the convolutions read them.
+        for rows in world.all_gather(output.movedim(1, -1)):
+            if features is None:
+                features = _allocate(count, rows, wanted, world, accelerator)
+            rows = rows[: max(0, count - start)]
+            stop = start + len(rows)
+            features[start:stop] = rows if isinstance(features, torch.Tensor) else rows.float().cpu().numpy()
+            start = stop
+    assert features is not None
+    return features
+
+
+def _allocate(
+    count: int, like: torch.Tensor, wanted: str, world: World, accelerator: Accelerator
+) -> torch.Tensor | np.ndarray:
+    """Return memory for `count` rows shaped as those of `like` [B, ...], where they fit.
+
+    Outside the device, numbers are float32: in host memory or in a mapped file.
+
+    Raises:
+        InputError: the disk of temporary files has too little space.
+    """
+    shape = (count, *like.shape[1:])
+    where = placement(count * like[0].nbytes, accelerator, wanted, ranks_here=world.local_size)
+    if where == "device":
+        return torch.empty(shape, dtype=like.dtype, device=accelerator.device)
+    if where == "memory":
+        return np.empty(shape, np.float32)
+    return _mapped_file(shape)
+
+
+def _mapped_file(shape: tuple[int, ...]) -> np.memmap:
+    """Return a float32 array in a temporary file, which is deleted at the latest when the process ends.
+
+    Where the system has names for open files, the file has no other: even a killed process leaves none behind.
+    """
+    needed = 4 * int(np.prod(shape))
+    handle, name = tempfile.mkstemp(prefix="flatout-features-")
+    open_file = f"/proc/self/fd/{handle}"
+    has_names = Path(open_file).exists()
+    try:
+        if has_names:
+            Path(name).unlink()
+        os.posix_fallocate(handle, 0, needed) if hasattr(os, "posix_fallocate") else os.truncate(handle, needed)
+        rows = np.memmap(open_file if has_names else name, np.float32, "r+", shape=shape)
+    except OSError as error:
+        os.close(handle)
+        Path(name).unlink(missing_ok=True)
+        raise InputError(
+            f"{Path(name).parent}: no space for {needed / 2**30:.1f} GiB of cached features ({error.strerror}); "
+            "set TMPDIR to a larger disk"
+        ) from None
+    weakref.finalize(rows, os.close, handle)
+    if not has_names:
+        weakref.finalize(rows, Path(name).unlink, missing_ok=True)
+    return rows

@@ -1,9 +1,9 @@
-"""Add up the gradients of all ranks, bucket by bucket, while the backward pass still computes the others.
+"""All-reduce the gradients of all ranks, bucket by bucket, while the backward pass computes the remaining ones.
 
-As torch's DistributedDataParallel does (Li et al., "PyTorch Distributed", VLDB 2020), with these differences: gradients
-are summed, since the loss is divided by the weight of the whole global batch; they may travel through shared memory;
-the step's counts travel along with them; and a parameter that a step does not use stays without a gradient, as it does
-on one device.
+As torch's DistributedDataParallel (Li et al., "PyTorch Distributed", VLDB 2020), with these differences: gradients are
+summed, since the loss is divided by the weight of the whole global batch; they may travel through shared memory; the
+sums of the step's metrics travel with them; and a parameter that a step does not use keeps no gradient, as on one
+device.
 """
 
 import time
@@ -14,84 +14,87 @@ from torch import nn
 from flatout.dist.world import Bucket, World
 from flatout.engine.eager.exact_sums import ExactSums
 
-# The last parameters' gradients come first. A bucket is sent when the last of its gradients is there.
 BUCKET_BYTES = 16 << 20
 ALIGNMENT = 16
 
 
-class OwnGradients:
-    """The gradients of a rank that is alone.
+class LocalGradients:
+    """The gradients of a single rank.
 
     Attributes:
-        is_last_pass: whether the next backward pass is the last of its step; gradients of all passes are summed first.
+        is_last_micro_batch: whether the next backward pass is the last of its step; until then, gradients accumulate.
     """
 
-    is_last_pass = True
+    is_last_micro_batch = True
 
     def begin(self) -> None:
         """Prepare for the backward passes of a step."""
 
-    def finish(self, extra: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, extra: torch.Tensor) -> torch.Tensor:
         """Replace every gradient by its sum over the ranks; return the sums of `extra`, [extras]."""
         return extra
 
 
-class SlicedGradients:
-    """The gradients of a model that `sharding.shard` has cut into slices, and that torch's FSDP2 adds up."""
+class FSDPGradients:
+    """The gradients of a model that `fsdp.shard` has sharded; torch's FSDP2 reduces and scatters them."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._model, self._world = model, world
 
     @property
-    def is_last_pass(self) -> bool:
-        """See `OwnGradients`."""
-        return self._is_last_pass
+    def is_last_micro_batch(self) -> bool:
+        """See `LocalGradients`."""
+        return self._is_last
 
-    @is_last_pass.setter
-    def is_last_pass(self, is_last: bool) -> None:
-        self._is_last_pass = is_last
+    @is_last_micro_batch.setter
+    def is_last_micro_batch(self, is_last: bool) -> None:
+        self._is_last = is_last
         self._model.set_requires_gradient_sync(is_last)  # pyright: ignore[reportCallIssue]
 
     def begin(self) -> None:
-        """See `OwnGradients`."""
+        """See `LocalGradients`."""
 
-    def finish(self, extra: torch.Tensor) -> torch.Tensor:
-        """See `OwnGradients`."""
+    def all_reduce(self, extra: torch.Tensor) -> torch.Tensor:
+        """See `LocalGradients`."""
         return self._world.all_reduce(extra)
 
 
 class _Part:
-    """Some parameters whose gradients travel together, then a mark for each that has one, then the extra numbers."""
+    """The layout of a bucket: gradients of some parameters, a mark for each that has one, then the extra numbers."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter], offsets: list[int], end: int, dtype: torch.dtype) -> None:
-        self.parameters, self.offsets, self.end, self.dtype = parameters, offsets, end, dtype
+    def __init__(self, parameters: list[torch.nn.Parameter], dtype: torch.dtype) -> None:
+        self.parameters, self.dtype = parameters, dtype
+        self.offsets, self.end = [], 0
+        for parameter in parameters:
+            self.offsets.append(self.end)
+            self.end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         self.awaited: set[int] = set()
         self._views: dict[int, list[torch.Tensor]] = {}
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the pieces of a bucket, each in the shape and the memory order of its parameter."""
+        """Return the gradients in a bucket, each in the shape and memory order of its parameter."""
         views = self._views.get(flat.data_ptr())
         if views is None:
             start = flat.storage_offset()
-            places = zip(self.parameters, self.offsets, strict=True)
-            views = [flat.as_strided(p.shape, p.stride(), start + offset) for p, offset in places]
+            offsets = zip(self.parameters, self.offsets, strict=True)
+            views = [flat.as_strided(p.shape, p.stride(), start + offset) for p, offset in offsets]
             self._views[flat.data_ptr()] = views
         return views
 
     def marks(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the piece of a bucket with a mark for each parameter."""
+        """Return the marks in a bucket, one for each parameter."""
         return flat[self.end : self.end + len(self.parameters)]
 
 
-class SharedGradients:
-    """The gradients of a model of which every rank has a whole copy.
+class BucketedAllReduce:
+    """The gradients of a model of which every rank has a copy.
 
     Args:
         parameters: those that are trained, in the model's order, on one device.
         world: the ranks.
-        extras: how many more numbers are added up with them in each step.
-        exact: knows what rounding took off the gradients; they travel in float64 then.
-        is_async: reading a value would wait for the device.
+        extras: how many numbers are summed with them in each step.
+        exact: knows the rounding errors of the gradients, whose sums are then in float64; None for float32.
+        is_async: whether reading a value would wait for the device.
     """
 
     def __init__(
@@ -105,35 +108,35 @@ class SharedGradients:
     ) -> None:
         self._world, self._extras, self._is_async = world, extras, is_async
         self._exact = exact
+        # The gradients of the last parameters are computed first. A bucket is sent when it is complete.
         self._parts = _partition(parameters[::-1], exact)
         self._buckets = _make_buckets(self._parts, world, extras)
         self._place = {id(p): (i, k) for i, part in enumerate(self._parts) for k, p in enumerate(part.parameters)}
         self._started = 0
-        self.is_last_pass = True
+        self.is_last_micro_batch = True
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def begin(self) -> None:
-        """See `OwnGradients`. Gradients leave in the pass for which `is_last_pass` is true."""
+        """See `LocalGradients`. Buckets are sent during the backward pass of the last micro-batch."""
         self._started = 0
         for part in self._parts:
             part.awaited = set(range(len(part.parameters)))
 
     def _arrived(self, parameter: torch.Tensor) -> None:
-        if not self.is_last_pass:
+        if not self.is_last_micro_batch:
             return
-        assert parameter.grad is not None
         index, k = self._place[id(parameter)]
         part = self._parts[index]
         self._put(parameter, part.views(self._buckets[index].input)[k])
         part.awaited.discard(k)
-        # Every rank must send in the same order, whatever the order in which its gradients come. The last bucket waits
-        # for `finish`, which adds the extra numbers.
+        # All ranks send in the same order, in whatever order their gradients are computed. `all_reduce` sends the last
+        # bucket, to which it adds the extra numbers.
         while self._started < len(self._parts) - 1 and not self._parts[self._started].awaited:
             self._send()
 
     def _put(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
-        """Copy a gradient into its place in a bucket."""
+        """Copy a gradient to its place in a bucket."""
         assert parameter.grad is not None
         view.copy_(parameter.grad)
         residue = self._exact.residues.get(id(parameter)) if self._exact else None
@@ -144,7 +147,7 @@ class SharedGradients:
         part, bucket = self._parts[self._started], self._buckets[self._started]
         marks = part.marks(bucket.input).fill_(1)
         for k in part.awaited:
-            # A parameter that the step did not use, or one whose gradient came in an earlier pass alone.
+            # The step did not use the parameter, or only in an earlier micro-batch.
             gradient, view = part.parameters[k].grad, part.views(bucket.input)[k]
             if gradient is None:
                 view.zero_()
@@ -154,8 +157,8 @@ class SharedGradients:
         bucket.start()
         self._started += 1
 
-    def finish(self, extra: torch.Tensor) -> torch.Tensor:
-        """See `OwnGradients`."""
+    def all_reduce(self, extra: torch.Tensor) -> torch.Tensor:
+        """See `LocalGradients`."""
         while self._started < len(self._parts) - 1:
             self._send()
         self._buckets[-1].input[-self._extras :] = extra
@@ -171,47 +174,41 @@ class SharedGradients:
         return totals[-1][-self._extras :]
 
     def _take(self, part: _Part, total: torch.Tensor) -> None:
-        # Reading which parameters other ranks used would wait for an asynchronous device. This rank's use counts there;
-        # it differs from theirs only in models whose structure depends on the batch.
+        # On an asynchronous device, reading the marks would wait for it. There, the use of a parameter by this rank
+        # decides; that of another rank differs only in models whose structure depends on the batch.
         present = [p.grad is not None for p in part.parameters] if self._is_async else part.marks(total).tolist()
         for parameter, view, has_gradient in zip(part.parameters, part.views(total), present, strict=True):
             parameter.grad = view.to(parameter.dtype) if has_gradient else None
 
 
-GradientSum = OwnGradients | SharedGradients | SlicedGradients
+Gradients = LocalGradients | BucketedAllReduce | FSDPGradients
 
 
 def _partition(parameters: list[torch.nn.Parameter], exact: ExactSums | None) -> list[_Part]:
     groups: list[list[torch.nn.Parameter]] = []
-    room = 0
+    free = 0
     for parameter in parameters:
-        if not groups or parameter.nbytes > room or _dtype(parameter, exact) != _dtype(groups[-1][-1], exact):
+        if not groups or parameter.nbytes > free or _dtype(parameter, exact) != _dtype(groups[-1][-1], exact):
             groups.append([])
-            room = BUCKET_BYTES
+            free = BUCKET_BYTES
         groups[-1].append(parameter)
-        room -= parameter.nbytes
-    parts = []
-    for group in groups:
-        offsets, end = [], 0
-        for parameter in group:
-            offsets.append(end)
-            end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-        parts.append(_Part(group, offsets, end, _dtype(group[0], exact)))
+        free -= parameter.nbytes
+    parts = [_Part(group, _dtype(group[0], exact)) for group in groups]
     if parts[-1].dtype.itemsize < torch.float32.itemsize:
-        # The extra numbers are sums and counts: a narrow float would round them.
-        parts.append(_Part([], [], 0, torch.float32))
+        # A narrower type would round the extra numbers, which are sums and counts.
+        parts.append(_Part([], torch.float32))
     return parts
 
 
 def _dtype(parameter: torch.Tensor, exact: ExactSums | None) -> torch.dtype:
-    """Return in which type a gradient travels: float64 where its sum is to be exact."""
+    """Return the type in which a gradient is summed: float64 where the sum is to be exact."""
     if exact is None or parameter.dtype != torch.float32 or exact.gathers(parameter):
         return parameter.dtype
     return torch.float64
 
 
 def _make_buckets(parts: list[_Part], world: World, extras: int) -> list[Bucket]:
-    """Return a bucket for each part; those of one dtype share one piece of memory."""
+    """Return a bucket for each part; those of one type share one block of memory."""
     buckets: dict[int, Bucket] = {}
     dtypes = [part.dtype for part in parts]
     sizes = [part.end + len(part.parameters) for part in parts]

@@ -1,15 +1,15 @@
-"""What the steps count, added up on the device."""
+"""Sums of the metrics of training steps, accumulated on the device."""
 
 import torch
 
 from flatout.engine.eager.accelerator import Accelerator
 from flatout.numerics.metrics import Counts
 
-# What every step adds up over its samples: loss times weight, weight, right predictions, samples.
+# The sums of every step over its samples: loss times weight, weight, correct predictions, samples.
 SUMS = 4
 
 
-class Totals:
+class MetricSums:
     """Sums on the device since they were last fetched."""
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -1,42 +1,43 @@
-"""Where the images of a split live, and how batches of them reach a device."""
+"""A split of the data where the torch engine reads it, and how batches of it reach the device.
 
+Shape letters: N samples of the split, B samples of this rank in a batch, K outputs.
+"""
+
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from flatout.data.feed import Samples, prefetch
-from flatout.data.order import Batch, part
+from flatout.data.order import Batch, evaluation_batches, part
+from flatout.engine.base import Evaluation
 from flatout.engine.eager.accelerator import Accelerator
 from flatout.engine.eager.device_setup import placement
+from flatout.engine.eager.frozen_prefix import collect_features
+from flatout.models.freeze import set_train_mode
+from flatout.numerics import augment, loss
 
+if TYPE_CHECKING:
+    from flatout.engine.eager.engine import TorchEngine
 
-@dataclass(kw_only=True, eq=False)
-class Source:
-    """What the network reads of a split: images, or the output of its frozen prefix.
-
-    Attributes:
-        samples: the split on the host.
-        images: [N, ...] on the device; None while they are streamed from the host.
-        labels: int64 [N] on the device.
-        transforms: the epoch's augmentation table on the device, if any.
-    """
-
-    samples: Samples
-    images: torch.Tensor | None
-    labels: torch.Tensor
-    transforms: torch.Tensor | None = None
+# The largest evaluation batch. It does not depend on the ranks, so neither do the bits of a prediction.
+EVALUATION_BATCH = 256
 
 
 @dataclass(kw_only=True, eq=False)
 class Inputs:
-    """This rank's share of a batch on its way into a step: tensors on the device, `images` only if they are streamed.
+    """This rank's share of a batch, or a micro-batch of it: tensors on the device.
 
     Attributes:
-        batch: the share.
-        total: samples in the batches of all ranks that are not padding.
+        batch: the share, on the host.
+        samples: int64 [B], positions in the split.
+        weights: float32 [B], 0 for padding.
+        total: samples of all ranks that are not padding.
         total_weight: [], the sum of their weights, by which the loss is divided.
+        images: [B, ...] where they are streamed from the host.
     """
 
     batch: Batch
@@ -44,7 +45,7 @@ class Inputs:
     weights: torch.Tensor
     total: int
     total_weight: torch.Tensor
-    images: torch.Tensor | None
+    images: torch.Tensor | None = None
 
     @property
     def constants(self) -> tuple[int, int, int]:
@@ -63,22 +64,62 @@ class Inputs:
         for name, tensor in self._tensors().items():
             tensor.copy_(getattr(other, name))
 
-    def part(self, number: int, parts: int) -> "Inputs":
-        """Return some of the share's samples, for one of several passes."""
-        if parts == 1:
+    def micro_batch(self, number: int, count: int) -> "Inputs":
+        """Return one of `count` micro-batches."""
+        if count == 1:
             return self
-        chosen = part(len(self.batch.samples), number, parts)
+        chosen = part(len(self.batch.samples), number, count)
         return replace(
             self,
-            batch=self.batch.part(number, parts),
+            batch=self.batch.part(number, count),
             samples=self.samples[chosen],
             weights=self.weights[chosen],
             images=None if self.images is None else self.images[chosen],
         )
 
 
+@dataclass(kw_only=True, eq=False)
+class Source:
+    """What the trained part of a model reads of a split: images, or the output of its frozen prefix.
+
+    Attributes:
+        samples: the split on the host.
+        images: [N, ...] on the device; None if they are streamed from the host.
+        labels: int64 [N] on the device.
+        transforms: the epoch's augmentation table on the device; None where nothing is random.
+    """
+
+    samples: Samples
+    images: torch.Tensor | None
+    labels: torch.Tensor
+    transforms: torch.Tensor | None = None
+
+    def images_of(self, inputs: Inputs) -> torch.Tensor:
+        """Return the images of a batch, [B, ...] on the device."""
+        images = inputs.images if self.images is None else self.images.index_select(0, inputs.samples)
+        assert images is not None
+        return images
+
+    def stream(self, batches: Iterable[Inputs], accelerator: Accelerator) -> Iterator[Inputs]:
+        """Add the images to batches, read ahead of time from the host; nothing to do if they are on the device."""
+        if self.images is not None:
+            yield from batches
+            return
+        shape = self.samples.images.shape[1:]
+        dtype = torch.from_numpy(np.empty(0, self.samples.images.dtype)).dtype
+
+        def read(inputs: Inputs) -> tuple[Inputs, torch.Tensor]:
+            images = accelerator.pinned((len(inputs.batch.samples), *shape), dtype)
+            self.samples.read(inputs.batch.samples, images.numpy())
+            return inputs, images
+
+        for inputs, images in prefetch(read, batches):
+            inputs.images = images.to(accelerator.device, non_blocking=True)
+            yield inputs
+
+
 def place(samples: Samples, accelerator: Accelerator, wanted: str, *, ranks_here: int) -> Source:
-    """Bring a split to the device if it fits, else leave it in memory or on disk."""
+    """Place a split in device memory, host memory or on disk, wherever it fits."""
     labels = torch.from_numpy(samples.labels).to(accelerator.device)
     where = placement(samples.nbytes, accelerator, wanted, ranks_here=ranks_here)
     if where == "disk":
@@ -91,15 +132,134 @@ def place(samples: Samples, accelerator: Accelerator, wanted: str, *, ranks_here
     return Source(samples=held, images=None, labels=labels)
 
 
-def stream(source: Source, batches: Iterable[Batch], accelerator: Accelerator) -> Iterator[tuple[Batch, torch.Tensor]]:
-    """Yield the images of batches on the device, read ahead of time from the host."""
-    samples = source.samples
-    dtype = torch.from_numpy(np.empty(0, samples.images.dtype)).dtype
+class TorchSplit:
+    """See `DeviceSplit`.
 
-    def read(batch: Batch) -> tuple[Batch, torch.Tensor]:
-        images = accelerator.pinned((len(batch.samples), *samples.images.shape[1:]), dtype)
-        samples.read(batch.samples, images.numpy())
-        return batch, images
+    Args:
+        engine: trains on the split.
+        images: the split on the device.
+    """
 
-    for batch, images in prefetch(read, batches):
-        yield batch, images.to(accelerator.device, non_blocking=True)
+    def __init__(self, engine: "TorchEngine", images: Source) -> None:
+        self._engine, self._images = engine, images
+        self.samples = images.samples
+
+    @functools.cached_property
+    def source(self) -> Source:
+        """What the trained part of the model reads; the output of a frozen prefix is computed here, once."""
+        engine, images = self._engine, self._images
+        if engine.cut is None:
+            return images
+        prefix = engine.cut.prefix
+
+        def outputs() -> Iterator[torch.Tensor]:
+            for inputs in self._batches(images, equally_many=True):
+                with torch.no_grad(), engine.setup.autocast():
+                    yield prefix(augment.apply(images.images_of(inputs), None, *engine.normalisation))
+
+        wanted = engine.recipe.data.placement
+        features = collect_features(outputs(), len(images.samples), wanted, engine.world, engine.setup.accelerator)
+        if isinstance(features, torch.Tensor):
+            return replace(images, images=features)
+        samples = Samples(images=features, rows=np.arange(len(features)), labels=images.samples.labels)
+        return replace(images, samples=samples, images=None)
+
+    def compile(self) -> None:
+        """See `DeviceSplit.compile`. Nothing is compiled."""
+
+    def begin_epoch(self, transforms: np.ndarray | None) -> None:
+        """See `DeviceSplit.begin_epoch`. The first time, the output of a frozen prefix is computed."""
+        self._engine.metric_sums.begin_epoch()
+        source = self.source
+        if transforms is not None:
+            # Recorded steps read the table where it is.
+            table = torch.from_numpy(transforms)
+            source.transforms = table.to(source.labels.device) if source.transforms is None else source.transforms
+            source.transforms.copy_(table)
+
+    def feed(self, batches: Iterable[Batch]) -> Iterator[Inputs]:
+        """See `DeviceSplit.feed`."""
+        engine = self._engine
+        rank, ranks = engine.world.rank, engine.world.size
+        inputs = (self._inputs(batch, batch.part(rank, ranks)) for batch in batches)
+        return self.source.stream(inputs, engine.setup.accelerator)
+
+    def _inputs(self, whole: Batch, share: Batch) -> Inputs:
+        put, weights = self._engine.setup.accelerator.put, whole.weights
+        if self._engine.class_weights is not None:
+            weights = weights * self._engine.class_weights[self.samples.labels[whole.samples]]
+        return Inputs(
+            batch=share,
+            samples=put(share.samples),
+            weights=put(share.weights),
+            total=whole.count,
+            total_weight=put(weights.sum(dtype=np.float32, keepdims=True))[0],
+        )
+
+    def train_step(self, inputs: Inputs, learning_rate: float, seed: int) -> None:
+        """See `DeviceSplit.train_step`."""
+        engine, source = self._engine, self.source
+        if engine.recorder:
+            table, samples = source.transforms, inputs.batch.samples[: inputs.batch.count]
+            rows = None if table is None else table.index_select(0, inputs.samples[: len(samples)])
+            engine.recorder.step(samples, None if rows is None else rows.cpu().numpy())
+        engine.train_step(source, inputs, learning_rate, seed)
+
+    @torch.no_grad()
+    def evaluate(self, *, with_probabilities: bool = False) -> Evaluation:
+        """See `DeviceSplit.evaluate`. Losses are those of the recipe, without class weights."""
+        engine, source = self._engine, self.source
+        recipe, world, accelerator = engine.recipe, engine.world, engine.setup.accelerator
+        engine.synchronise_buffers()
+        loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
+        predicted = torch.zeros(len(self.samples), dtype=torch.int64, device=accelerator.device)
+        probabilities: list[tuple[slice, torch.Tensor]] = []
+        network = engine.evaluation_network()
+        try:
+            for inputs in self._batches(source, equally_many=engine.is_sharded):
+                start, real = int(inputs.batch.samples[0]), inputs.batch.count
+                with engine.setup.autocast():
+                    logits = network(engine.network_input(source.images_of(inputs)))[:real]
+                labels = source.labels.index_select(0, inputs.samples[:real])
+                loss_sum += loss.per_sample(logits, labels, recipe.loss, recipe.label_smoothing).sum()
+                rows = slice(start, start + real)
+                predicted[rows] = loss.predicted(logits)
+                if with_probabilities:
+                    probabilities.append((rows, loss.probabilities(logits)))
+        finally:
+            set_train_mode(engine.model)
+        return Evaluation(
+            loss_sum=float(world.all_reduce(loss_sum)),
+            predicted=world.all_reduce(predicted).cpu().numpy(),
+            labels=self.samples.labels,
+            probabilities=self._gather(probabilities) if with_probabilities else None,
+        )
+
+    def _gather(self, rows: list[tuple[slice, torch.Tensor]]) -> np.ndarray:
+        """Return the probabilities of all ranks, [N, K] in the order of the split."""
+        world = self._engine.world
+        outputs = max(world.all_gather_object(rows[0][1].shape[1] if rows else 0))
+        table = torch.zeros((len(self.samples), outputs), device=world.device)
+        for where, values in rows:
+            table[where] = values
+        return world.all_reduce(table).cpu().numpy()
+
+    def _batches(self, source: Source, *, equally_many: bool) -> Iterator[Inputs]:
+        """Yield this rank's evaluation batches, every `size`-th of the split.
+
+        Args:
+            source: images, or the output of the frozen prefix.
+            equally_many: whether every rank gets the same number of batches, with empty ones at the end.
+        """
+        world, count = self._engine.world, len(source.samples)
+        batches = list(evaluation_batches(count, min(EVALUATION_BATCH, self._engine.recipe.batch_size)))
+        own = batches[world.rank :: world.size]
+        if equally_many and len(own) < -(-len(batches) // world.size):
+            own.append(Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0))
+        inputs = (self._inputs(batch, batch) for batch in own)
+        for one in source.stream(inputs, self._engine.setup.accelerator):
+            world.control.check_stop()
+            yield one
+            world.keep_alive()
+        if len(own) < -(-len(batches) // world.size):
+            world.control.check_stop()  # as often on every rank

@@ -1,100 +1,139 @@
-"""The engine's state as plain tensors that tell nothing of the ranks, whole or cut into slices on the device."""
+"""The training state as tensors by name, independent of the number of ranks, and copies of it.
 
-from collections.abc import Iterator, Mapping
+`model.NAME` holds parameters and buffers under their plain names, `optimizer.NAME.KEY` what the optimizer keeps for a
+trained parameter. Of a sharded model these are DTensors, of which a rank holds one shard.
+"""
+
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from flatout.dist.world import World
 from flatout.errors import InputError
 
+Tensors = dict[str, torch.Tensor]
 
-def full_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, torch.Tensor]:
-    """Return a whole copy of everything that training changes, on the CPU; of a sharded model all ranks must call it.
+
+def named_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], *, weights_only: bool
+) -> Tensors:
+    """Return the tensors that training changes, not copied.
 
     Args:
         model: as it is trained.
         optimizer: of `parameters`.
         parameters: the trained parameters of the model by name.
-
-    Returns:
-        What `Engine.state` describes: `model.NAME` and `optimizer.NAME.KEY`.
+        weights_only: whether to leave the optimizer out.
     """
-    return {name: _whole(value) for name, value in _named(model, optimizer, parameters)}
+    named = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
+    for name, parameter in () if weights_only else parameters.items():
+        kept = optimizer.state.get(parameter, {}).items()
+        named |= {f"optimizer.{name}.{key}": torch.as_tensor(value) for key, value in kept if value is not None}
+    return named
 
 
-def _named(
-    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in model.state_dict().items():
-        yield f"model.{name}", value
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if value is not None:
-                yield f"optimizer.{name}.{key}", torch.as_tensor(value)
+def local(value: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor: all of it, or its shard."""
+    return value.to_local() if _is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    whole = value.full_tensor() if _is_slice(value) else value  # pyright: ignore[reportAttributeAccessIssue]
-    return whole.detach().to("cpu", copy=True).contiguous()
+def gathered(named: Mapping[str, torch.Tensor], locals: Mapping[str, torch.Tensor] | None, world: World) -> Tensors:
+    """Return whole copies on the CPU, on rank 0; the others take part and return nothing.
+
+    Args:
+        named: the tensors of the engine.
+        locals: what `local` returned for some of them, which is gathered instead; None for their present values.
+        world: the ranks.
+    """
+    state = {}
+    for name in named if locals is None else locals:
+        value = named[name] if locals is None else _with_local(named[name], locals[name])
+        # One tensor at a time: the whole model never lies on a device.
+        whole = value.full_tensor() if _is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
+        if world.is_main:
+            state[name] = whole.to("cpu", copy=True).contiguous()
+    return state
 
 
-def load_full_state(
+def load(
+    state: Mapping[str, torch.Tensor],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
-    state: Mapping[str, torch.Tensor],
+    world: World,
 ) -> None:
-    """Continue from a state that `full_state`, on any number of ranks, or any other engine returned.
-
-    Every rank takes its slices of the state that it is given, without asking the others.
+    """Overwrite the training state on all ranks with rank 0's `state`, which any number of ranks may have gathered.
 
     Raises:
         InputError: the state is of another model.
     """
-    targets = model.state_dict()
-    weights = {}
-    for name, value in state.items():
-        if name.startswith("model."):
-            name = name.removeprefix("model.")
-            weights[name] = _as(value, targets[name]) if name in targets else value
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise InputError(f"the checkpoint does not fit the model: {error}") from None
-    for name, parameter in parameters.items():
-        prefix = f"optimizer.{name}."
-        for key, value in state.items():
-            if key.startswith(prefix):
-                key = key.removeprefix(prefix)
-                # What is kept for each weight is cut as the weights are. The only other thing is the count of steps.
-                optimizer.state[parameter][key] = (
-                    _as(value, parameter)
-                    if value.shape == parameter.shape
-                    else value.to(_step_device(optimizer, parameter), copy=True)
-                )
+    shapes = world.broadcast_object({name: (value.shape, value.dtype) for name, value in state.items()})
+    targets = named_tensors(model, optimizer, parameters, weights_only=False)
+    _check_fits({n: s for n, (s, _) in shapes.items() if n.startswith("model.")}, targets)
+    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    for name, (shape, dtype) in shapes.items():
+        target = targets.get(name)
+        if target is None:
+            # The optimizer's state of a parameter: like it for each weight, or the number of steps, which torch keeps
+            # on the CPU unless the optimizer runs on the device.
+            owner, _, key = name.removeprefix("optimizer.").rpartition(".")
+            parameter = parameters.get(owner)
+            if parameter is None:
+                continue
+            if shape == parameter.shape:
+                target = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            else:
+                target = torch.zeros(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+            optimizer.state[parameter][key] = target
+        _receive(state.get(name), target, shape, dtype, world)
 
 
-def _is_slice(value: torch.Tensor) -> bool:
-    # A DTensor, without importing what defines it, which takes half a second.
+def _check_fits(shapes: Mapping[str, torch.Size], targets: Mapping[str, torch.Tensor]) -> None:
+    expected = {name: target.shape for name, target in targets.items() if name.startswith("model.")}
+    for name in sorted(shapes.keys() | expected.keys()):
+        found, wanted = shapes.get(name), expected.get(name)
+        if found != wanted:
+            what = f"has shape {list(found)}" if found is not None else "is missing"
+            need = f"the model needs {list(wanted)}" if wanted is not None else "the model has no such weight"
+            raise InputError(f"the checkpoint does not fit the model: {name.removeprefix('model.')} {what}; {need}")
+
+
+def _receive(
+    value: torch.Tensor | None, target: torch.Tensor, shape: torch.Size, dtype: torch.dtype, world: World
+) -> None:
+    """Overwrite a tensor on all ranks, in place, with rank 0's whole `value`."""
+    if _is_sharded(target):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(target, DTensor)
+        whole = torch.empty(shape, dtype=dtype) if value is None else value
+        target.copy_(distribute_tensor(whole.to(target.device), target.device_mesh, target.placements))
+        return
+    if value is not None:
+        target.copy_(value)
+    world.broadcast([target])
+
+
+def is_finite(named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return whether all that this rank holds is finite, bool [] on the device, without waiting for it."""
+    floats = [local(value) for value in named.values() if value.is_floating_point()]
+    floats = [value for value in floats if value.numel() and value.device == floats[0].device]
+    norms = torch._foreach_norm(floats, float("inf"))  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack([norm.isfinite() for norm in norms]).all()
+
+
+def _is_sharded(value: torch.Tensor) -> bool:
+    # A DTensor, without importing its module, which takes half a second.
     return hasattr(value, "full_tensor")
 
 
-def _as(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a whole tensor, where and as another one lies that has its shape: cut into slices or not."""
-    if value.shape != like.shape:
+def _with_local(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor sharded as `like` is, of which this rank holds `value`."""
+    if not _is_sharded(like):
         return value
-    if _is_slice(like):
-        from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import DTensor
 
-        assert isinstance(like, DTensor)
-        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
-    # In the memory order of the weights: fused optimizers go through both as they lie.
-    return torch.empty_like(like, dtype=value.dtype).copy_(value)
-
-
-def _step_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.device:
-    # Torch keeps step counts on the CPU unless the step is fused or captured on the device.
-    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-    return parameter.device if on_device else torch.device("cpu")
+    assert isinstance(like, DTensor)
+    value = value.to(like.device)
+    return DTensor.from_local(value, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())

@@ -65,6 +65,8 @@ class XlaEngine:
         report: Callable[[str], None] = lambda sentence: None,
         steps_per_dispatch: int | None = None,
     ) -> None:
+        if recipe.exact_sums:
+            raise InputError("exact_sums = true is not available: the XLA engine; use --engine torch on CPUs")
         self.recipe, self.devices, self.world = recipe, list(devices), world or World()
         self.model = model.to("cpu")
         self.recorder: Recorder | None = None
@@ -266,8 +268,26 @@ class XlaEngine:
 
     # --- state ----------------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def is_finite(self) -> bool:
+        """See `Engine.is_finite`."""
+        return all(bool(value.isfinite().all()) for value in self.snapshot().values())
+
+    def restore(self, snapshot: dict[str, torch.Tensor]) -> None:
+        """See `Engine.restore`."""
+        self.load_state({**self.snapshot(), **snapshot})
+
+    def state(self, snapshot: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """See `Engine.state`."""
+        found = self.snapshot() if snapshot is None else snapshot
+        return found if self.world.is_main else {}
+
+    def snapshot(self, *, weights_only: bool = False) -> dict[str, torch.Tensor]:
+        """See `Engine.snapshot`."""
+        return {n: v for n, v in self._host_state().items() if not weights_only or n.startswith("model.")}
+
+    def _host_state(self) -> dict[str, torch.Tensor]:
+        if self._state is None and self._waiting_state is not None:
+            return dict(self._waiting_state)
         if self._state is None:
             return {f"model.{name}": value.clone() for name, value in self.model.state_dict().items()}
         self._dispatch()
@@ -283,6 +303,7 @@ class XlaEngine:
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """See `Engine.load_state`."""
+        state = self.world.broadcast_object(state)
         if self._state is None:
             self._waiting_state = state
             return
