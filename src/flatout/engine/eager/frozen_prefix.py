@@ -154,7 +154,8 @@ def collect_features(
                 features = _allocate(count, rows, wanted, world, accelerator)
             rows = rows[: max(0, count - start)]
             stop = start + len(rows)
-            features[start:stop] = rows if isinstance(features, torch.Tensor) else rows.float().cpu().numpy()
+            kept: Any = rows if isinstance(features, torch.Tensor) else rows.float().cpu().numpy()
+            features[start:stop] = kept
             start = stop
     assert features is not None
     return features
