@@ -22,6 +22,7 @@ SPECS = ("cpu", "2xcpu", "3xcpu", "4xcpu")
 TRAIN_IMAGES, TEST_IMAGES, EPOCHS = 600, 101, 3
 RECIPE = {
     "batch_size": 100,
+    "exact_sums": "true",
     "image_size": 16,
     "optimizer.name": "sgd",
     "optimizer.lr": 0.05,
