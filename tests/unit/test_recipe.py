@@ -15,7 +15,7 @@ from flatout.run.progress import Progress
 from flatout.settings import parse_setting
 
 BASE = Recipe(model="fashion-cnn", image_size=28, epochs=2, batch_size=16)
-START = Checkpoint(state={}, progress=Progress(), recipe=BASE, data={})
+START = Checkpoint(state={}, best={}, progress=Progress(), recipe=BASE, data={})
 
 
 def test_all_jobs_of_the_contract_are_there() -> None:
