@@ -6,12 +6,8 @@ dominator).
 """
 
 import copy
-import os
-import tempfile
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +16,7 @@ from torch import fx, nn
 
 from flatout.dist.world import World
 from flatout.engine.eager.accelerator import Accelerator
-from flatout.engine.eager.device_setup import placement
-from flatout.errors import InputError
+from flatout.engine.eager.device_setup import allocate
 
 # Modules and functions whose output is random, or depends on the rest of the batch.
 _RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -151,7 +146,7 @@ def collect_features(
         # In channels_last order, as the convolutions read them.
         for rows in world.all_gather(output.movedim(1, -1)):
             if features is None:
-                features = _allocate(count, rows, wanted, world, accelerator)
+                features = allocate(count, rows, accelerator, wanted, ranks_here=world.local_size)
             rows = rows[: max(0, count - start)]
             stop = start + len(rows)
             kept: Any = rows if isinstance(features, torch.Tensor) else rows.float().cpu().numpy()
@@ -159,49 +154,3 @@ def collect_features(
             start = stop
     assert features is not None
     return features
-
-
-def _allocate(
-    count: int, like: torch.Tensor, wanted: str, world: World, accelerator: Accelerator
-) -> torch.Tensor | np.ndarray:
-    """Return memory for `count` rows shaped as those of `like` [B, ...], where they fit.
-
-    Outside the device, numbers are float32: in host memory or in a mapped file.
-
-    Raises:
-        InputError: the disk of temporary files has too little space.
-    """
-    shape = (count, *like.shape[1:])
-    where = placement(count * like[0].nbytes, accelerator, wanted, ranks_here=world.local_size)
-    if where == "device":
-        return torch.empty(shape, dtype=like.dtype, device=accelerator.device)
-    if where == "memory":
-        return np.empty(shape, np.float32)
-    return _mapped_file(shape)
-
-
-def _mapped_file(shape: tuple[int, ...]) -> np.memmap:
-    """Return a float32 array in a temporary file, which is deleted at the latest when the process ends.
-
-    Where the system has names for open files, the file has no other: even a killed process leaves none behind.
-    """
-    needed = 4 * int(np.prod(shape))
-    handle, name = tempfile.mkstemp(prefix="flatout-features-")
-    open_file = f"/proc/self/fd/{handle}"
-    has_names = Path(open_file).exists()
-    try:
-        if has_names:
-            Path(name).unlink()
-        os.posix_fallocate(handle, 0, needed) if hasattr(os, "posix_fallocate") else os.truncate(handle, needed)
-        rows = np.memmap(open_file if has_names else name, np.float32, "r+", shape=shape)
-    except OSError as error:
-        os.close(handle)
-        Path(name).unlink(missing_ok=True)
-        raise InputError(
-            f"{Path(name).parent}: no space for {needed / 2**30:.1f} GiB of cached features ({error.strerror}); "
-            "set TMPDIR to a larger disk"
-        ) from None
-    weakref.finalize(rows, os.close, handle)
-    if not has_names:
-        weakref.finalize(rows, Path(name).unlink, missing_ok=True)
-    return rows
