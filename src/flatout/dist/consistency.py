@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout import __version__
+from flatout.data.feed import Samples
 from flatout.errors import InputError
 from flatout.recipe import FREE_KEYS, Recipe
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from flatout.dist.world import World
 
 # Bytes of images compared: all of them, or if there are more, images spread evenly over the pack.
-COMPARED_BYTES = 2**28
+COMPARED_BYTES, BYTES_AT_ONCE = 2**28, 2**24
 
 
 def agree(world: "World", recipe: Recipe, pack: "Pack") -> None:
@@ -48,10 +49,13 @@ def agree(world: "World", recipe: Recipe, pack: "Pack") -> None:
 
 def data_facts(pack: "Pack") -> dict[str, Any]:
     """Return what identifies the data: classes, split sizes, and checksums of labels and images."""
-    count = min(len(pack.images), max(1, COMPARED_BYTES // pack.images[:1].nbytes))
-    checksum = 0
-    for row in np.linspace(0, len(pack.images) - 1, count).astype(np.int64):
-        checksum = zlib.crc32(pack.images[row].data, checksum)
+    image_bytes, checksum = pack.images[:1].nbytes, 0
+    rows = np.linspace(0, len(pack.images) - 1, min(len(pack.images), max(1, COMPARED_BYTES // image_bytes)))
+    samples = Samples(images=pack.images, rows=rows.astype(np.int64), labels=pack.labels[rows.astype(np.int64)])
+    for positions in np.array_split(np.arange(len(rows)), -(-len(rows) * image_bytes // BYTES_AT_ONCE)):
+        # Read, not mapped: mapped pages count as memory of the process.
+        images = samples.read(positions, np.empty((len(positions), *pack.images.shape[1:]), np.uint8))
+        checksum = zlib.crc32(images.data, checksum)
     labels = hashlib.blake2b(pack.labels.tobytes(), digest_size=8).hexdigest()
     return {
         "classes": list(pack.classes),
