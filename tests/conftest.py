@@ -17,6 +17,8 @@ hypothesis.settings.load_profile("flatout")
 # Nets this small gain nothing from a second thread, and two threads that wait for each other crawl on a busy machine.
 # Tests of what threads may change set it themselves.
 os.environ["OMP_NUM_THREADS"] = "1"
+# JAX keeps the number of simulated devices that it starts with: enough for every test.
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 
 ROOT = Path(__file__).resolve().parent.parent
 

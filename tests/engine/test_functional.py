@@ -18,7 +18,7 @@ import jax  # noqa: E402  (started with the devices that all tests share)
 import jax.numpy as jnp  # noqa: E402
 
 from flatout.engine.xla.function import Function  # noqa: E402
-from flatout.engine.xla.lowerings import Counted  # noqa: E402
+from flatout.engine.xla.lowerings import SampleMask  # noqa: E402
 from flatout.engine.xla.step import to_array  # noqa: E402
 
 BATCH = 6
@@ -93,13 +93,13 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-def run(function: Function, module: nn.Module, x: torch.Tensor, counted: Counted | None = None):
+def run(function: Function, module: nn.Module, x: torch.Tensor, mask: SampleMask | None = None):
     """Return output, gradients by name, and buffers, of the sum of the output weighted by a fixed pattern."""
     parameters = {name: to_array(p) for name, p in module.named_parameters()}
     buffers = {name: to_array(b) for name, b in module.named_buffers()}
 
     def objective(parameters):
-        y, after = function(parameters, buffers, to_array(x), counted=counted)
+        y, after = function(parameters, buffers, to_array(x), mask=mask)
         return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum(), (y, after)
 
     gradients, (y, after) = jax.jit(jax.grad(objective, has_aux=True))(parameters)
@@ -159,8 +159,8 @@ def test_padding_enters_no_statistics() -> None:
     torch.manual_seed(0)
     module, real = nn.BatchNorm2d(4).train(), torch.randn(IMAGE)
     padded = torch.cat([real, 100 + torch.randn(2, 4, 8, 8)])
-    counted = Counted(jnp.array([1.0] * BATCH + [0.0] * 2))
-    y, _, after = run(Function(module, (padded,), name="net"), module, padded, counted)
+    mask = SampleMask(jnp.array([1.0] * BATCH + [0.0] * 2))
+    y, _, after = run(Function(module, (padded,), name="net"), module, padded, mask)
     expected = module(real)
     assert_close(y[:BATCH], expected, "output")
     for name, buffer in module.named_buffers():
@@ -170,8 +170,8 @@ def test_padding_enters_no_statistics() -> None:
 def test_a_lone_value_goes_by_the_running_statistics() -> None:
     module, x = nn.BatchNorm1d(4).train(), torch.randn(3, 4)
     module.running_mean = torch.full((4,), 2.0)
-    counted = Counted(jnp.array([1.0, 0.0, 0.0]))
-    y, _, after = run(Function(module, (x,), name="net"), module, x, counted)
+    mask = SampleMask(jnp.array([1.0, 0.0, 0.0]))
+    y, _, after = run(Function(module, (x,), name="net"), module, x, mask)
     assert_close(y[:1], module.eval()(x)[:1], "output")
     np.testing.assert_array_equal(after["running_mean"], np.full(4, 2.0))
 

@@ -214,7 +214,7 @@ def test_the_cost_of_padding_is_told() -> None:
     sentences: list[str] = []
     engine = make_engine("xla 8", make_net(), make_recipe(batch_size=50), report=sentences.append)
     engine.place(make_samples()).compile()
-    assert any("6 of 56 samples" in sentence for sentence in sentences)
+    assert any("each batch of 50 samples is padded to 56" in sentence for sentence in sentences)
 
 
 def test_precision_that_the_platform_lacks() -> None:

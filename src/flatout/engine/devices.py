@@ -181,14 +181,16 @@ def _import_torch_tpu(wrong: Callable[[str], InputError]) -> None:
 
 def _xla_devices(kind: str, count: int, wrong: Callable[[str], InputError]) -> tuple[str, int]:
     """Return XLA's devices, as far as they are known before JAX starts; it starts for `auto` without TPUs alone."""
-    from flatout.engine.xla.devices import has_tpu, kinds, require
+    from flatout.engine.xla.devices import gpu_count, require
 
     require()
+    tpus = tpu_count()
     if kind == "auto":
-        return ("tpu", tpu_count()) if tpu_count() else kinds()[0]
+        gpus = 0 if tpus else gpu_count()
+        return ("tpu", tpus) if tpus else ("cuda", gpus) if gpus else ("cpu", 1)
     if kind not in XLA_KINDS:
         raise wrong(f"XLA supports {', '.join(XLA_KINDS)} here; for {kind} use --engine torch")
-    if kind == "tpu" and not has_tpu():
+    if kind == "tpu" and not tpus:
         raise wrong(
             f"this machine has no TPU; to try the engine on simulated devices: --engine xla --devices {count}xcpu; "
             "to estimate the speed on TPUs: flatout plan"

@@ -1,4 +1,4 @@
-"""What Google publishes about each TPU generation: peaks, memory, links, and the slices that can be had.
+"""TPU generations as Google publishes them: peaks, memory, links between chips, and available slices.
 
 Figures are per chip, from the Cloud TPU documentation (docs.cloud.google.com/tpu/docs/v5e and its siblings, read in
 2026); those of v2 and v3 from Jouppi et al., "A domain-specific supercomputer for training deep neural networks",
@@ -10,25 +10,27 @@ from math import prod
 
 from flatout.errors import InputError
 
-GB, TERA = 1e9, 1e12
 # Time of one hop between neighbours ("How to Scale Your Model", jax-ml.github.io/scaling-book, chapter on TPUs).
 HOP_SECONDS = 1e-6
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_OLD_FLAT = ("2x2", "4x4", "8x8", "8x16", "16x16")
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Generation:
     """One kind of chip.
 
     Attributes:
         name: as in a topology's name.
-        flops: peak bfloat16 operations a second.
+        flops: peak bfloat16 operations per second.
         memory_bytes: HBM.
-        memory_bandwidth: of the HBM, bytes a second.
-        link_bandwidth: of the link to one neighbour, bytes a second in one direction.
-        ring_side: chips in a row whose ends are linked too have a multiple of this number.
-        cores: parts of a chip that XLA takes for devices of their own, with equal parts of all that the chip has.
-        slices: the shapes that can be had, small ones first.
-        config: how libtpu is to see a chip, where that is not the way it is used: two cores as one device.
+        memory_bandwidth: of the HBM, bytes per second.
+        link_bandwidth: of the link to one neighbour, bytes per second in one direction.
+        ring_side: a row of chips is closed to a ring if its length is a multiple of this number.
+        slices: the shapes available, small ones first.
+        cores: XLA devices per chip; they share everything equally.
+        config: libtpu's name for a chip whose two cores are used as one device.
     """
 
     name: str
@@ -37,47 +39,23 @@ class Generation:
     memory_bandwidth: float
     link_bandwidth: float
     ring_side: int
-    cores: int = 1
     slices: tuple[str, ...]
+    cores: int = 1
     config: str = ""
 
 
-_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8")
-
 GENERATIONS = {
-    g.name: g
-    for g in (
-        Generation(
-            name="v2", flops=46 * TERA, memory_bytes=16 * 2**30, memory_bandwidth=700 * GB, link_bandwidth=62 * GB,
-            ring_side=16, cores=2, slices=("2x2", "4x4", "8x8", "8x16", "16x16"),
-        ),
-        Generation(
-            name="v3", flops=123 * TERA, memory_bytes=32 * 2**30, memory_bandwidth=900 * GB, link_bandwidth=82 * GB,
-            ring_side=32, cores=2, slices=("2x2", "4x4", "8x8", "8x16", "16x16"),
-        ),
-        Generation(
-            name="v4", flops=275 * TERA, memory_bytes=32 * 2**30, memory_bandwidth=1200 * GB, link_bandwidth=50 * GB,
-            ring_side=4, slices=_CUBES, config="megacore",
-        ),
-        Generation(
-            name="v5e", flops=197 * TERA, memory_bytes=16 * 2**30, memory_bandwidth=819 * GB, link_bandwidth=50 * GB,
-            ring_side=16, slices=_FLAT,
-        ),
-        Generation(
-            name="v5p", flops=459 * TERA, memory_bytes=95 * 2**30, memory_bandwidth=2765 * GB,
-            link_bandwidth=100 * GB, ring_side=4, slices=_CUBES,
-        ),
-        Generation(
-            name="v6e", flops=918 * TERA, memory_bytes=32 * 2**30, memory_bandwidth=1638 * GB,
-            link_bandwidth=100 * GB, ring_side=16, slices=_FLAT,
-        ),
-        Generation(
-            name="tpu7x", flops=2307 * TERA, memory_bytes=192 * 2**30, memory_bandwidth=7380 * GB,
-            link_bandwidth=100 * GB, ring_side=4, cores=2, slices=_CUBES,
-        ),
+    generation.name: generation
+    for generation in (
+        Generation("v2", 46e12, 16 * 2**30, 700e9, 62e9, 16, _OLD_FLAT, cores=2),
+        Generation("v3", 123e12, 32 * 2**30, 900e9, 82e9, 32, _OLD_FLAT, cores=2),
+        Generation("v4", 275e12, 32 * 2**30, 1200e9, 50e9, 4, _CUBES, config="megacore"),
+        Generation("v5e", 197e12, 16 * 2**30, 819e9, 50e9, 16, _FLAT),
+        Generation("v5p", 459e12, 95 * 2**30, 2765e9, 100e9, 4, _CUBES),
+        Generation("v6e", 918e12, 32 * 2**30, 1638e9, 100e9, 16, _FLAT),
+        Generation("tpu7x", 2307e12, 192 * 2**30, 7380e9, 100e9, 4, _CUBES, cores=2),
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,32 +67,31 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """As the user and the compiler write it."""
+        """As users and libtpu write it."""
         return f"{self.generation.name}:{'x'.join(map(str, self.sides))}"
 
     @property
     def chips(self) -> int:
-        """How many chips it has."""
+        """The number of chips."""
         return prod(self.sides)
 
     @property
     def devices(self) -> int:
-        """How many devices XLA sees: the parts of a batch."""
+        """The number of XLA devices."""
         return self.chips * self.generation.cores
 
-    def all_reduce_seconds(self, size: float, count: int = 1) -> float:
-        """Return the time to add up `size` bytes that each chip has, in `count` messages, by the ring model.
+    @property
+    def device_memory_bytes(self) -> float:
+        """The memory of each XLA device."""
+        return self.generation.memory_bytes / self.generation.cores
 
-        Every byte travels 2 (n - 1) / n times over the links of a chip, all of which are used at once; a message goes
-        twice to the farthest chip (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009).
+    def message_seconds(self, kind: str, size: float, count: int = 1) -> float:
+        """Return the time of `count` collectives with results of `size` bytes in all on each chip, by the ring model.
+
+        In an all-reduce every byte travels 2 (n - 1) / n times over the links of a chip, all of which work at once, and
+        each message goes twice to the farthest chip (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms",
+        JPDC 2009). Other kinds take one such round instead of two.
         """
-        return self._rounds_seconds(2, size, count)
-
-    def all_gather_seconds(self, size: float, count: int = 1) -> float:
-        """Return the same for messages of which each chip has a part, or wants one: one round instead of two."""
-        return self._rounds_seconds(1, size, count)
-
-    def _rounds_seconds(self, rounds: int, size: float, count: int) -> float:
         n = self.chips
         if n == 1:
             return 0.0
@@ -122,6 +99,7 @@ class Topology:
         # A row of chips is one ring, there and back over its links; where the ends are linked too, it is two.
         bandwidth = sum(self.generation.link_bandwidth * (2 if self._is_ring(side) else 1) for side in rows)
         hops = sum(side // 2 if self._is_ring(side) else side - 1 for side in rows)
+        rounds = 2 if kind == "all-reduce" else 1
         return rounds * ((n - 1) / n * size / bandwidth + count * hops * HOP_SECONDS)
 
     def _is_ring(self, side: int) -> bool:
@@ -134,15 +112,17 @@ def parse_topology(text: str) -> Topology:
     """Turn `v5e:2x4` into a topology.
 
     Raises:
-        InputError: there is no such generation or slice; the known ones are listed.
+        InputError: unknown generation or slice; the known ones are listed.
     """
     name, _, shape = text.strip().partition(":")
     if name not in GENERATIONS:
         known = ", ".join(f"{g.name}:{g.slices[2]}" for g in GENERATIONS.values())
-        raise InputError(f"--topology {text}: no TPU generation is called {name!r}; known, each with a slice: {known}")
+        raise InputError(
+            f"--topology {text}: unknown TPU generation {name!r}; use one of these, or another slice: {known}"
+        )
     generation = GENERATIONS[name]
     if shape not in generation.slices:
-        raise InputError(f"--topology {text}: {name} has the slices {', '.join(generation.slices)}")
+        raise InputError(f"--topology {text}: the slices of {name} are {', '.join(generation.slices)}")
     return Topology(generation=generation, sides=tuple(map(int, shape.split("x"))))
 
 

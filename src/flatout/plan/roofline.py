@@ -1,23 +1,21 @@
-"""From what the TPU compiler counts in a step to how long the step, the job and its bill would be.
-
-Everything here is arithmetic on published figures: see docs/plan.md for what it leaves out.
-"""
+"""Estimates of time and cost: a compiled step's work, divided by the chip's published peaks; see docs/plan.md."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from flatout.data.order import steps_per_epoch
 from flatout.plan.chips import GENERATIONS, Topology
 from flatout.recipe import Recipe
 
-# Numbers of chips for which the efficiency is estimated.
-MOST_CHIPS = 256
+# The efficiency is estimated for up to this number of chips.
+MAX_CHIPS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is to be computed: a recipe, and how much data.
+    """What is to be computed.
 
     Attributes:
         recipe: complete.
@@ -33,105 +31,75 @@ class Work:
 
     @property
     def batch(self) -> int:
-        """Samples in a step."""
+        """Images per step."""
         return min(self.recipe.batch_size, self.images)
 
     @property
     def steps(self) -> int:
         """Steps of the whole job."""
-        from flatout.data.order import steps_per_epoch
-
         return self.recipe.epochs * steps_per_epoch(self.images, self.batch, self.recipe.drop_last)
 
     @property
     def images_trained(self) -> int:
-        """Images that all those steps train on."""
+        """Images trained in all steps together."""
         return self.steps * self.batch if self.recipe.drop_last else self.recipe.epochs * self.images
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """How long one step takes by each of three limits, in seconds; the slowest decides."""
-
-    compute: float
-    memory: float
-    interconnect: float
-
-    @property
-    def seconds(self) -> float:
-        """The estimate."""
-        return max(self.compute, self.memory, self.interconnect)
-
-    @property
-    def limit(self) -> str:
-        """What decides it."""
-        return max(asdict(self), key=lambda name: getattr(self, name))
-
-
-def device_memory(topology: Topology) -> float:
-    """Return the bytes of memory of each device: a chip, or a core that has its own part of a chip."""
-    return topology.generation.memory_bytes / topology.generation.cores
-
-
-def step_time(compiled: Mapping[str, Any], topology: Topology) -> StepTime:
-    """Return how long a compiled step takes by each limit.
-
-    Compute and memory: what the compiler counted for one device, by its published peaks. Interconnect: its messages,
-    by the ring model.
-    """
+def step_seconds(compiled: Mapping[str, Any], topology: Topology) -> dict[str, float]:
+    """Return the time of a compiled step by each of three limits, the longest of which decides."""
     peaks = topology.generation
-    messages = 0.0
-    for collective in compiled["collectives"]:
-        is_reduced = collective["kind"] == "all-reduce"
-        seconds = topology.all_reduce_seconds if is_reduced else topology.all_gather_seconds
-        messages += seconds(collective["bytes"], collective["count"])
-    return StepTime(
-        compute=compiled["flops"] / (peaks.flops / peaks.cores),
-        memory=compiled["memory_bytes"] / (peaks.memory_bandwidth / peaks.cores),
-        interconnect=messages,
-    )
+    return {
+        "compute": compiled["flops"] / (peaks.flops / peaks.cores),
+        "memory": compiled["memory_bytes"] / (peaks.memory_bandwidth / peaks.cores),
+        "interconnect": sum(
+            topology.message_seconds(c["kind"], c["bytes"], c["count"]) for c in compiled["collectives"]
+        ),
+    }
 
 
 def row_of(work: Work, topology: Topology, compiled: Mapping[str, Any], price: float | None) -> dict[str, Any]:
-    """Return the line of a topology in the table."""
+    """Return the table row of a topology.
+
+    Args:
+        work: the job.
+        topology: the chips.
+        compiled: fields of `plan.topology.Compiled`.
+        price: of one chip for an hour.
+    """
     padded = -(-work.batch // topology.devices) * topology.devices
+    copied = ("fits", "needed_bytes", "argument_bytes", "temporary_bytes", "collectives", "host_transfers")
     row: dict[str, Any] = {
         "topology": topology.name,
         "chips": topology.chips,
         "devices": topology.devices,
-        "fits": compiled["fits"],
-        "needed_bytes": compiled["needed_bytes"],
-        "argument_bytes": compiled["argument_bytes"],
-        "temporary_bytes": compiled["temporary_bytes"],
-        "memory_bytes": device_memory(topology),
+        "memory_bytes": topology.device_memory_bytes,
         "batch_padded": padded,
         "padding_fraction": 1 - work.batch / padded,
-        "collectives": compiled["collectives"],
-        "host_transfers": compiled["host_transfers"],
+        **{key: compiled[key] for key in copied},
     }
     if not compiled["fits"]:
         return row
-    time = step_time(compiled, topology)
-    seconds = time.seconds
-    hours = seconds * work.steps / 3600
+    seconds = step_seconds(compiled, topology)
+    limit = max(seconds, key=lambda name: seconds[name])
+    job = seconds[limit] * work.steps
     return row | {
         "flops": compiled["flops"],
         "bytes_accessed": compiled["memory_bytes"],
         "state_bytes": compiled["state_bytes"],
-        "seconds": {**asdict(time), "step": seconds, "compiler": compiled["seconds"]},
-        "limit": time.limit,
-        "images_per_second": work.images_trained / (seconds * work.steps),
-        "epoch_seconds": seconds * work.steps / work.recipe.epochs,
-        "job_seconds": seconds * work.steps,
-        "cost": None if price is None else price * topology.chips * hours,
+        "seconds": {**seconds, "step": seconds[limit], "compiler": compiled["seconds"]},
+        "limit": limit,
+        "images_per_second": work.images_trained / job,
+        "epoch_seconds": job / work.recipe.epochs,
+        "job_seconds": job,
+        "cost": _cost(price, topology, job),
     }
 
 
-def scaling(work: Work, base: Mapping[str, Any] | None, price: float | None) -> list[dict[str, Any]]:
-    """Return the estimate for 1 to 256 chips of a topology's generation, from its row in the table.
+def scaling_curve(work: Work, base: Mapping[str, Any] | None, price: float | None) -> list[dict[str, Any]]:
+    """Return the estimate for 1 to 256 chips of a topology's generation, from the topology's row in the table.
 
-    What a chip computes goes with its share of the batch; what it reads and writes does too, but for the weights and
-    what the optimizer keeps, which every chip goes through whole, twice in each step.
+    Compute and memory traffic of a chip are proportional to its share of the batch, except that every chip reads and
+    writes all weights and optimizer state, twice per step.
     """
     if base is None:
         return []
@@ -141,33 +109,37 @@ def scaling(work: Work, base: Mapping[str, Any] | None, price: float | None) -> 
     rows: list[dict[str, Any]] = []
     for sides in _slices(len(generation.slices[0].split("x"))):
         topology = Topology(generation=generation, sides=sides)
-        n = topology.chips
         own = -(-work.batch // topology.devices) / share
         compiled = {
             "flops": base["flops"] * own,
             "memory_bytes": fixed + (base["bytes_accessed"] - fixed) * own,
             "collectives": base["collectives"],
         }
-        time = step_time(compiled, topology)
-        job = time.seconds * work.steps
+        seconds = step_seconds(compiled, topology)
+        limit = max(seconds, key=lambda name: seconds[name])
+        job = seconds[limit] * work.steps
         rate = work.images_trained / job
         rows.append(
             {
-                "chips": n,
+                "chips": topology.chips,
                 "images_per_second": rate,
-                "efficiency": rate / (n * rows[0]["images_per_second"]) if rows else 1.0,
+                "efficiency": rate / (topology.chips * rows[0]["images_per_second"]) if rows else 1.0,
                 "job_seconds": job,
-                "limit": time.limit,
-                "cost": None if price is None else price * n * job / 3600,
+                "limit": limit,
+                "cost": _cost(price, topology, job),
             }
         )
     return rows
 
 
+def _cost(price: float | None, topology: Topology, seconds: float) -> float | None:
+    return None if price is None else price * topology.chips * seconds / 3600
+
+
 def _slices(dimensions: int) -> list[tuple[int, ...]]:
-    """Return the shapes of slices of 1, 2, 4, ... 256 chips, as near to a square or cube as can be."""
+    """Return the shapes of slices of 1, 2, 4, ... 256 chips, as near to a square or cube as possible."""
     shapes, sides = [], [1] * dimensions
-    for turn in range(int(math.log2(MOST_CHIPS)) + 1):
+    for turn in range(int(math.log2(MAX_CHIPS)) + 1):
         shapes.append(tuple(sides))
         sides[(turn + dimensions - 1) % dimensions] *= 2
     return shapes

@@ -1,17 +1,12 @@
-"""Compile a job's training step for TPUs that are not there, and read what the compiler says of it.
+"""Compile a training step for TPUs that this machine lacks, and read memory, work and messages off the program.
 
-libtpu holds the compiler of every TPU generation and needs no TPU to run it. What comes out is the very program that
-such a TPU would run: its memory, its operations and its messages are facts; how long it takes remains an estimate.
-
-Shape letters: B batch.
+libtpu contains the compiler of every TPU generation and needs no TPU to run it. The compiled program is the one that
+such a TPU would run.
 """
 
-import contextlib
 import math
 import os
 import re
-import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +15,7 @@ import jax
 from jax.experimental import topologies
 from torch import nn
 
-from flatout.engine.xla.mesh import Layout
+from flatout.engine.xla.mesh import MeshSharding
 from flatout.engine.xla.step import Program
 from flatout.errors import InputError
 from flatout.plan.chips import Topology
@@ -32,19 +27,19 @@ _COLLECTIVE = re.compile(
 )
 _ARRAY = re.compile(r"(?P<type>pred|bf16|[fsu]\d+)\[(?P<lengths>[\d,]*)\]")
 _BYTES = {"pred": 1, "bf16": 2}
-# What moves data between a TPU and its host in the middle of a program.
+# Operations that move data between a TPU and its host in the middle of a program.
 _HOST_TRANSFER = re.compile(
     r"= .*\b(?:infeed|outfeed)\("
     r"|= .*\b(?:send|recv)\(.*\bis_host_transfer=true"
     r"|\bcustom_call_target=\"\w*[Hh]ost"
 )
-# How the compiler says what a program would have needed: before and after it has laid out the memory.
-_REFUSED = re.compile(r"(?:HLO temporaries \(|Used )([\d.]+)([KMGTP]?)(?:\)| of)")
+# The memory that a rejected program needed, as the compiler reports it before and after the memory's layout.
+_REJECTED = re.compile(r"(?:HLO temporaries \(|Used )([\d.]+)([KMGTP]?)(?:\)| of)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """Messages of one kind in a step: how many, and the bytes of their results on each chip."""
+    """Messages of one kind in a step: how many, and the bytes of their results on each device."""
 
     kind: str
     count: int
@@ -53,18 +48,18 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the compiler says of one step, for each chip.
+    """The compiler's figures for one step, per device.
 
     Attributes:
-        fits: whether the program fits into the chip's memory; if not, all but `needed_bytes` is 0.
-        needed_bytes: memory at the peak: arguments, results and temporaries; 0 where it does not fit and the compiler
-            does not say.
+        fits: whether the program fits into the memory; if not, every figure but `needed_bytes` is 0.
+        needed_bytes: memory at the peak: arguments, results and temporaries; 0 where the compiler rejects the program
+            without a figure.
         argument_bytes, temporary_bytes: weights, optimizer state and input; everything else.
         flops: floating-point operations.
-        memory_bytes: bytes read from and written to the chip's memory.
-        seconds: the compiler's own estimate of its running time, without messages; 0 if it gives none.
-        collectives: messages between chips.
-        host_transfers: operations that would wait for the host.
+        memory_bytes: bytes read from and written to memory.
+        seconds: the compiler's own estimate of the running time, without messages; 0 if it gives none.
+        collectives: messages between devices.
+        host_transfers: operations that wait for the host.
         state_bytes: weights, buffers and optimizer state of the whole model.
     """
 
@@ -80,58 +75,57 @@ class Compiled:
     state_bytes: int = 0
 
 
-def chips(topology: Topology) -> list[Any]:
-    """Return the devices of a topology, as ones that can be compiled for.
+def devices_of(topology: Topology) -> list[Any]:
+    """Return the devices of a topology, to compile for.
 
     Raises:
-        InputError: this libtpu knows no such topology.
+        InputError: the installed libtpu does not know the topology.
     """
-    # A compiler needs no TPU to itself: several may run on a machine, beside a training too.
+    # Several compilers may run at once, also beside a training.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    # libtpu otherwise asks the cloud which TPU this machine has, and complains of having none.
+    # Without these libtpu asks the cloud's metadata server which TPU this machine has.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     options: dict[str, Any] = {"chip_config_name": topology.generation.config} if topology.generation.config else {}
     if topology.chips == 1:
-        # A host is taken to have four.
+        # libtpu assumes four chips per host.
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:
-        with _chatter_aside():
-            described = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
+        described = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
     except Exception as error:  # libtpu's errors have no type of their own
-        said = str(error).strip().partition("\n")[0]
-        raise InputError(f"--topology {topology.name}: the installed libtpu does not take it ({said})") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(f"--topology {topology.name}: not supported by the installed libtpu ({reason})") from error
     return list(described.devices)
 
 
 def compile_step(model: nn.Module, recipe: Recipe, devices: list[Any]) -> Compiled:
-    """Compile one training step for the chips of a topology, its images coming from the host.
+    """Compile one training step whose images come from the host.
 
-    Where they lie on the chips the compiler would count all of them as read, though a step reads a batch of them.
+    For images in device memory the compiler would count the whole data set as read in every step.
 
     Args:
         model: with any weights; only shapes matter.
         recipe: complete; `batch_size` is the global batch.
-        devices: as `chips` returns them.
+        devices: from `devices_of`.
 
     Raises:
         InputError: the model cannot be compiled.
     """
     precision = "fp32" if recipe.precision == "fp32" else "bf16"
-    layout = Layout(devices, recipe.shard)
+    sharding = MeshSharding(devices, recipe.shard)
     program = Program(
         model,
         recipe,
-        batch=layout.padded(recipe.batch_size),
-        evaluation_batch=layout.size,
-        groups=layout.size if recipe.norm == "per-device" else 1,
+        batch=sharding.padded(recipe.batch_size),
+        evaluation_batch=sharding.size,
+        groups=sharding.size if recipe.norm == "per-device" else 1,
         precision=precision,
     )
-    lowered = layout.lower_step(program, steps=None, is_resident=False, table=None, precision=precision)
+    state = program.initial_state()
+    lowered = sharding.lower_step(program, state)
     try:
-        with _chatter_aside():
-            compiled = lowered.compile()
+        compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         needed = needed_bytes(str(error))
         if needed is None:
@@ -142,46 +136,28 @@ def compile_step(model: nn.Module, recipe: Recipe, devices: list[Any]) -> Compil
     assert cost is not None
     arguments = memory.argument_size_in_bytes
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    temporaries = results + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
     return Compiled(
         fits=True,
-        needed_bytes=arguments + results + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
+        needed_bytes=arguments + temporaries,
         argument_bytes=arguments,
-        temporary_bytes=results + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
+        temporary_bytes=temporaries,
         flops=float(cost.get("flops", 0.0)),
         memory_bytes=float(cost.get("bytes accessed", 0.0)),
         seconds=max(0.0, float(cost.get("optimal_seconds", 0.0))),
         collectives=tuple(collectives(text)),
         host_transfers=tuple(host_transfers(text)),
-        state_bytes=sum(array.nbytes for array in jax.tree.leaves(program.initial_state())),
+        state_bytes=sum(array.nbytes for array in jax.tree.leaves(state)),
     )
 
 
-@contextlib.contextmanager
-def _chatter_aside() -> Iterator[None]:
-    """Keep from the user what libtpu writes to standard error past Python; an exception takes it along as a note."""
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        except Exception as error:
-            file.seek(0)
-            if said := file.read().decode(errors="replace").strip():
-                error.add_note(f"libtpu wrote:\n{said}")
-            raise
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-
-
 def collectives(text: str) -> Iterator[Collective]:
-    """Yield the messages between chips that a compiled program, as text, sends; each kind once."""
+    """Yield the messages between devices in a compiled program's text, one item per kind."""
     found: dict[str, list[int]] = {}
     for match in _COLLECTIVE.finditer(text):
         sizes = _sizes(match["shape"])
         if match["start"] and match["kind"] != "all-reduce":
-            # What is sent comes first, then what arrives.
+            # Operands come first, then results.
             sizes = sizes[len(sizes) // 2 :]
         found.setdefault(match["kind"], []).append(sum(sizes))
     for kind, sizes in sorted(found.items()):
@@ -189,7 +165,7 @@ def collectives(text: str) -> Iterator[Collective]:
 
 
 def host_transfers(text: str) -> Iterator[str]:
-    """Yield the lines of a compiled program, as text, that move data between a TPU and its host."""
+    """Yield the lines of a compiled program's text that move data between a TPU and its host."""
     return (line.strip() for line in text.splitlines() if _HOST_TRANSFER.search(line))
 
 
@@ -203,12 +179,8 @@ def _sizes(shape: str) -> list[int]:
 
 
 def needed_bytes(message: str) -> int | None:
-    """Return how much memory a program would have needed, from the compiler's refusal; None if it was another.
-
-    0 where the refusal does not say.
-    """
+    """Return the memory that a rejected program needed, 0 if the message has no figure; None for other errors."""
     if "RESOURCE_EXHAUSTED" not in message:
         return None
-    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50, "": 1}
-    used = _REFUSED.search(message)
-    return int(float(used[1]) * units[used[2]]) if used else 0
+    match = _REJECTED.search(message)
+    return int(float(match[1]) * 2.0 ** (10 * " KMGTP".index(match[2] or " "))) if match else 0

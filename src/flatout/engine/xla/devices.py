@@ -1,4 +1,4 @@
-"""The devices that XLA computes on: found, counted, named, and messages for when they are not there."""
+"""The devices that XLA computes on, and JAX's settings; messages for devices that cannot be used."""
 
 import contextlib
 import importlib
@@ -7,28 +7,29 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flatout.data.cache import cache_folder
+from flatout.engine.devices import tpu_count
 from flatout.errors import InputError
 
 if TYPE_CHECKING:
     from flatout.dist.world import World
 
 INSTALL = "pip install 'flatout[tpu]'"
-# What JAX calls the platforms of our kinds of devices; the host's processors are always wanted beside them.
+# JAX's platforms for our kinds of devices, always with the host's processors.
 _PLATFORMS = {"cpu": "cpu", "tpu": "tpu,cpu", "cuda": "cuda,cpu"}
-# Programs that took less than this to compile are not worth a file.
-KEPT_SECONDS = 0.5
+# Programs that compile faster are not cached.
+CACHED_SECONDS = 0.5
 
 
 def require() -> None:
-    """Check that what the engine rests on is installed.
+    """Check that the engine's packages are installed.
 
     Raises:
-        InputError: something is missing or does not fit; the message says what to install.
+        InputError: one is missing, or their versions are incompatible; the message contains the command that installs
+            them.
     """
     for name in ("jax", "optax", "torchax"):
         try:
@@ -41,69 +42,78 @@ def require() -> None:
                 else:
                     importlib.import_module(name)
         except ModuleNotFoundError as error:
-            missing = error.name or name
-            raise InputError(f"--engine xla needs {missing}, which is not installed: {INSTALL}") from None
-        except Exception as error:  # a version that does not fit fails in its own way
-            what = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise InputError(f"--engine xla needs {error.name or name}, which is not installed: {INSTALL}") from None
+        except Exception as error:  # incompatible versions fail in their own ways
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise InputError(
-                f"--engine xla: the installed {name} does not fit the other packages ({what}); "
-                f"versions that do: {INSTALL}"
+                f"--engine xla: the installed {name} is incompatible with the other packages ({reason}); "
+                f"install versions that work together: {INSTALL}"
             ) from error
 
 
-def kinds() -> list[tuple[str, int]]:
-    """Return the kinds of devices that JAX finds on this host with their numbers, best first; `cpu` is always there."""
+def require_compiler() -> None:
+    """Check that libtpu is installed, which contains the compiler of TPU programs; it is not imported.
+
+    Raises:
+        InputError: it is not; the message contains the command that installs it.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise InputError(f"the TPU compiler needs libtpu, which is not installed: {INSTALL}")
+
+
+def gpu_count() -> int:
+    """Return how many GPUs JAX finds on this host."""
     require()
-    import jax
-
-    _configure(None, 1)
-    found = []
-    for kind in ("tpu", "cuda") if has_tpu() else ("cuda",):
-        with contextlib.suppress(RuntimeError):
-            found.append((kind, len(jax.local_devices(backend=kind))))
-    return [*found, ("cpu", 1)]
-
-
-def has_tpu() -> bool:
-    """Return whether this host has a TPU, by the devices that Linux shows."""
-    return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+    with contextlib.suppress(RuntimeError):
+        return len(_local_devices("cuda", None))
+    return 0
 
 
 def find_on_all_hosts(kind: str, indices: Sequence[int], world: "World") -> list[Any]:
-    """Return the devices of all hosts of a run, those of each host together; see `find`.
+    """Return the devices of all hosts of a run, those of each host next to each other; see `find`.
 
     Every host's process must call it, before anything else starts JAX there.
     """
+    from flatout.dist.env import launched
+
     require()
     import jax
 
-    _configure(kind, max(indices) + 1)
-    address, port = os.environ["MASTER_ADDR"], 0
-    if world.rank == 0:
-        with socket.create_server((address, 0)) as probe:
-            port = probe.getsockname()[1]
-    place = f"{address}:{world.broadcast_object(port)}"
-    jax.distributed.initialize(place, world.size, world.rank, coordinator_bind_address=place)
+    launch = launched()
+    assert launch is not None
+    with _reserved_port(launch.address) if world.is_main else contextlib.nullcontext(0) as port:
+        place = f"{launch.address}:{world.broadcast_object(port)}"
+        with _settings(kind, max(indices) + 1):
+            jax.distributed.initialize(place, world.size, world.rank, coordinator_bind_address=place)
     own = [device.id for device in find(kind, indices)]
-    chosen = {number for numbers in world.all_gather_object(own) for number in numbers}
-    return sorted(
-        (device for device in jax.devices(kind) if device.id in chosen), key=lambda d: (d.process_index, d.id)
-    )
+    chosen = world.all_gather_object(own)
+    if len(set(map(len, chosen))) > 1:
+        numbers = ", ".join(str(len(ids)) for ids in chosen)
+        raise InputError(f"--devices: every host must use the same number of devices, not {numbers}")
+    devices = (device for device in jax.devices(kind) if any(device.id in ids for ids in chosen))
+    return sorted(devices, key=lambda device: (device.process_index, device.id))
+
+
+@contextlib.contextmanager
+def _reserved_port(address: str) -> Iterator[int]:
+    """Reserve a free port of an address for JAX's coordinator, which shares it (SO_REUSEPORT) and alone listens."""
+    family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
+    with socket.socket(family, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((address, 0))
+        yield holder.getsockname()[1]
 
 
 def find(kind: str, indices: Sequence[int]) -> list[Any]:
     """Return devices of a kind: `cpu` (simulated on this machine's cores), `tpu` or `cuda`.
 
     Raises:
-        InputError: there are not so many, or another process holds them; the message says what there is.
+        InputError: too few are available, or another process uses them.
     """
     require()
-    import jax
-
     wanted = max(indices) + 1
-    _configure(kind, wanted)
     try:
-        found = jax.local_devices(backend=kind)
+        found = _local_devices(kind, wanted)
     except RuntimeError as error:
         raise InputError(explain(kind, str(error))) from error
     if wanted > len(found):
@@ -112,51 +122,76 @@ def find(kind: str, indices: Sequence[int]) -> list[Any]:
                 f"--devices {wanted}xcpu: JAX was started in this process with {len(found)} simulated device(s), "
                 f"which cannot change; start the process with JAX_NUM_CPU_DEVICES={wanted} in its environment"
             )
-        raise InputError(f"--devices {wanted}x{kind}: this host has {len(found)} of them")
+        raise InputError(f"--devices {wanted}x{kind}: only {len(found)} available on this host")
     return [found[index] for index in indices]
 
 
-def settle_for_compiling() -> None:
-    """Settle JAX for compiling programs of devices that are not there: libtpu is needed too.
-
-    Raises:
-        InputError: something is missing; the message says what to install.
-    """
-    require()
-    if importlib.util.find_spec("libtpu") is None:
-        raise InputError(f"the TPU compiler needs libtpu, which is not installed: {INSTALL}")
-    _configure("cpu", 1)
-
-
 def explain(kind: str, error: str) -> str:
-    """Return what a user can do about JAX finding no devices of a kind, given what it said."""
-    said = error.strip().partition("\n")[0]
-    lower = error.lower()
+    """Return a message with a fix for JAX's error about devices of a kind."""
+    reason, lower = error.strip().partition("\n")[0], error.lower()
     if "in use" in lower or "libtpu_lockfile" in lower or "already" in lower:
         return (
-            f"--devices {kind}: another process holds it ({said}); end that process, or take other devices. "
-            "One process at a time can use a TPU."
+            f"--devices {kind}: used by another process ({reason}); end that process, or use other devices. "
+            "A TPU can be used by one process at a time."
         )
     if "version" in lower and ("incompatible" in lower or "mismatch" in lower or "newer" in lower):
-        return f"--devices {kind}: its driver and JAX do not fit each other ({said}); reinstall both: {INSTALL}"
+        return f"--devices {kind}: the driver and JAX are incompatible ({reason}); reinstall both: {INSTALL}"
     return (
-        f"--devices {kind}: JAX finds no {kind.upper()} here ({said}). On a machine that has one, install its driver: "
-        f"{INSTALL if kind == 'tpu' else 'pip install jax[cuda13]'}; to try the engine without: --devices 8xcpu"
+        f"--devices {kind}: JAX finds no {kind.upper()} here ({reason}). On a machine with one, install its driver: "
+        f"{INSTALL if kind == 'tpu' else 'pip install jax[cuda13]'}; to simulate devices: --devices 8xcpu"
     )
 
 
-def _configure(kind: str | None, count: int) -> None:
-    """Settle JAX before it starts; where it has started in this process, what it has is taken."""
+def _local_devices(kind: str, count: int | None) -> list[Any]:
+    """Return this host's devices of a kind, which starts JAX; `count` simulated ones are wanted at least."""
     import jax
 
-    if not has_tpu():
-        # libtpu would ask the cloud about the machine for minutes.
+    with _settings(None if count is None else kind, count or 1):
+        return jax.local_devices(backend=kind)
+
+
+@contextlib.contextmanager
+def _settings(kind: str | None, count: int) -> Iterator[None]:
+    """Settings of JAX for its start, or none where it has started in this process; restored afterwards."""
+    import jax
+
+    if not tpu_count():
+        # libtpu would ask the cloud's metadata server about the machine for minutes.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # `find` and `kinds` say what is wrong, in words for users.
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_platforms", None if kind is None else _PLATFORMS[kind])
-        if kind == "cpu":
-            jax.config.update("jax_num_cpu_devices", count)
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_SECONDS)
+    # `find` and `kinds` explain errors to users.
+    logger = logging.getLogger("jax._src.xla_bridge")
+    config: Any = jax.config
+    level, platforms, cpus = logger.level, config.jax_platforms, config.jax_num_cpu_devices
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_platforms", None if kind is None else _PLATFORMS[kind])
+            if kind == "cpu":
+                jax.config.update("jax_num_cpu_devices", max(count, cpus))
+        yield
+    finally:
+        logger.setLevel(level)
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_platforms", platforms)
+
+
+@contextlib.contextmanager
+def compilation_cache() -> Iterator[None]:
+    """Keep the programs compiled inside in flatout's cache folder, unless the user has chosen one for JAX."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache as cache
+
+    folder, shortest = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    if getattr(jax.config, folder) is not None:
+        yield
+        return
+    seconds = getattr(jax.config, shortest)
+    jax.config.update(folder, str(cache_folder() / "xla"))
+    jax.config.update(shortest, CACHED_SECONDS)
+    cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update(folder, None)
+        jax.config.update(shortest, seconds)
+        cache.reset_cache()

@@ -1,8 +1,7 @@
-"""Any torch module that torch can export, as a pure JAX function.
+"""A torch module as a pure JAX function.
 
-`torch.export` records what the module does with a batch of fixed size, as a graph of a few hundred ATen operations;
-torchax knows a JAX lowering for each. Here the graph is walked once while JAX traces it, so XLA compiles the very model
-that the torch engine runs. What torchax does otherwise than flatout needs is in `xla/lowerings.py`.
+`torch.export` records the module's operations for a batch of fixed size; each is computed by torchax's JAX lowering, or
+by one of our own (`xla/lowerings.py`).
 
 Shape letters: B batch.
 """
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.engine.xla.lowerings import OWN, Call, Counted, Keys, is_plain_pool, max_pool
+from flatout.engine.xla.lowerings import OWN, Call, Keys, SampleMask, is_plain_pool, max_pool
 from flatout.errors import InputError
 
 aten = torch.ops.aten
@@ -29,7 +28,7 @@ aten = torch.ops.aten
 Array = jax.Array | np.ndarray
 Arrays = Mapping[str, Array]
 
-# What runs in bfloat16 where that is asked for: the operations that matrix units compute.
+# The operations of matrix units, which run in bfloat16 if requested.
 _PRODUCTS = frozenset({aten.convolution, aten.addmm, aten.mm, aten.bmm, aten.baddbmm})
 
 
@@ -37,14 +36,12 @@ class Function:
     """A torch module as a pure function of JAX arrays, for batches of one size.
 
     Args:
-        module: in training or in evaluation mode, as it is to be run; it is not changed.
-        inputs: example inputs of the right shapes and types; their first dimension is the batch.
-        name: what to call the module in messages.
-        precision: "bf16" to compute products in bfloat16; anything else leaves numbers as they are.
+        module: in training or in evaluation mode; it is not changed.
+        inputs: example inputs; their first dimension is the batch.
+        name: of the module, for messages.
+        precision: "bf16" to compute products in bfloat16.
 
     Attributes:
-        parameters: names of its parameters, each once.
-        buffers: names of its buffers.
         output_shapes: the shape of each array that it returns.
 
     Raises:
@@ -55,19 +52,18 @@ class Function:
     def __init__(
         self, module: nn.Module, inputs: tuple[torch.Tensor, ...], *, name: str, precision: str = "fp32"
     ) -> None:
-        self.parameters = [n for n, _ in module.named_parameters()]
-        self.buffers = [n for n, _ in module.named_buffers()]
         self._batch = len(inputs[0])
         self._is_bf16 = precision == "bf16"
         program = _export(module, inputs, name)
         names = {id(t): n for n, t in (*module.named_parameters(), *module.named_buffers())}
         signature = program.graph_signature
-        every = dict(_with_duplicates(module))
+        every = dict(module.named_parameters(remove_duplicate=False))
+        every |= dict(module.named_buffers(remove_duplicate=False))
         states = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         # Shared weights have several names in the graph and one here.
         self._states = {place: names[id(every[target])] for place, target in states.items()}
         self._constants = {
-            place: _to_numpy(program.constants[target])
+            place: program.constants[target].detach().cpu().numpy()  # pyright: ignore[reportAttributeAccessIssue]
             for place, target in signature.inputs_to_lifted_tensor_constants.items()
         }
         self._user_inputs = list(signature.user_inputs)
@@ -84,27 +80,31 @@ class Function:
         buffers: Arrays,
         *inputs: Array,
         key: jax.Array | None = None,
-        counted: Counted | None = None,
+        mask: SampleMask | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Return what the module returns, and its buffers afterwards.
+        """Return the module's result, and its new buffers.
 
         Args:
             parameters: by name.
             buffers: by name; whole numbers may be int32.
-            inputs: shaped as the examples.
-            key: decides what dropout drops; None only for a module without randomness.
-            counted: which samples enter batch statistics; None for all.
+            inputs: with the shapes of the examples.
+            key: determines dropout; None only for a module without randomness.
+            mask: which samples enter batch statistics; None for all.
         """
         values: dict[str, Any] = dict(self._constants)
         for place, name in self._states.items():
             values[place] = parameters[name] if name in parameters else buffers[name]
         for place, given in zip(self._user_inputs, inputs, strict=True):
             values[str(place)] = given
-        call = Call(Keys(key), counted, self._batch)
+        call = Call(Keys(key), mask, self._batch)
         with warnings.catch_warnings():
             # torch counts in 64 bits, JAX in 32.
             warnings.filterwarnings("ignore", "Explicitly requested dtype")
-            self._walk(call, values)
+            for node in self._steps:
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: values[n.name])
+                if self._is_bf16 and _packet(node.target) in _PRODUCTS:
+                    args = [_narrowed(argument) for argument in args]
+                values[node.name] = self._lowerings[node](call, *args, **kwargs)
         new_buffers = dict(buffers)
         outputs = []
         for name in self._results:
@@ -115,21 +115,12 @@ class Function:
                 outputs.append(values[name])
         return (outputs[0] if len(outputs) == 1 else tuple(outputs)), new_buffers
 
-    def _walk(self, call: Call, values: dict[str, Any]) -> None:
-        """Compute every node of the graph; `values` holds the inputs by name and takes the results."""
-        for node in self._steps:
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: values[n.name])
-            lowering = self._lowerings[node]
-            if self._is_bf16 and _packet(node.target) in _PRODUCTS:
-                args = [_narrowed(argument) for argument in args]
-            values[node.name] = lowering(call, *args, **kwargs)
-
 
 # --- lowerings ------------------------------------------------------------------------------------------------------
 
 
 def _lowering(node: torch.fx.Node, name: str) -> Callable[..., Any]:
-    """Return what computes a node of the graph: a function of (call, *arguments)."""
+    """Return the function of (call, *arguments) that computes a node of the graph."""
     from torchax.ops.ops_registry import all_aten_ops
 
     target = node.target
@@ -142,7 +133,7 @@ def _lowering(node: torch.fx.Node, name: str) -> Callable[..., Any]:
     found = all_aten_ops.get(target) or all_aten_ops.get(_packet(target))  # pyright: ignore[reportArgumentType]
     if found is None or not found.is_jax_function:
         raise InputError(
-            f"model {name}: {_where(node)} uses {target}, which has no equivalent for --engine xla; "
+            f"model {name}: {_where(node)} uses {target}, which --engine xla does not support; "
             "use --engine torch, or another operation"
         )
     function = found.func
@@ -163,26 +154,26 @@ def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...], name: str) -> t
     import_lowerings()
     from torchax.decompositions import DECOMPOSITIONS
 
-    kept = set(OWN)
-    table = {target: how for target, how in DECOMPOSITIONS.items() if _packet(target) not in kept}
+    table = {target: how for target, how in DECOMPOSITIONS.items() if _packet(target) not in OWN}
+    table = {**torch.export.default_decompositions(), **table}
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # What torch tells of an export is for its makers; the exception says what the user can mend.
+            # torch's warnings about exports help users less than the exception.
             program = torch.export.export(module, inputs, strict=False)
-            return program.run_decompositions().run_decompositions(table)
+            return program.run_decompositions(table)
     except Exception as error:
         what = str(error).strip().partition("\n")[0] or type(error).__name__
         raise InputError(
-            f"model {name}: cannot be compiled by XLA: {what}{_line_of(error)}; --engine torch runs it as it is"
+            f"model {name}: cannot be compiled by XLA: {what}{_line_of(error)}; use --engine torch"
         ) from error
 
 
 def import_lowerings() -> None:
     """Import torchax for its lowerings alone.
 
-    Importing it also tells torch of an accelerator "jax", which torch's optimizers then ask for streams that it has
-    not, and changes how torch computes attention. Both are undone, so that the torch engine works beside this one.
+    Importing it also registers an accelerator "jax", whose missing streams break torch's optimizers, and switches off
+    torch's fast attention. Both are undone, so that the torch engine works in the same process.
     """
     fastpath = torch.backends.mha.get_fastpath_enabled()
     import torchax.ops.jaten
@@ -193,7 +184,7 @@ def import_lowerings() -> None:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return where in the user's code an error arose, as words; empty where that is not known."""
+    """Return the place in the user's code where an error arose, for a message; empty if unknown."""
     own = (_own_folder(torch.__file__), _own_folder(__file__), "<")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
     return f" (at {frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
@@ -204,7 +195,7 @@ def _own_folder(file: str) -> str:
 
 
 def _where(node: torch.fx.Node) -> str:
-    """Return the layer that a node comes from, and its line, as words."""
+    """Return the layer and the line of a node, for a message."""
     layers = list((node.meta.get("nn_module_stack") or {}).values())
     path, kind = layers[-1] if layers else ("", "")
     layer = f"layer {path} ({str(kind).rpartition('.')[2]})" if path else "its forward"
@@ -213,16 +204,5 @@ def _where(node: torch.fx.Node) -> str:
     return f"{layer}, {places[-1].partition(', in ')[0]}," if places else layer
 
 
-def _with_duplicates(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-
-
 def _packet(target: Any) -> Any:
     return getattr(target, "overloadpacket", target)
-
-
-def _to_numpy(tensor: Any) -> np.ndarray:
-    return tensor.detach().cpu().numpy()

@@ -1,8 +1,9 @@
-"""Where the images of a split lie for XLA, and how batches of them are made ready on the host.
+"""Where the images of a split lie for XLA, and how batches are prepared on the host, ahead of the devices.
 
-Shape letters: N samples, B batch, H height, W width, C channels.
+Shape letters: N samples, T steps of one dispatch, B batch, H height, W width, C channels.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,79 +12,100 @@ import numpy as np
 
 from flatout.data.feed import Samples
 from flatout.data.order import Batch
+from flatout.dist.world import World
 from flatout.engine.eager.device_setup import MEMORY_SHARE
-from flatout.engine.xla.mesh import Layout
+from flatout.engine.xla.mesh import MeshSharding
+from flatout.engine.xla.step import Inputs
 from flatout.host import available_memory
 
 
-@dataclass(kw_only=True, eq=False)
-class Placed:
-    """One split.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HostBatches:
+    """This process's part of the consecutive batches of one dispatch.
 
     Attributes:
-        samples: the split on the host.
-        table: uint8 [N, H, W, C], whole on every device; None where batches are read from the host.
-        labels: int32 [N], on the host.
-        transforms: the epoch's augmentation table, on the host.
+        batches: the batches of all processes.
+        images, labels, weights, transforms: as in `step.Inputs`, with a dimension T in front.
     """
 
-    samples: Samples
-    table: jax.Array | None
-    labels: np.ndarray
-    transforms: np.ndarray | None = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Prepared:
-    """This process's part of a batch on the host; the arrays are those of `step.Inputs`."""
-
-    batch: Batch
+    batches: Sequence[Batch]
     images: np.ndarray
     labels: np.ndarray
     weights: np.ndarray
     transforms: np.ndarray | None
 
+    def inputs(self, step: int | slice, learning_rates: Sequence[float], seeds: Sequence[int]) -> Inputs:
+        """Return one step of T, with its learning rate and seed; or all of them, by a slice."""
+        rates, words = np.array(learning_rates, np.float32), np.array(seeds, np.uint64)
+        halves = np.stack([words >> np.uint64(32), words & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
+        is_one = isinstance(step, int)
+        return Inputs(
+            images=self.images[step],
+            labels=self.labels[step],
+            weights=self.weights[step],
+            transforms=None if self.transforms is None else self.transforms[step],
+            learning_rate=rates[0] if is_one else rates,
+            seed=halves[0] if is_one else halves,
+        )
 
-def place(samples: Samples, layout: Layout, devices: list[Any], wanted: str) -> Placed:
-    """Bring a split's images to every device if they fit there, else into memory, else leave them on disk.
 
-    Simulated devices have the host's memory: their batches are read from there.
+def place(samples: Samples, sharding: MeshSharding, wanted: str, world: World) -> tuple[Samples, jax.Array | None]:
+    """Copy a split's images to every device if they fit there; else to host memory; else leave them on disk.
+
+    Simulated devices share the host's memory, so their batches are read from there.
+
+    Returns:
+        The split on the host; and its images on the devices, uint8 [N, H, W, C], or None.
     """
-    table = None
-    if devices[0].platform != "cpu" and wanted in ("auto", "device"):
-        free = min(_free_bytes(device) for device in devices)
-        if wanted == "device" or samples.nbytes <= MEMORY_SHARE * free:
-            table = layout.put_whole(_read_all(samples), layout.whole)
-    if table is None and wanted != "disk" and samples.nbytes <= MEMORY_SHARE * available_memory():
+    is_resident = wanted == "device"
+    if wanted == "auto" and sharding.devices[0].platform != "cpu":
+        # All hosts run the same program, so the host with the least free memory decides.
+        free = min(world.all_gather_object(min(map(_free_bytes, sharding.local_devices))))
+        is_resident = samples.nbytes <= MEMORY_SHARE * free
+    if is_resident:
+        return samples, sharding.put_state(_read_all(samples), sharding.replicated)
+    if wanted != "disk" and samples.nbytes <= MEMORY_SHARE * available_memory():
         samples = Samples(images=_read_all(samples), rows=np.arange(len(samples)), labels=samples.labels)
-    return Placed(samples=samples, table=table, labels=samples.labels.astype(np.int32))
+    return samples, None
 
 
-def prepare(
-    placed: Placed, batch: Batch, size: int, own: slice, *, is_training: bool, class_weights: np.ndarray | None = None
-) -> Prepared:
-    """Read a part of a batch.
+def read_batches(
+    samples: Samples,
+    batches: Sequence[Batch],
+    size: int,
+    own: slice,
+    *,
+    is_resident: bool,
+    transforms: np.ndarray | None = None,
+    class_weights: np.ndarray | None = None,
+) -> HostBatches:
+    """Read this process's part of some batches.
 
     Args:
-        placed: the split.
-        batch: the batch of all processes.
-        size: samples that all devices share evenly; what is missing is padding, copies of the batch's first sample.
+        samples: the split.
+        batches: the batches of all processes.
+        size: samples that all devices share equally; copies of a batch's first sample fill it up.
         own: which of them are this process's.
-        is_training: whether augmentation and class weights apply.
+        is_resident: whether the images lie on the devices, so that their row numbers suffice.
+        transforms: the epoch's augmentation table.
         class_weights: float32 [classes]; None for none.
     """
-    missing = size - len(batch.samples)
-    samples = np.concatenate([batch.samples, np.full(missing, batch.samples[0])])[own]
-    weights = np.concatenate([batch.weights, np.zeros(missing, np.float32)])[own]
-    if class_weights is not None and is_training:
-        weights = weights * class_weights[placed.labels[samples]]
-    if placed.table is not None:
-        images = samples.astype(np.int32)
+    rows = np.stack([np.append(b.samples, np.full(size - len(b.samples), b.samples[0])) for b in batches])[:, own]
+    weights = np.stack([np.append(b.weights, np.zeros(size - len(b.weights))) for b in batches])[:, own]
+    labels = samples.labels[rows].astype(np.int32)
+    if is_resident:
+        images = rows.astype(np.int32)
     else:
-        shape, dtype = placed.samples.images.shape[1:], placed.samples.images.dtype
-        images = placed.samples.read(samples, np.empty((len(samples), *shape), dtype))
-    transforms = placed.transforms[samples] if is_training and placed.transforms is not None else None
-    return Prepared(batch=batch, images=images, labels=placed.labels[samples], weights=weights, transforms=transforms)
+        images = np.empty((*rows.shape, *samples.images.shape[1:]), samples.images.dtype)
+        for positions, out in zip(rows, images, strict=True):
+            samples.read(positions, out)
+    return HostBatches(
+        batches=batches,
+        images=images,
+        labels=labels,
+        weights=(weights if class_weights is None else weights * class_weights[labels]).astype(np.float32),
+        transforms=None if transforms is None else transforms[rows],
+    )
 
 
 def _read_all(samples: Samples) -> np.ndarray:

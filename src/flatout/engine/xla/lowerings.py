@@ -1,4 +1,4 @@
-"""The operations whose JAX form is our own: batch normalisation without padding, max pooling, dropout from a key.
+"""Operations with a JAX form of our own: batch normalisation that ignores padding, max pooling, dropout from a key.
 
 Shape letters: B batch, C channels, H height, W width.
 """
@@ -15,12 +15,12 @@ import torch
 aten = torch.ops.aten
 
 
-class Counted(NamedTuple):
+class SampleMask(NamedTuple):
     """Which samples of a batch are real.
 
     Attributes:
-        mask: float32 [B], 1 for a sample that counts and 0 for padding.
-        groups: into how many parts the batch falls for batch statistics; 1 for those of the whole batch.
+        mask: float32 [B], 1 for a real sample and 0 for padding.
+        groups: the number of equal parts of the batch with batch statistics of their own.
     """
 
     mask: jax.Array
@@ -28,7 +28,7 @@ class Counted(NamedTuple):
 
 
 class Keys:
-    """Hands out a fresh key for each random operation, as torchax's lowerings ask for it."""
+    """Provides a new key for each random operation, by the method that torchax's lowerings call."""
 
     def __init__(self, key: jax.Array | None) -> None:
         self._key = key
@@ -42,10 +42,10 @@ class Keys:
 
 
 class Call(NamedTuple):
-    """What the operations of one call of a model share; `batch` is the length of its batch."""
+    """Shared by the operations of one call of a model; `batch` is the length of its batch."""
 
     keys: Keys
-    counted: Counted | None
+    mask: SampleMask | None
     batch: int
 
 
@@ -60,17 +60,16 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[jax.Array | None, ...]:
-    """Normalise by the samples that count (Ioffe and Szegedy, arXiv 1502.03167): as the torch engine does.
+    """Normalise by the statistics of the real samples (Ioffe and Szegedy, arXiv 1502.03167), as the torch engine does.
 
     Returns:
-        y, None, None, and the running statistics afterwards, as `aten._native_batch_norm_legit_functional`.
+        y, None, None, and the new running statistics, as `aten._native_batch_norm_legit_functional`.
     """
     assert training
-    counted = call.counted if len(x) == call.batch else None
-    mask = counted.mask if counted else jnp.ones(len(x), jnp.float32)
-    groups = counted.groups if counted else 1
+    samples = call.mask if call.mask and len(x) == call.batch else SampleMask(jnp.ones(len(x), jnp.float32))
+    groups = samples.groups
 
-    def group(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def normalise(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         axes = (0, *range(2, x.ndim))
         wide, weights = x.astype(jnp.float32), mask.reshape(-1, *[1] * (x.ndim - 1))
         per_sample = x[0, 0].size
@@ -81,7 +80,7 @@ def _batch_norm(
         new_mean = running_mean + momentum * (mean - running_mean)
         new_var = running_var + momentum * (var * (n / jnp.maximum(n - 1, 1)) - running_var)
         if per_sample == 1 or groups > 1:
-            # One value has no variance. A lone sample at the end of an epoch goes by what the others left behind.
+            # One value has no variance: a lone sample at the end of an epoch is normalised by the running statistics.
             is_lone = n < 2
             mean, var = jnp.where(is_lone, running_mean, mean), jnp.where(is_lone, running_var, var)
             new_mean, new_var = jnp.where(is_lone, running_mean, new_mean), jnp.where(is_lone, running_var, new_var)
@@ -92,9 +91,10 @@ def _batch_norm(
         return y.astype(x.dtype), new_mean, new_var
 
     if groups == 1:
-        y, new_mean, new_var = group(x, mask)
+        y, new_mean, new_var = normalise(x, samples.mask)
         return y, None, None, new_mean, new_var
-    y, new_mean, new_var = jax.vmap(group)(x.reshape(groups, -1, *x.shape[1:]), mask.reshape(groups, -1))
+    parts, masks = x.reshape(groups, -1, *x.shape[1:]), samples.mask.reshape(groups, -1)
+    y, new_mean, new_var = jax.vmap(normalise)(parts, masks)
     return y.reshape(x.shape), None, None, new_mean.mean(0), new_var.mean(0)
 
 
@@ -103,9 +103,9 @@ def _per_channel(values: jax.Array, ndim: int) -> jax.Array:
 
 
 def max_pool(call: Call, x: jax.Array, *window: Any) -> tuple[jax.Array, None]:
-    """Return the maxima of 2 x 2 windows side by side; where equal, the first has the gradient, as in torch.
+    """Return the maxima of 2 x 2 windows side by side; the gradient goes to the first of equal values, as in torch.
 
-    XLA finds the gradient of a maximum by a search through windows; on CPUs four slices save a seventh of a step.
+    XLA searches the windows again for the gradient. On CPUs four slices are several times faster.
     """
     x = x[..., : x.shape[-2] // 2 * 2, : x.shape[-1] // 2 * 2]
     return jax.lax.platform_dependent(x, cpu=_max_of_slices, default=_max_of_windows), None
@@ -141,21 +141,19 @@ _max_of_slices.defvjp(_max_forward, _max_backward)
 
 
 def _corners(x: jax.Array) -> list[jax.Array]:
-    """Return the four places of all 2 x 2 windows, row by row."""
+    """Return the four corners of all 2 x 2 windows, row by row."""
     return [x[..., row::2, column::2] for row in (0, 1) for column in (0, 1)]
 
 
 def is_plain_pool(node: torch.fx.Node) -> bool:
-    """Whether a max pooling has windows of 2 x 2 side by side, and nobody asks where the maxima were."""
+    """Return whether a max pooling has 2 x 2 windows side by side, and its indices are unused."""
     x, kernel, *rest = cast(list[Any], node.args)
     stride, padding, dilation, ceil = (*rest, *([[], [0, 0], [1, 1], False][len(rest) :]))
-    height, width = x.meta["val"].shape[-2:]
-    is_even = height % 2 == width % 2 == 0
+    is_even = all(length % 2 == 0 for length in x.meta["val"].shape[-2:])
     return (
-        list(kernel) == [2, 2]
-        and list(stride or kernel) == [2, 2]
-        and not any(np.ravel(padding))
-        and all(np.ravel(dilation) == 1)
+        list(kernel) == [2, 2] == list(stride or kernel)
+        and not np.any(padding)
+        and bool(np.all(np.equal(dilation, 1)))
         and (is_even or not ceil)
         and all(user.args[1] == 0 for user in node.users)
     )

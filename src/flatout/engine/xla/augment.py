@@ -1,0 +1,81 @@
+"""Normalisation and augmentation of a batch on the device: what `numerics.augment.apply` computes, without gathers.
+
+Flips, crops, zooms and shifts move rows and columns independently of each other, so each is two small matrix products
+per image. TPUs multiply matrices at full speed, but fetch single pixels hundreds of times more slowly; only rotation
+and shear still do that.
+
+Shape letters: B batch, H height, W width, C channels, O output positions, I input positions.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.ndimage import map_coordinates
+
+from flatout.recipe import Recipe
+
+
+class Augmentation:
+    """Turns the stored pixels of a batch into the model's input.
+
+    Args:
+        recipe: data.mean and data.std must be filled in.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        mean, std = (np.asarray(values, np.float32) for values in (recipe.data.mean, recipe.data.std))
+        self._scale, self._bias = 1 / (255 * std), -mean / std
+        self._is_separable = not (recipe.augment.rotate or recipe.augment.shear)
+
+    def __call__(self, images_BHWC: Any, transforms: Any) -> jax.Array:
+        """Return float32 [B, C, H, W].
+
+        Args:
+            images_BHWC: uint8.
+            transforms: the batch's rows of `numerics.augment.epoch_transforms`; None for evaluation.
+        """
+        x = images_BHWC.astype(jnp.float32)
+        if transforms is None:
+            pass
+        elif transforms.dtype == jnp.uint8:
+            x = jnp.where(transforms[:, None, None, None] > 0, x[:, :, ::-1], x)
+        elif self._is_separable:
+            x = _resample_separably(x, transforms)
+        else:
+            x = jax.vmap(_resample)(x, transforms)
+        return (x * self._scale + self._bias).transpose(0, 3, 1, 2)
+
+
+def _resample_separably(images_BHWC: jax.Array, maps: jax.Array) -> jax.Array:
+    """Apply affine maps [B, 2, 3] without rotation and shear: bilinear, edge pixels repeated."""
+    _, height, width, _ = images_BHWC.shape
+    rows_BOI = _interpolation(maps[:, 1, 1], maps[:, 1, 2], height)
+    columns_BOI = _interpolation(maps[:, 0, 0], maps[:, 0, 2], width)
+    return jnp.einsum("bpwc,bqw->bpqc", jnp.einsum("bhwc,bph->bpwc", images_BHWC, rows_BOI), columns_BOI)
+
+
+def _interpolation(scale: jax.Array, shift: jax.Array, length: int) -> jax.Array:
+    """Return the matrices [B, O, I] that interpolate `length` pixels at scale * x + shift, x from -1 to 1."""
+    positions_BO = _pixels(scale[:, None] * _centres(length) + shift[:, None], length)
+    return jnp.maximum(0, 1 - jnp.abs(jnp.clip(positions_BO, 0, length - 1)[..., None] - jnp.arange(length)))
+
+
+def _resample(image_HWC: jax.Array, affine: jax.Array) -> jax.Array:
+    """Apply an affine map [2, 3] to one image: bilinear, edge pixels repeated."""
+    height, width, _ = image_HWC.shape
+    y, x = jnp.meshgrid(_centres(height), _centres(width), indexing="ij")
+    columns = _pixels(affine[0, 0] * x + affine[0, 1] * y + affine[0, 2], width)
+    rows = _pixels(affine[1, 0] * x + affine[1, 1] * y + affine[1, 2], height)
+    return jax.vmap(lambda channel: map_coordinates(channel, [rows, columns], 1, "nearest"), 2, 2)(image_HWC)
+
+
+def _centres(length: int) -> np.ndarray:
+    """Return where the pixels of a side lie, from -1 to 1."""
+    return ((2 * np.arange(length) + 1) / length - 1).astype(np.float32)
+
+
+def _pixels(x: jax.Array, length: int) -> jax.Array:
+    """Return positions from -1 to 1 as pixel indices of a side, with fractions."""
+    return ((x + 1) * length - 1) / 2

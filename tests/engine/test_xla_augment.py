@@ -1,0 +1,48 @@
+"""Augmentation inside XLA programs: the torch engine's pixels, computed without fetching single ones."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flatout.numerics import augment
+from tests.engine.engines import make_engine
+from tests.engine.test_against_plain_loop import make_recipe
+
+FLIP, CROP = {"augment.flip": True}, {"augment.crop": 0.25}
+SEPARABLE = {**FLIP, **CROP, "augment.zoom": 0.3, "augment.shift": 0.1}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, FLIP, CROP, SEPARABLE, {**SEPARABLE, "augment.rotate": 20.0, "augment.shear": 0.2}],
+    ids=["none", "flip", "crop", "separable", "affine"],
+)  # fmt: skip
+def test_pixels_equal_torchs(changes: dict[str, Any]) -> None:
+    from flatout.engine.xla.augment import Augmentation
+
+    recipe = make_recipe(**changes)
+    images = np.random.default_rng(0).integers(0, 256, (16, 11, 14, 1), dtype=np.uint8)
+    table = augment.epoch_transforms(recipe.augment, 1, 0, 16)
+    mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
+    transforms = None if table is None else torch.from_numpy(table)
+    expected = augment.apply(torch.from_numpy(images), transforms, 1 / (255 * std), -mean / std)
+    np.testing.assert_allclose(Augmentation(recipe)(images, table), expected, atol=2e-5)
+
+
+def test_crops_and_flips_fetch_no_single_pixels() -> None:
+    """The program of a step with crops has the gathers of one without: none, or those that look up labels."""
+    assert gathers(SEPARABLE) == gathers({})
+    assert gathers({"augment.rotate": 10.0}) > gathers({}), "the search would find them"
+
+
+def gathers(changes: dict[str, Any]) -> int:
+    from flatout.engine.xla.step import Program
+
+    net = nn.Sequential(nn.Flatten(), nn.Linear(144, 5))
+    engine: Any = make_engine("xla 2", net, make_recipe(**changes))
+    program = Program(net, engine.recipe, batch=16, evaluation_batch=16)
+    text = engine.sharding.lower_step(program, program.initial_state()).as_text()
+    assert "dot_general" in text
+    return text.count("stablehlo.gather")
