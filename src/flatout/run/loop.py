@@ -93,9 +93,10 @@ class _Loop:
         while progress.epoch < recipe.epochs:
             self._train_epoch()
             # Rank 0's times and choices are those of all ranks.
-            progress.history.append(self._world.broadcast_object(self._finish_epoch()))
+            record = self._world.broadcast_object(self._finish_epoch())
             if not self._engine.is_finite():
                 raise TrainingFailed(f"training diverged in epoch {progress.epoch}: a weight is not finite{FIX}")
+            progress.history.append(record)
             self._callbacks.epoch(is_best=self._choose_best())
             waited = progress.epoch - progress.best_epoch
             if recipe.early_stopping and progress.best_epoch and waited >= recipe.early_stopping:

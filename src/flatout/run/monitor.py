@@ -43,7 +43,7 @@ class Monitor(Callbacks):
         self._saved_at, self._save_seconds = time.perf_counter(), 0.0
         self._saved_position: tuple[int, int] | None = None
         self._is_requested = False
-        self._good = engine.snapshot()
+        self._good = None if progress.best else engine.snapshot(weights_only=True)
         engine.recorder = recorder.asked_for(session.out / run_files.LOGS, session.world.rank, progress)
 
     def flags(self) -> Flag:
@@ -78,9 +78,10 @@ class Monitor(Callbacks):
     def epoch(self, *, is_best: bool) -> None:
         """Note a finished epoch; keep its weights if the recipe says so."""
         session, progress, recipe = self._session, self._progress, self._recipe
-        self._good = self._engine.snapshot()
         if is_best and recipe.keep == "best":
-            progress.best = self._engine.snapshot(weights_only=True)
+            progress.best, self._good = self._engine.snapshot(weights_only=True), None
+        elif not progress.best:
+            self._good = self._engine.snapshot(weights_only=True)
         if session.world.is_main:
             records = [dataclasses.asdict(record) for record in progress.history]
             run_files.write_metrics(session.out / run_files.METRICS, records)
@@ -106,8 +107,9 @@ class Monitor(Callbacks):
         self._save_seconds = self._saved_at - began
 
     def restore(self) -> None:
-        """Load the weights of the last good epoch."""
-        self._engine.restore(self._good)
+        """Load the weights of the last good epoch, unless those of the best are loaded anyway."""
+        if self._good is not None:
+            self._engine.restore(self._good)
 
     def _is_checkpoint_due(self, least_seconds: float) -> bool:
         interval = max(least_seconds, self._save_seconds / CHECKPOINT_SHARE)
