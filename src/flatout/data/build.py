@@ -44,7 +44,7 @@ def load_pack(data: DataRef | Source, settings: PackSettings, *, cache: Path | N
     if isinstance(data, Source) and data.images is not None and data.images.shape[1:] == settings.image_shape:
         return _in_memory(data, settings)
     if cache is not None:
-        key = _key(data, settings, cache / "digests.sqlite", report)
+        key = _key(data, settings, cache / "digests", report)
         try:
             return _from_cache(key, data, settings, cache, report)
         except _NotWritable as error:

@@ -139,15 +139,6 @@ class World:
         """Wait until every rank is here."""
         self._exchange("barrier", None)
 
-    def main_process_first(self, work: Callable[[], Value], *, first: bool) -> Value:
-        """Do a piece of work on the ranks with `first`, then on all others, which find it done."""
-        if first:
-            value = work()
-            self.barrier()
-            return value
-        self.barrier()
-        return work()
-
     def _exchange(self, operation: str, value: Value) -> list[Value]:
         """Gather objects, and check that all ranks call the same operation at the same place.
 
