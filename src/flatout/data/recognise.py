@@ -1,5 +1,6 @@
 """Decide, by looking, which format a path or a Python value has."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from flatout.data.formats import folders, idx, json_triples, manifest, npy
@@ -10,8 +11,8 @@ from flatout.files import printable
 from flatout.recipe import Data
 from flatout.settings import nearest_path
 
-# In the order in which they are tried. Each module has `recognise(path, options)`, which returns a DataRef or None, and
-# `read(...)`, which returns a Source.
+# In the order in which they are tried. Each module has `recognise(path, class_list, options)`, which returns a DataRef
+# or None, and `read(...)`, which returns a Source.
 FORMATS = (idx, npy, json_triples, manifest, folders)
 
 DIGITS = "sklearn:digits"
@@ -23,16 +24,12 @@ _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".7z", ".
 
 
 def is_pack(path: Path) -> bool:
-    """Whether a path is a folder of decoded images that flatout wrote."""
+    """Whether a path is a pack, a folder of decoded images."""
     return (path / "pack.json").is_file()
 
 
 def recognise(path: Path, options: Data | None = None) -> DataRef:
-    """Return what a path holds, without reading the images.
-
-    Args:
-        path: a file or folder, or `sklearn:digits`.
-        options: how to read it: `classes`, `images`, `file_column` and `label_column` of a recipe's data section.
+    """Return what a path or `sklearn:digits` holds, without reading the images.
 
     Raises:
         InputError: there is nothing at the path, or nothing recognisable.
@@ -50,24 +47,20 @@ def recognise(path: Path, options: Data | None = None) -> DataRef:
         raise InputError(f"{path}: is an empty folder")
     if not path.is_dir() and path.stat().st_size == 0:
         raise InputError(f"{path}: is an empty file")
-    find_class_list(options.classes, path)
-    found = (ref for format in FORMATS if (ref := format.recognise(path, options)))
+    class_list = find_class_list(options.classes, path if path.is_dir() else path.parent)
+    found = (ref for format in FORMATS if (ref := format.recognise(path, class_list, options)))
     ref = next(found, None)
     if ref is None:
         raise InputError(f"{path}: {_what_it_is(path)}")
-    return ref
+    return replace(ref, inputs=(*ref.inputs, class_list)) if ref.inputs and class_list else ref
 
 
 def from_python(data: object) -> Source:
-    """Return the source of arrays or of torch map-style data sets, alone, in a tuple, or in a dict by split.
-
-    Raises:
-        InputError: the data is neither, or its images or labels are wrong.
-    """
+    """Return the source of arrays or of torch map-style data sets, alone, in a tuple, or in a dict by split."""
     from flatout.data.formats import torch_dataset
 
-    parts = list(data.values()) if isinstance(data, dict) else list(data) if isinstance(data, tuple) else [data]
-    if npy.is_pair(data) or any(npy.is_pair(part) for part in parts):
+    parts = data.values() if isinstance(data, dict) else data if isinstance(data, tuple) else ()
+    if npy.is_pair(data) or any(map(npy.is_pair, parts)):
         return npy.from_arrays(data)
     return torch_dataset.from_dataset(data)
 

@@ -95,7 +95,7 @@ class _Listing:
             self.others[printable(Path(entry.name).suffix.lower() or entry.name)] += 1
 
 
-def recognise(path: Path, options: Data) -> DataRef | None:
+def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
     """Return the tree of class folders that a folder is, or None.
 
     A class may be called train: beside other class folders, a folder of that name that itself holds images is one.
@@ -126,7 +126,8 @@ def recognise(path: Path, options: Data) -> DataRef | None:
                 )
         _refuse_wrapper(path, below)
         splits = {"train": path}
-    return DataRef(kind=KIND, path=path, read=lambda: read(path, splits, options.classes))
+    # A classes.txt that merely lies in the folder does not count: the folders name the classes.
+    return DataRef(kind=KIND, path=path, read=lambda: read(path, splits, class_list if options.classes else None))
 
 
 def _holds_class_folders(folder: Path) -> bool:
@@ -153,7 +154,7 @@ def _refuse_wrapper(folder: Path, below: list[Entry]) -> None:
             )
 
 
-def read(path: Path, splits: dict[str, Path], class_list: str) -> Source:
+def read(path: Path, splits: dict[str, Path], class_list: Path | None) -> Source:
     """Return the source of split -> folder of class folders."""
     listings: dict[str, dict[str, _Listing]] = {}
     others: Counter[str] = Counter()
@@ -177,7 +178,7 @@ def read(path: Path, splits: dict[str, Path], class_list: str) -> Source:
     names = sorted({name for found in listings.values() for name in found})
     classes = tuple(names)
     if class_list:
-        classes = read_class_list(Path(class_list).expanduser())
+        classes = read_class_list(class_list)
         if unknown := [name for name in names if name not in classes]:
             raise InputError(f"{path}: class folders that are not in {class_list}: {first_few(unknown)}")
     index = {name: i for i, name in enumerate(classes)}

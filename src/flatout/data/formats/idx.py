@@ -7,12 +7,14 @@ import gzip
 import math
 import re
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from flatout.data.formats.folders import visible
-from flatout.data.labels import find_class_list
 from flatout.data.pixels import channels_last
 from flatout.data.source import DataRef, Source, assemble
 from flatout.data.splits import in_order, split_within
@@ -25,7 +27,7 @@ _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E:
 _BLOCK_BYTES = 1 << 24
 
 
-def recognise(path: Path, options: Data) -> DataRef | None:
+def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
     """Return the IDX set in a folder, or None.
 
     Raises:
@@ -54,8 +56,7 @@ def recognise(path: Path, options: Data) -> DataRef | None:
         if (split, role) not in files:
             raise InputError(f"{path}: has no IDX file of {split} {role} beside its partner")
     pairs = in_order({split: (files[split, "images"], files[split, "labels"]) for split, _ in files}, path)
-    class_list = find_class_list(options.classes, path)
-    inputs = (*(file for pair in pairs.values() for file in pair), *([class_list] if class_list else []))
+    inputs = tuple(file for pair in pairs.values() for file in pair)
     return DataRef(kind=KIND, path=path, inputs=inputs, read=lambda: read(path, pairs, class_list))
 
 
@@ -78,30 +79,37 @@ def read_idx(path: Path) -> np.ndarray:
     Raises:
         InputError: the file cannot be read, is no IDX file, or is shorter or longer than its header says.
     """
+    with open_maybe_compressed(path) as stream:
+        magic = stream.read(4)
+        if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _TYPES or magic[3] == 0:
+            raise InputError(f"{path}: is no IDX file (it starts with {magic.hex(' ') or 'nothing'})")
+        header = stream.read(4 * magic[3])
+        shape = tuple(np.frombuffer(header[: len(header) // 4 * 4], dtype=">u4").tolist())
+        dtype = np.dtype(_TYPES[magic[2]])
+        size = math.prod(shape) * dtype.itemsize
+        content = bytearray()
+        # By blocks, so that a wrong header cannot make it ask for all memory.
+        while len(content) < size and (block := stream.read(min(size - len(content), _BLOCK_BYTES))):
+            content += block
+        if len(shape) < magic[3] or len(content) < size:
+            raise InputError(
+                f"{path}: is cut off: its header promises shape {shape}, {size:,} bytes, "
+                f"of which {len(content):,} are there; get it again"
+            )
+        if stream.read(1):
+            raise InputError(f"{path}: is longer than its header says (shape {shape}); get it again")
+    return np.frombuffer(content, dtype=dtype).astype(dtype.newbyteorder("="), copy=False).reshape(shape)
+
+
+@contextmanager
+def open_maybe_compressed(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that may be compressed with gzip; errors of reading it are an InputError."""
     try:
         with path.open("rb") as raw:
             is_compressed = raw.read(2) == b"\x1f\x8b"
         with gzip.open(path) if is_compressed else path.open("rb") as stream:
-            magic = stream.read(4)
-            if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _TYPES or magic[3] == 0:
-                raise InputError(f"{path}: is no IDX file (it starts with {magic.hex(' ') or 'nothing'})")
-            header = stream.read(4 * magic[3])
-            shape = tuple(np.frombuffer(header[: len(header) // 4 * 4], dtype=">u4").tolist())
-            dtype = np.dtype(_TYPES[magic[2]])
-            size = math.prod(shape) * dtype.itemsize if len(shape) == magic[3] else 0
-            content = bytearray()
-            # By blocks, so that a wrong header cannot make it ask for all memory.
-            while len(content) < size and (block := stream.read(min(size - len(content), _BLOCK_BYTES))):
-                content += block
-            if len(shape) < magic[3] or len(content) < size:
-                raise InputError(
-                    f"{path}: is cut off: its header promises shape {shape}, {size:,} bytes, "
-                    f"of which {len(content):,} are there; get it again"
-                )
-            if stream.read(1):
-                raise InputError(f"{path}: is longer than its header says (shape {shape}); get it again")
+            yield stream
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{path}: is a damaged gzip file ({error}); get it again") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    return np.frombuffer(content, dtype=dtype).astype(dtype.newbyteorder("="), copy=False).reshape(shape)

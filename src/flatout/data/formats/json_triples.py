@@ -1,15 +1,13 @@
 """JSON triples: a list of three [images, labels] pairs (train, validation, test), each image a flat list of numbers."""
 
-import gzip
 import math
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flatout.data.labels import find_class_list
+from flatout.data.formats.idx import open_maybe_compressed
 from flatout.data.pixels import to_uint8, value_range
 from flatout.data.source import DataRef, Source, assemble
 from flatout.data.splits import SPLITS
@@ -22,13 +20,11 @@ _BLOCK_IMAGES = 1000
 _LAYOUT = "three pairs [images, labels] for train, validation and test are expected"
 
 
-def recognise(path: Path, options: Data) -> DataRef | None:
+def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
     """Return the JSON triples in a file, by its name, or None."""
     if not path.name.lower().endswith(SUFFIXES) or not path.is_file():
         return None
-    class_list = find_class_list(options.classes, path.parent)
-    inputs = (path, class_list) if class_list else (path,)
-    return DataRef(kind=KIND, path=path, inputs=inputs, read=lambda: read(path, class_list))
+    return DataRef(kind=KIND, path=path, inputs=(path,), read=lambda: read(path, class_list))
 
 
 def read(path: Path, class_list: Path | None) -> Source:
@@ -36,24 +32,15 @@ def read(path: Path, class_list: Path | None) -> Source:
     import ijson
 
     try:
-        with path.open("rb") as raw:
-            is_compressed = raw.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if is_compressed else path.open("rb") as stream:
+        with open_maybe_compressed(path) as stream:
             # The third level holds lists (images) and plain values (labels) in turn.
             values = ijson.items(stream, "item.item.item", use_float=True, buf_size=1 << 20)
             splits = _convert(path, _parts(path, values))
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: is a damaged gzip file ({error}); get it again") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: is not UTF-8 text (byte {error.start})") from None
-    except ijson.IncompleteJSONError as error:
-        raise InputError(
-            f"{path}: the file ends in the middle or is no JSON: {_first_line(error)}; {_LAYOUT}"
-        ) from None
     except ijson.JSONError as error:
-        raise InputError(f"{path}: is no JSON: {_first_line(error)}; {_LAYOUT}") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        reason = str(error).partition("\n")[0].strip()
+        raise InputError(f"{path}: the file ends in the middle or is no JSON: {reason}; {_LAYOUT}") from None
     if len(splits) != 3:
         raise InputError(f"{path}: holds {len(splits)} pairs with images; {_LAYOUT}")
     return assemble(KIND, path, splits, class_list=class_list)
@@ -123,7 +110,3 @@ def _parts(path: Path, values: Iterable[Any]) -> Iterator[_Part]:
     part.end()
     if part.blocks:
         yield part
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].strip()

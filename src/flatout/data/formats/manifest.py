@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flatout.data.formats import folders
 from flatout.data.formats.folders import is_image_name, visible
-from flatout.data.labels import find_class_list, first_few
+from flatout.data.labels import first_few
 from flatout.data.source import DataRef, Source, assemble
 from flatout.data.splits import SPLITS, in_order, split_of, split_within, words_of
 from flatout.errors import InputError
@@ -59,7 +59,7 @@ class _Columns:
     flag: str
 
 
-def recognise(path: Path, options: Data) -> DataRef | None:
+def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
     """Return a CSV file, the CSV files of a folder that are named after splits, or a folder's only CSV file; or None.
 
     Many a tree of class folders has a CSV file of something else beside it: there, only one whose first row names an
@@ -81,9 +81,11 @@ def recognise(path: Path, options: Data) -> DataRef | None:
                 files[name] = file
         if "train" in files:
             files = in_order(files, path)
-        elif len(every) == 1 and (_names_image_first(every[0], options) or folders.recognise(path, options) is None):
+        elif len(every) == 1 and (
+            _names_image_first(every[0], options) or folders.recognise(path, class_list, options) is None
+        ):
             files = {"": every[0]}
-        elif len(every) > 1 and folders.recognise(path, options) is None:
+        elif len(every) > 1 and folders.recognise(path, class_list, options) is None:
             names = first_few([file.name for file in every], 5)
             raise InputError(
                 f"{path}: holds several CSV files ({names}); give the path of one, or name them train.csv, test.csv"
@@ -92,7 +94,6 @@ def recognise(path: Path, options: Data) -> DataRef | None:
             files = {}
     if not files:
         return None
-    class_list = find_class_list(options.classes, path if path.is_dir() else path.parent)
     return DataRef(kind=KIND, path=path, read=lambda: read(path, files, class_list, options))
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from flatout.data.formats.folders import visible
-from flatout.data.labels import find_class_list
 from flatout.data.pixels import channels_last, range_of, to_uint8
 from flatout.data.source import DataRef, Source, assemble
 from flatout.data.splits import SPLITS, in_order, split_within, words_of
@@ -23,13 +22,12 @@ _NAMES = "x_train, y_train, x_test, y_test, or images and labels"
 _LOAD_ERRORS = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
-def recognise(path: Path, options: Data) -> DataRef | None:
+def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
     """Return the `.npy` files of a folder, one `.npy` file with the labels beside it, an `.npz` file, or None.
 
     Raises:
         InputError: labels are missing, or two files could be the same.
     """
-    folder = path if path.is_dir() else path.parent
     suffix = "" if path.is_dir() else path.suffix.lower()
     pairs: dict[str, tuple[Path, Path]] = {}
     if path.is_dir() and (files := {file.stem: file for file in _npy_files(path)}):
@@ -38,24 +36,26 @@ def recognise(path: Path, options: Data) -> DataRef | None:
         pairs = {"train": (path, _labels_beside(path))}
     elif suffix != ".npz":
         return None
-    class_list = find_class_list(options.classes, folder)
-    files = [file for pair in pairs.values() for file in pair] or [path]
+    inputs = tuple(file for pair in pairs.values() for file in pair) or (path,)
     return DataRef(
         kind=KIND,
         path=path,
-        inputs=(*files, *([class_list] if class_list else [])),
-        read=lambda: read(path, pairs, class_list),
+        inputs=inputs,
+        read=lambda: read(path, pairs, class_list) if pairs else read_npz(path, class_list),
     )
 
 
 def read(path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | None) -> Source:
-    """Return the source of split -> (file of images, file of labels), or of an `.npz` file where there are no pairs."""
-    if not pairs:
-        return _read_npz(path, class_list)
-    return _source({split: (_load(x), _load(y)) for split, (x, y) in pairs.items()}, KIND, path, class_list)
+    """Return the source of split -> (file of images, file of labels)."""
+
+    def load(file: Path) -> np.ndarray:
+        return _loaded(str(file), lambda: np.lib.format.open_memmap(file, mode="r"))
+
+    return _source({split: (load(x), load(y)) for split, (x, y) in pairs.items()}, KIND, path, class_list)
 
 
-def _read_npz(path: Path, class_list: Path | None) -> Source:
+def read_npz(path: Path, class_list: Path | None) -> Source:
+    """Return the source of an `.npz` file."""
     # Opened here, as np.load leaves a file open that turns out to be damaged.
     with path.open("rb") as file:
         archive = _loaded(str(path), lambda: np.load(file, allow_pickle=False))
@@ -110,10 +110,6 @@ def _labels_beside(path: Path) -> Path:
         names = " and ".join(file.name for file in beside) or "no file"
         raise InputError(f"{path}: {names} beside it could be its labels; name one file {path.stem}_labels.npy")
     return beside[0]
-
-
-def _load(path: Path) -> np.ndarray:
-    return _loaded(str(path), lambda: np.lib.format.open_memmap(path, mode="r"))
 
 
 def _loaded(where: str, load: Callable[[], Any]) -> Any:
