@@ -111,8 +111,8 @@ def on_both(hosts: tuple[Host, Host], *arguments: str, second: tuple[str, ...] =
     return [start(hosts, rank, *arguments, *(second if rank else ())) for rank in (0, 1)]
 
 
-def start(hosts: tuple[Host, Host], rank: int, *arguments: str) -> subprocess.Popen[str]:
-    meeting = ("--nodes", "2", "--node-rank", str(rank), "--rendezvous", f"{hosts[0].address}:{PORT}")
+def start(hosts: tuple[Host, Host], rank: int, *arguments: str, nodes: str = "2") -> subprocess.Popen[str]:
+    meeting = ("--nodes", nodes, "--node-rank", str(rank), "--rendezvous", f"{hosts[0].address}:{PORT}")
     return hosts[rank].start(*arguments, "--out", "run", *meeting)
 
 
@@ -185,13 +185,39 @@ def test_losing_a_host_ends_the_other_one(hosts: tuple[Host, Host]) -> None:
     assert all("SIGKILL" in text for text in said)
 
 
-def wait_for_an_epoch(run: Path, processes: list[subprocess.Popen[str]]) -> None:
+def wait_for_an_epoch(run: Path, processes: list[subprocess.Popen[str]], epochs: int = 1) -> None:
     deadline = time.monotonic() + 120
-    while not (run / "metrics.jsonl").is_file():
+    metrics = run / "metrics.jsonl"
+    while not metrics.is_file() or len(metrics.read_text().splitlines()) < epochs:
         for process in processes:
             assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_elastic_hosts_continue_without_a_lost_one_and_take_a_new_one(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    run, length = hosts[0].folder / "run", ("--epochs", "40", "--batch-size", "200")
+    processes = [start(hosts, rank, *TRAIN, "--devices", "cpu", *length, nodes="1:2") for rank in (0, 1)]
+    wait_for_an_epoch(run, processes, 2)
+    processes[1].kill()
+    wait_for_an_epoch(run, processes[:1], len((run / "metrics.jsonl").read_text().splitlines()) + 2)
+    late = start(hosts, 1, *TRAIN, "--devices", "cpu", *length, nodes="1:2")
+    said = outputs([processes[0], late], timeout=200)
+    processes[1].communicate()
+    assert [processes[0].returncode, late.returncode] == [0, 0], "\n".join(said)
+    assert "restart 1 of 1 from the newest checkpoint" in said[0]
+    # On two hosts, on one, and on two again.
+    log = (run / "logs" / "rank-0.log").read_text()
+    assert [line.rpartition("  ")[2].split()[0] for line in log.splitlines() if " ranks; " in line] == ["2", "2"], log
+    assert log.count("resumed after") == 2
+
+    alone = tmp_path / "alone"
+    data = ["--data", str(hosts[0].folder / "digits.npz")]
+    assert main([*TRAIN, *data, *length, "--devices", "cpu", "--out", str(alone)]) == 0
+    assert summary(run)["images_trained"] == summary(alone)["images_trained"]
+    assert losses(run)[:3] == pytest.approx(losses(alone)[:3], rel=1e-3)
 
 
 def test_hosts_with_different_recipes_are_told_apart(hosts: tuple[Host, Host]) -> None:

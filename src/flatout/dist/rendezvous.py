@@ -100,6 +100,8 @@ class Rendezvous(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """See torch."""
         self._stop.set()
+        # torch tells the address in the first round only, so hosts that come later would wait for it.
+        self._bootstrap_store_info = None
         info = super().next_rendezvous()
         if info.rank == 0:
             info.store.set("attempt", str(self.base.add("attempts", 1) - 1))
