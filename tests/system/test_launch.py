@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -17,11 +18,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from flatout.console import Console
 from flatout.dist import heartbeat
 from flatout.dist.hosts import Hosts
-from flatout.dist.launcher import spawn
+from flatout.dist.launcher import run_on_devices, spawn
+from flatout.dist.world import World
 from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
 
 # What a run may take to end once something is wrong with it; and its start on a busy machine.
@@ -42,6 +45,13 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     assert eventually(lambda: not psutil.Process().children(recursive=True))
     assert eventually(lambda: not list(temporary.iterdir())), list(temporary.iterdir())
     assert eventually(lambda: listening() <= before)
+
+
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the launcher in this process take ranks for lost sooner."""
+    for name in ("SILENT_SECONDS", "STALLED_SECONDS", "GRACE_SECONDS"):
+        monkeypatch.setattr(heartbeat, name, 2.5)
 
 
 def listening() -> set[int]:
@@ -201,12 +211,11 @@ def fail(console: Console, logs: Path, how: str) -> None:
         ("exit", "ended with exit code 7 in epoch 1, step 17"),
         ("SIGKILL", "was killed by SIGKILL in epoch 1, step 17"),
         ("SIGSEGV", "was killed by SIGSEGV in epoch 1, step 17"),
-        pytest.param("SIGSTOP", r"did not answer for \d+ s in epoch 1, step 17 and was killed", marks=pytest.mark.slow),
-        pytest.param(
-            "hang", r"kept all others waiting for \d+ s in epoch 1, step 17 and was killed", marks=pytest.mark.slow
-        ),
+        ("SIGSTOP", r"did not answer for \d+ s in epoch 1, step 17 and was killed"),
+        ("hang", r"kept all others waiting for \d+ s in epoch 1, step 17 and was killed"),
     ],
 )
+@pytest.mark.usefixtures("short_limits")
 def test_a_lost_rank_ends_the_run_and_is_named(how: str, said: str, tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(TrainingFailed) as caught:
@@ -249,6 +258,88 @@ def refuse_on_one(console: Console) -> None:
 def test_what_one_rank_refuses_ends_the_run() -> None:
     with pytest.raises(InputError, match="not mine"):
         run(refuse_on_one)
+
+
+def call_different_collectives(console: Console, world: World, how: str) -> None:
+    world.barrier()
+    if how == "objects":
+        world.broadcast_object(1) if world.is_main else world.barrier()
+    world.all_reduce(torch.ones(1)) if world.is_main else world.broadcast([torch.ones(1)])
+
+
+@pytest.mark.usefixtures("short_limits")
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("objects", "rank 0 calls broadcast_object in .*call_different_collectives, rank 1 calls barrier in"),
+        ("tensors", r"rank 1 .* waited in broadcast .*rank 0 in all_reduce .* for \d+ s while starting and was killed"),
+    ],
+)
+def test_ranks_in_different_collectives_are_named(how: str, said: str) -> None:
+    """Otherwise they would wait for each other for ever."""
+    options: dict[str, Any] = {"spec": "2xcpu", "engine": "torch", "console": Console(), "threads": 1}
+    with pytest.raises(TrainingFailed, match=said):
+        run_on_devices(call_different_collectives, (how,), **options)
+
+
+# --- restarts ---------------------------------------------------------------------------------------------------------
+
+
+def die_on_each_rank_once(console: Console, folder: Path) -> tuple[int, str]:
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    step(attempt)
+    if attempt == int(os.environ[RANK]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if attempt < 2:
+        wait_for_the_others()
+    return attempt, os.environ["WORLD_SIZE"]
+
+
+def test_ranks_are_restarted_together(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    options: dict[str, Any] = {"names": TWO, "threads": 1, "console": Console(shown), "restarts": 2}
+    assert spawn(die_on_each_rank_once, (tmp_path,), **options) == (2, "2")
+    lines = shown.getvalue().splitlines()
+    assert len(lines) == 2
+    for rank, line in enumerate(lines):
+        said = rf"rank {rank} \(cpu, process \d+\) was killed by SIGKILL in epoch 1, step {rank}"
+        assert re.fullmatch(rf"{said}: restart {rank + 1} of 2 from the newest checkpoint", line)
+
+
+def refuse_once(console: Console, folder: Path) -> None:
+    (folder / f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}").touch()
+    raise InputError("not this")
+
+
+def test_wrong_input_is_not_tried_again(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not this"):
+        run(refuse_once, tmp_path, names=["cpu"], restarts=3)
+    assert [path.name for path in tmp_path.glob("attempt-*")] == ["attempt-0"]
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_temporary_folder_is_named() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        with pytest.raises(TrainingFailed, match="temporary folder cannot be written: File too large; .*TMPDIR"):
+            run(describe, Path("nowhere"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def die_while_reporting(console: Console) -> None:
+    Path.replace = lambda self, target: os._exit(9)  # pyright: ignore[reportAttributeAccessIssue]
+    os.replace = Path.replace  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_rank_that_dies_while_it_writes_its_outcome_is_named() -> None:
+    with pytest.raises(TrainingFailed, match="rank 0 .* ended with exit code 9"):
+        run(die_while_reporting, names=["cpu"])
 
 
 def start_grandchild(console: Console) -> int:
@@ -313,6 +404,23 @@ def test_a_signal_reaches_all_ranks_and_they_end_by_themselves(number: int, erro
     _, said = launcher.communicate(timeout=END_SECONDS)
     assert said.splitlines()[-1] == f"flatout.errors.{error}"
     assert {path.name for path in tmp_path.glob("stopped-*")} == {"stopped-0", "stopped-1"}
+
+
+def wait_for_each_other(console: Console, folder: Path) -> None:
+    # As in a collective of torch's, where Python handles no signals.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+    (folder / f"pid-{os.environ[RANK]}").write_text(str(os.getpid()))
+    step(1)
+    wait_for_the_others()
+
+
+def test_sigterm_ends_ranks_that_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLATOUT_TIMEOUT_SCALE", "0.3")
+    launcher, pids = start_launcher(tmp_path, wait_for_each_other)
+    launcher.send_signal(signal.SIGTERM)
+    _, said = launcher.communicate(timeout=END_SECONDS)
+    assert said.splitlines()[-1] == "flatout.errors.Stopped: 15"
+    assert not any(map(is_alive, pids))
 
 
 def ignore_signals(console: Console, folder: Path) -> None:
@@ -464,12 +572,22 @@ ALONE = """
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("stop", "does not answer,"), ("hang", "keeps all others waiting,"), ("die", "is gone, last seen")],
+    [
+        ("stop", r"did not answer for \d+ s,"),
+        ("hang", r"kept all others waiting for \d+ s,"),
+        ("die", "is gone, last seen"),
+    ],
 )
 def test_ranks_without_a_launcher_of_ours_end_together(how: str, said: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(ALONE), str(tmp_path)]
     ranks = [
-        subprocess.Popen([*command, str(rank), how], stderr=subprocess.PIPE, text=True, start_new_session=True)
+        subprocess.Popen(
+            [*command, str(rank), how],
+            env={**os.environ, "FLATOUT_TIMEOUT_SCALE": "0.3"},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         for rank in (0, 1)
     ]
     try:

@@ -195,9 +195,7 @@ def wait_for_an_epoch(run: Path, processes: list[subprocess.Popen[str]], epochs:
         time.sleep(0.05)
 
 
-def test_elastic_hosts_continue_without_a_lost_one_and_take_a_new_one(
-    hosts: tuple[Host, Host], tmp_path: Path
-) -> None:
+def test_elastic_hosts_continue_without_a_lost_one_and_take_a_new_one(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     run, length = hosts[0].folder / "run", ("--epochs", "40", "--batch-size", "200")
     processes = [start(hosts, rank, *TRAIN, "--devices", "cpu", *length, nodes="1:2") for rank in (0, 1)]
     wait_for_an_epoch(run, processes, 2)

@@ -49,19 +49,9 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """The state of one rank.
+    """What one rank has written, times by time.monotonic; an observer adds the last two.
 
-    Attributes:
-        pid: its process; 0 until it has started.
-        rank, device: its number among all ranks and torch's name of its device.
-        beat: time.monotonic of the last heartbeat.
-        epoch, step: the position in training: epochs done (-1 before training) and steps done in the next one.
-        phase: what it does.
-        since: time.monotonic of the last change of position or phase.
-        longest: seconds of the longest piece of work between two changes.
-        collectives: the number of collective operations that it has begun.
-        doing: the collective it waits in, or the work that the others wait for.
-        silent_seconds, stalled_seconds: how long an observer has seen no heartbeat, no change.
+    `epoch` and `step` are the epochs done (-1 before training) and the steps done in the next one.
     """
 
     pid: int
@@ -71,8 +61,10 @@ class RankState:
     epoch: int
     step: int
     phase: Phase
+    # The last change of position or phase, and the longest work between two.
     since: float
     longest: float
+    # How many collective operations it has begun; which one it waits in, or the work that the others wait for.
     collectives: int = 0
     doing: str = ""
     silent_seconds: float = 0.0
@@ -99,12 +91,7 @@ _SLOT = np.dtype([(field.name, _TYPES[field.type]) for field in fields(RankState
 
 
 class Board:
-    """The shared memory with one slot for each rank of this host.
-
-    Attributes:
-        path: where other processes open it.
-        owner: the process that made it.
-    """
+    """The shared memory with one slot for each rank of this host, made by process `owner`; others open `path`."""
 
     def __init__(self, memory: "mmap.mmap | bytearray", path: str = "", file: int = -1) -> None:
         self._memory, self.path, self._file = memory, path, file
@@ -154,14 +141,10 @@ def attach(path: str, local_rank: int, device: str, *, rank: int | None = None) 
 
 
 class Heartbeat:
-    """One rank's slot, for writing.
-
-    Attributes:
-        lost: why this rank cannot continue; empty while it can.
-    """
+    """One rank's slot, for writing."""
 
     def __init__(self, board: Board, local_rank: int, device: str, rank: int) -> None:
-        self.board, self.local_rank, self.lost = board, local_rank, ""
+        self.board = board
         self._slot = {name: board.slots[name][local_rank : local_rank + 1] for name in _SLOT.names or ()}
         self.phase, self._outer = Phase.STARTING, [Phase.STARTING]
         self._since, self._longest = time.monotonic(), 0.0
@@ -200,12 +183,10 @@ class Heartbeat:
         """Mark the end: the other ranks no longer need this one."""
         self._enter(Phase.ENDED)
 
-    def watch(self, parent: int, on_lost: Callable[[str], None] | None = None) -> None:
+    def watch(self, parent: int, on_lost: Callable[[str], None] = lambda reason: None) -> None:
         """Start the thread that writes heartbeats and watches the parent process and the other ranks.
 
-        Args:
-            parent: the process that started this one.
-            on_lost: called with the reason before the thread ends this process.
+        Before it ends this process it calls `on_lost` with the reason.
         """
         if self.phase != Phase.ENDED:
             threading.Thread(target=_watch, args=(self, parent, on_lost), name="heartbeat", daemon=True).start()
@@ -319,43 +300,35 @@ def end_process(pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _watch(heartbeat: Heartbeat, parent: int, on_lost: Callable[[str], None] | None) -> None:
+def _watch(heartbeat: Heartbeat, parent: int, on_lost: Callable[[str], None]) -> None:
     """Write heartbeats; end this process when its parent or another rank of this host is gone."""
-    observer = Observer(heartbeat.board)
+
+    def lose(reason: str) -> None:
+        _log(f"{reason}: this rank ends")
+        on_lost(reason)
+
+    observer, own = Observer(heartbeat.board), os.getpid()
     while True:
         heartbeat.beat()
         peers = [state for state in observer.read() if state.phase != Phase.ENDED]
         if os.getppid() != parent:
-            _lose(heartbeat, "the process that started this rank is gone", on_lost)
+            lose("the process that started this rank is gone")
             # Stopped ranks cannot end themselves.
-            for pid in [state.pid for state in peers if state.pid != os.getpid()] + [os.getpid()]:
+            for pid in [state.pid for state in peers if state.pid != own] + [own]:
                 end_process(pid)
         if heartbeat.phase != Phase.ENDED:
             gone = next((state for state in peers if _status(state.pid) in ("", "zombie", "dead")), None)
             if gone:
-                _lose(heartbeat, f"{gone.name} is gone, last seen {gone.position}", on_lost)
+                lose(f"{gone.name} is gone, last seen {gone.position}")
                 time.sleep(GRACE_SECONDS)
                 if heartbeat.phase != Phase.ENDED:
-                    end_process(os.getpid())
-            if heartbeat.board.owner != parent:
-                _end_lost(peers)
+                    end_process(own)
+            lost = find_lost(peers) if heartbeat.board.owner != parent else None
+            # No launcher of ours looks at the board: the lowest rank that is well acts.
+            if lost and next((state.pid for state in peers if state is not lost[0]), 0) == own:
+                _log(f"{lost[0].name} {lost[1]}, {lost[0].position}: it is ended")
+                end_process(lost[0].pid)
         time.sleep(BEAT_SECONDS)
-
-
-def _end_lost(peers: list[RankState]) -> None:
-    """End a rank that is stopped or hangs, if this rank is the lowest that is well."""
-    lost = find_lost(peers)
-    well = [state.pid for state in peers if not lost or state is not lost[0]]
-    if lost and well and well[0] == os.getpid():
-        _log(f"{lost[0].name} {lost[1]}, {lost[0].position}: it is ended")
-        end_process(lost[0].pid)
-
-
-def _lose(heartbeat: Heartbeat, reason: str, on_lost: Callable[[str], None] | None) -> None:
-    heartbeat.lost = reason
-    _log(f"{reason}: this rank ends")
-    if on_lost:
-        on_lost(reason)
 
 
 def _log(text: str) -> None:

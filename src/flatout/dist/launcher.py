@@ -37,10 +37,8 @@ def run_on_devices(
     """Call function(console, world, *args) on every rank, with a joined world; return what the first rank returns.
 
     Args:
-        function: it and its arguments may be defined in `__main__`, such as a notebook.
-        args: its arguments.
-        spec: the devices of this host.
-        engine: `torch` or `xla`.
+        function, args: they may be defined in `__main__`, such as a notebook.
+        spec, engine: the devices of this host, and what drives them.
         console: shows what rank 0's console prints.
         hosts: the hosts of the run; each calls this. Default: this one alone.
         restarts: how often the ranks are started again after one was lost. Default: as often as hosts may be lost.
@@ -144,7 +142,8 @@ def _run(
             ) from None
         signals = stack.enter_context(_handling(Signals()))
         rendezvous = Rendezvous.open(hosts)
-        agent = Agent(names, folder, rendezvous, _environment(threads), restarts, console, signals)
+        agent = Agent(names, folder, rendezvous, restarts, console, signals)
+        agent.environment = _environment(threads)
         stack.callback(agent.close)
         rendezvous.check()
         kind, where = InputError, f"--rendezvous {hosts.rendezvous}"

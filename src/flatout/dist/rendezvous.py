@@ -78,7 +78,7 @@ class Rendezvous(DynamicRendezvousHandler):
 
     def check(self) -> None:
         """Check that the hosts agree on --nodes; raises InputError if not."""
-        if self.hosts.most == 1:
+        if not self.are_several:
             return
         self.base.add("came", 1)
         if self.hosts.node_rank is not None:
@@ -88,6 +88,11 @@ class Rendezvous(DynamicRendezvousHandler):
             problem = f"hosts disagree on --nodes: {nodes} and {self.hosts.nodes}"
             self.end_run(problem)
             raise InputError(problem)
+
+    @property
+    def are_several(self) -> bool:
+        """Whether the run has more than one host."""
+        return self.hosts.most > 1
 
     @property
     def use_agent_store(self) -> bool:
@@ -119,7 +124,7 @@ class Rendezvous(DynamicRendezvousHandler):
         """Start to tell the other hosts the states of this host's ranks, and to read theirs."""
         self.others, self.failure, self.silent, self._waiting = [], "", "", 0
         self._answered = time.monotonic()
-        if self.hosts.most > 1:
+        if self.are_several:
             self._stop = threading.Event()
             threading.Thread(target=self._exchange, args=(rank, size, read, self._stop), daemon=True).start()
 
@@ -144,7 +149,7 @@ class Rendezvous(DynamicRendezvousHandler):
 
     def look(self) -> str:
         """Return why the ranks of this host cannot go on: another host has failed or no longer answers; empty if not."""
-        if self.hosts.most > 1 and not self.is_server and time.monotonic() - self._answered > SILENT_SECONDS:
+        if self.are_several and not self.is_server and time.monotonic() - self._answered > SILENT_SECONDS:
             self.silent = f"the host at --rendezvous {self.hosts.rendezvous} no longer answers"
         return self.failure or self.silent
 
@@ -155,14 +160,15 @@ class Rendezvous(DynamicRendezvousHandler):
 
     def missing(self) -> str:
         """Return which hosts have not come, for messages."""
+        least = self.hosts.least
         if self.hosts.node_rank is None:
-            return f"only {self.base.add('came', 0)} of {self.hosts.least} hosts came"
-        missing = [node for node in range(self.hosts.least) if not self.base.check([f"node {node}"])]
-        return f"node {', '.join(map(str, missing))} did not come"
+            return f"only {self.base.add('came', 0)} of {least} hosts came"
+        nodes = [str(node) for node in range(least) if not self.base.check([f"node {node}"])]
+        return f"node {', '.join(nodes)} did not come"
 
     def end_run(self, failure: str) -> None:
         """End the run on all hosts; the first reason counts."""
-        if self.hosts.most > 1 and not self.is_stuck:
+        if self.are_several and not self.is_stuck:
             with contextlib.suppress(RuntimeError):
                 self.base.compare_set("failure", "", f"{self.hosts.name}: {failure}")
 
@@ -182,7 +188,7 @@ class Rendezvous(DynamicRendezvousHandler):
             return
         with contextlib.suppress(Exception):
             self.shutdown()
-            if self.hosts.most > 1:
+            if self.are_several:
                 left, came = self.base.add("left", 1), self.base.add("came", 0)
                 until = time.monotonic() + _FAREWELL_SECONDS
                 while self.is_server and not self.silent and left < came and time.monotonic() < until:
@@ -194,15 +200,11 @@ def _open_store(hosts: Hosts) -> tuple[TCPStore, bool]:
     """Return the store, and whether this host keeps it."""
     address, port = hosts.address
     where = f"--rendezvous {hosts.rendezvous}"
-    try:
-        is_here = hosts.most == 1 or hosts.node_rank == 0 or (hosts.node_rank is None and _is_own(address))
-    except socket.gaierror as error:
-        raise InputError(f"{where}: {error.strerror}") from None
-    if is_here:
+    if not hosts.node_rank:
         try:
             return serve_store(address, port), True
         except OSError as error:
-            if hosts.node_rank == 0:
+            if hosts.node_rank == 0 or isinstance(error, socket.gaierror):
                 raise InputError(
                     f"{where}: this host cannot listen there: {error.strerror}; it must be a free port of an address of "
                     "the host with --node-rank 0"
@@ -223,14 +225,3 @@ def _open_store(hosts: Hosts) -> tuple[TCPStore, bool]:
         return TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=30)), False
     except RuntimeError:
         raise InputError(f"{where}: another program than flatout answers; is it the right port?") from None
-
-
-def _is_own(address: str) -> bool:
-    """Return whether an address belongs to this host."""
-    family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind(target)
-        except OSError:
-            return False
-    return True
