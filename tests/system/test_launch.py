@@ -272,7 +272,7 @@ def call_different_collectives(console: Console, world: World, how: str) -> None
     ("how", "said"),
     [
         ("objects", "rank 0 calls broadcast_object in .*call_different_collectives, rank 1 calls barrier in"),
-        ("tensors", r"rank 1 .* waited in broadcast .*rank 0 in all_reduce .* for \d+ s while starting and was killed"),
+        ("tensors", r"rank 1 .* waited in broadcast .*rank 0 in sum .* for \d+ s while starting and was killed"),
     ],
 )
 def test_ranks_in_different_collectives_are_named(how: str, said: str) -> None:
@@ -325,7 +325,7 @@ def test_a_full_temporary_folder_is_named() -> None:
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-        with pytest.raises(TrainingFailed, match="temporary folder cannot be written: File too large; .*TMPDIR"):
+        with pytest.raises(TrainingFailed, match=r"temporary folder cannot be written: File too large; .*TMPDIR"):
             run(describe, Path("nowhere"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -338,7 +338,7 @@ def die_while_reporting(console: Console) -> None:
 
 
 def test_a_rank_that_dies_while_it_writes_its_outcome_is_named() -> None:
-    with pytest.raises(TrainingFailed, match="rank 0 .* ended with exit code 9"):
+    with pytest.raises(TrainingFailed, match=r"rank 0 .* ended with exit code 9"):
         run(die_while_reporting, names=["cpu"])
 
 
