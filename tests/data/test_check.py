@@ -66,11 +66,6 @@ def test_every_flaw_is_found(flawed: Path):
     assert names(result.conflicts) == {other}
 
 
-def test_headers_alone_miss_what_is_cut_off(flawed: Path):
-    result = check(recognise(flawed).read(), decode=False)
-    assert [bad.name for bad in result.unreadable] == ["test/a/page.jpg", "test/a/void.png"]
-
-
 def test_file_that_is_gone_by_now(flawed: Path):
     source = recognise(flawed).read()
     (flawed / "train" / "a" / "2.jpg").unlink()

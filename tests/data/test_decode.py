@@ -54,7 +54,7 @@ def distance(path: Path, size: int, channels: int = 3, resize: str = "stretch") 
 def refusal(path: Path) -> str:
     with pytest.raises(BadImage) as caught:
         decode_image(path, size=8, channels=3, resize="stretch")
-    return caught.value.reason
+    return str(caught.value)
 
 
 # Against Pillow, on real photographs
@@ -164,7 +164,6 @@ def test_of_an_animation_the_first_frame_is_taken(tmp_path):
     frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "lime", "blue")]
     file = saved(frames[0], tmp_path / "a.gif", save_all=True, append_images=frames[1:])
     assert np.array_equal(decode_image(file, size=1, channels=3, resize="stretch"), [[[255, 0, 0]]])
-    assert read_header(file).frames == 3
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "gif", "webp", "bmp"])
@@ -293,7 +292,7 @@ def test_a_decompression_bomb_is_refused_from_its_header(tmp_path):
 def test_a_large_image_within_the_limit_passes_without_a_warning(tmp_path):
     (tmp_path / "a.png").write_bytes(png_header(10_000, 10_000))  # Pillow warns from 89 million pixels on
     header = read_header(tmp_path / "a.png")
-    assert (header.width, header.height, header.mode, header.frames) == (10_000, 10_000, "RGB", 1)
+    assert (header.width, header.height, header.mode) == (10_000, 10_000, "RGB")
     assert "truncated or damaged" in refusal(tmp_path / "a.png")
 
 
@@ -314,7 +313,7 @@ def test_header_of_a_jpeg_is_as_stored(tmp_path):
     smooth_picture(30, 20).save(buffer, "JPEG", exif=exif)
     (tmp_path / "a.jpg").write_bytes(buffer.getvalue())
     header = read_header(tmp_path / "a.jpg")
-    assert (header.width, header.height, header.mode, header.frames) == (30, 20, "RGB", 1)
+    assert (header.width, header.height, header.mode) == (30, 20, "RGB")
 
 
 # Large images, and what is no file

@@ -9,12 +9,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from flatout.data import bad_images, pack_files
+from flatout.data import pack_files
 from flatout.data.cache import lock, make_room, temporary_folder
 from flatout.data.decode import RESIZE_METHOD, BadImage, decode_image, resize_images
 from flatout.data.digests import combined_digest, digest_files
@@ -23,6 +24,8 @@ from flatout.data.pack_files import DamagedPack
 from flatout.data.source import DataRef, Source
 from flatout.errors import DiskFull, InputError
 from flatout.files import NO_SPACE, printable
+
+_EXAMPLES = 20
 
 
 def load_pack(data: DataRef | Source, settings: PackSettings, *, cache: Path | None, report: Progress) -> Pack:
@@ -56,7 +59,7 @@ def build_pack(data: DataRef | Source, settings: PackSettings, folder: Path, rep
     """Make a pack in a new folder. If the process is killed, the same call continues where it ended.
 
     Raises:
-        InputError: the folder exists; the data is a pack already, or as for `load_pack`.
+        InputError: the folder exists, the data is a pack already, or as for `load_pack`.
     """
     if isinstance(data, DataRef) and data.kind == "pack":
         raise InputError(f"{data.path}: is a pack already; give the data that it was made from")
@@ -79,7 +82,6 @@ def _read(data: DataRef | Source) -> Source:
 
 
 def _fitting(pack: Pack, settings: PackSettings) -> Pack:
-    """Return the pack if it is what the settings ask for."""
     size, _, channels = pack.images.shape[1:]
     has, wants = (size, channels, pack.resize), (settings.size, settings.channels, settings.resize)
     if has != wants:
@@ -174,7 +176,7 @@ def _from_cache(key: str, data: DataRef | Source, settings: PackSettings, folder
 
 
 def _open_cached(target: Path, report: Progress) -> Pack | None:
-    """Return the pack if it is there; it is there completely or not at all, since it gets its name last."""
+    """Return the pack if it is there, which it is only when it is complete."""
     if not target.exists():
         return None
     try:
@@ -207,7 +209,7 @@ def _partial(target: Path) -> Path:
 
 @contextmanager
 def _building(target: Path, report: Progress) -> Iterator[None]:
-    """Hold the right to make one pack. The system takes it from a process that is killed."""
+    """Hold the right to make one pack, which ends with the process."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         descriptor = lock(_lock_file(target), wait=False)
@@ -224,8 +226,6 @@ def _building(target: Path, report: Progress) -> Iterator[None]:
 
 
 class _NotWritable(InputError):
-    """A folder for packs that cannot be written."""
-
     def __init__(self, folder: Path, error: OSError) -> None:
         super().__init__(
             f"{folder}: cannot be written ({error.strerror}); choose another folder (for the cache: set FLATOUT_CACHE)"
@@ -247,21 +247,21 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
     from flatout import __version__
 
     started = time.perf_counter()
-    partial = _partial(target)
+    unfinished = _partial(target)
     try:
-        partial.mkdir(parents=True, exist_ok=True)
+        unfinished.mkdir(parents=True, exist_ok=True)
         blocks, bad = pack_files.write_images(
-            partial,
+            unfinished,
             key=key,
             count=len(source),
             image_shape=settings.image_shape,
-            fill=_fill(source, settings),
+            fill=partial(_fill, source, settings),
             report=report,
         )
         files = source.files or ()
         skipped = {printable(files[index]): reason for index, reason in sorted(bad.items())}
         _judge(skipped, len(source), settings)
-        kept = bad_images.without(source, bad) if bad else source
+        kept = source.without(bad) if bad else source
         description = {
             "flatout_version": __version__,
             "kind": kept.kind,
@@ -279,9 +279,9 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
             "blocks": [[block.rows, block.crc32] for block in blocks],
             "build_seconds": time.perf_counter() - started,
         }
-        pack_files.publish(partial, target, kept.labels, description)
+        pack_files.publish(unfinished, target, kept.labels, description)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         if error.errno in NO_SPACE:
             needed = len(source) * int(np.prod(settings.image_shape))
             free = shutil.disk_usage(target.parent).free
@@ -293,33 +293,40 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
     return replace(open_pack(target, verify=False), was_cached=False)
 
 
-def _fill(source: Source, settings: PackSettings) -> pack_files.Fill:
+def _fill(source: Source, settings: PackSettings, start: int, stop: int, out: np.ndarray) -> dict[int, str]:
+    """Put samples into `out` [stop - start, H, W, C]; return index -> reason of the bad ones."""
     how = {"size": settings.size, "channels": settings.channels, "resize": settings.resize}
-
-    def from_files(start: int, stop: int, out: np.ndarray) -> dict[int, str]:
-        assert source.files is not None
-        bad = {}
-        for index in range(start, stop):
-            try:
-                out[index - start] = decode_image(source.files[index], **how)
-            except BadImage as error:
-                bad[index] = error.reason
-        return bad
-
-    def from_arrays(start: int, stop: int, out: np.ndarray) -> dict[int, str]:
-        images = source.images
-        assert images is not None
+    bad: dict[int, str] = {}
+    if (images := source.images) is not None:
         out[:] = resize_images(images[start:stop], **how)
         if isinstance(images, np.memmap) and images.mode == "r" and hasattr(mmap, "MADV_DONTNEED"):
             # Pages read through the map no longer count as memory of this process; touching them brings them back.
             images._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
-        return {}
-
-    return from_files if source.images is None else from_arrays
+    else:
+        assert source.files is not None
+        for index in range(start, stop):
+            try:
+                out[index - start] = decode_image(source.files[index], **how)
+            except BadImage as error:
+                bad[index] = str(error)
+    return bad
 
 
 def _judge(skipped: dict[str, str], total: int, settings: PackSettings) -> None:
-    bad_images.judge(skipped, total, on_bad_image=settings.on_bad_image, max_bad_share=settings.max_bad_share)
+    """Refuse bad images (file -> reason) among `total`: all for "stop", more than `max_bad_share` for "skip"."""
+    lines = [f"{file}: {reason}" for file, reason in skipped.items()]
+    if lines and settings.on_bad_image == "stop":
+        raise InputError(
+            f"{len(lines):,} of {total:,} images cannot be used; repair or remove them, or leave them out with "
+            "--on-bad-image skip:\n" + "\n".join(lines)
+        )
+    share, allowed = len(lines) / total, settings.max_bad_share
+    if share > allowed:
+        more = [f"and {len(lines) - _EXAMPLES:,} more"] if len(lines) > _EXAMPLES else []
+        raise InputError(
+            f"{len(lines):,} of {total:,} images ({share:.2%}) cannot be used, more than data.max_bad_share = "
+            f"{allowed} ({allowed:.2%}) allows; repair them or raise it:\n" + "\n".join([*lines[:_EXAMPLES], *more])
+        )
 
 
 def _refuse_existing(folder: Path) -> None:

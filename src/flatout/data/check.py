@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,75 +76,63 @@ class CheckResult:
 
     def lines(self) -> list[str]:
         """Return everything as lines of text; long lists are cut, with a count."""
-        sizes = {split: sum(counts.values()) for split, counts in self.counts.items()}
         classes = tuple(next(iter(self.counts.values())))
-        lines = [describe(self.kind, classes, {split: (0, size) for split, size in sizes.items()})]
-        lines += [f"note: {note}" for note in self.notes]
-        lines += self._count_lines(classes)
-        for name, extent in (("width: ", self.widths), ("height:", self.heights)):
-            if extent:
-                lines.append(f"{name} {extent.smallest} to {extent.largest} pixels, median {extent.median}")
+        spans = {split: (0, sum(counts.values())) for split, counts in self.counts.items()}
+        lines = [describe(self.kind, classes, spans), *(f"note: {note}" for note in self.notes)]
+        shown = classes[:_LISTED]
+        width = max(len(name) for name in ("class", *shown))
+        lines.append(f"{'class':{width}}" + "".join(f"{split:>10}" for split in self.counts))
+        lines += [f"{name:{width}}" + "".join(f"{n[name]:>10,}" for n in self.counts.values()) for name in shown]
+        if len(classes) > len(shown):
+            lines.append(f"and {len(classes) - len(shown):,} more classes")
+        for split, counts in self.counts.items():
+            lines.append(f"images per class in {split}: {min(counts.values()):,} to {max(counts.values()):,}")
+        for name, sizes in (("width: ", self.widths), ("height:", self.heights)):
+            if sizes:
+                lines.append(f"{name} {sizes.smallest} to {sizes.largest} pixels, median {sizes.median}")
         lines.append("modes: " + (", ".join(f"{mode} {count:,}" for mode, count in self.modes.items()) or "none"))
-        lines += _section("unreadable files", [f"{bad.name}: {bad.reason}" for bad in self.unreadable])
+        sections = {"unreadable files": [f"{bad.name}: {bad.reason}" for bad in self.unreadable]}
         for title, groups in (
             ("groups of identical images", self.duplicates),
             ("identical images in more than one split", self.across_splits),
             ("identical images with different classes", self.conflicts),
         ):
-            shown = [" = ".join(f"{s.name} ({s.split}, {s.class_name})" for s in group) for group in groups]
-            lines += _section(title, shown)
-        return lines
-
-    def _count_lines(self, classes: Sequence[str]) -> list[str]:
-        shown = classes[:_LISTED]
-        width = max(len(name) for name in ("class", *shown))
-        lines = [f"{'class':{width}}" + "".join(f"{split:>10}" for split in self.counts)]
-        lines += [f"{name:{width}}" + "".join(f"{n[name]:>10,}" for n in self.counts.values()) for name in shown]
-        if len(classes) > len(shown):
-            lines.append(f"and {len(classes) - len(shown):,} more classes")
-        for split, counts in self.counts.items():
-            least, most = min(counts.values()), max(counts.values())
-            lines.append(f"images per class in {split}: {least:,} to {most:,}")
+            sections[title] = [" = ".join(f"{s.name} ({s.split}, {s.class_name})" for s in group) for group in groups]
+        for title, items in sections.items():
+            lines.append(f"{title}: {f'{len(items):,}' if items else 'none'}")
+            lines += [f"  {item}" for item in items[:_LISTED]]
+            if len(items) > _LISTED:
+                lines.append(f"  and {len(items) - _LISTED:,} more")
         return lines
 
 
-def _section(title: str, items: list[str]) -> list[str]:
-    lines = [f"{title}: {len(items):,}" if items else f"{title}: none"]
-    lines += [f"  {item}" for item in items[:_LISTED]]
-    if len(items) > _LISTED:
-        lines.append(f"  and {len(items) - _LISTED:,} more")
-    return lines
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Look:
-    digest: bytes | None
-    width: int = 0
-    height: int = 0
-    mode: str = ""
-    reason: str = ""
+    digest: bytes
+    width: int
+    height: int
+    mode: str
 
 
-def check(source: Source, *, decode: bool = True) -> CheckResult:
-    """Return what is in a data set and what is wrong with it; nothing is changed.
-
-    Args:
-        source: the data.
-        decode: whether to decode every image file, which finds damaged ones; otherwise only headers are read.
-    """
+def check(source: Source) -> CheckResult:
+    """Return what is in a data set and what is wrong with it; every image file is decoded, nothing is changed."""
     if source.files is not None:
         with ThreadPoolExecutor(usable_cores()) as pool:
-            looks = list(pool.map(lambda path: _look_at_file(path, decode), source.files))
+            looks = list(pool.map(_look_at, source.files))
     else:
-        looks = list(_look_at_arrays(source))
-    readable = [look for look in looks if not look.reason]
-    samples = _samples(source)
+        assert source.images is not None
+        height, width, channels = source.images.shape[1:]
+        mode = "L" if channels == 1 else "RGB"
+        looks = [_Look(_digest(image.tobytes()), width, height, mode) for image in source.images]
+    readable = [look for look in looks if isinstance(look, _Look)]
     groups: dict[bytes, list[Sample]] = defaultdict(list)
-    for sample, look in zip(samples, looks, strict=True):
-        if look.digest is not None:
+    unreadable: list[Unreadable] = []
+    for sample, look in zip(_samples(source), looks, strict=True):
+        if isinstance(look, _Look):
             groups[look.digest].append(sample)
+        else:
+            unreadable.append(Unreadable(name=sample.name, reason=look))
     duplicates = tuple(tuple(group) for group in groups.values() if len(group) > 1)
-    bad = ((sample.name, look.reason) for sample, look in zip(samples, looks, strict=True) if look.reason)
     return CheckResult(
         kind=source.kind,
         path=str(source.path) if source.path is not None else None,
@@ -152,7 +140,7 @@ def check(source: Source, *, decode: bool = True) -> CheckResult:
         widths=_sizes([look.width for look in readable]),
         heights=_sizes([look.height for look in readable]),
         modes=dict(Counter(look.mode for look in readable).most_common()),
-        unreadable=tuple(Unreadable(name=name, reason=reason) for name, reason in bad),
+        unreadable=tuple(unreadable),
         duplicates=duplicates,
         across_splits=tuple(group for group in duplicates if len({sample.split for sample in group}) > 1),
         conflicts=tuple(group for group in duplicates if len({sample.class_name for sample in group}) > 1),
@@ -160,40 +148,31 @@ def check(source: Source, *, decode: bool = True) -> CheckResult:
     )
 
 
-def _look_at_file(path: Path, decode: bool) -> _Look:
-    from flatout.data.decode import BadImage, decode_image, read_header
+def _look_at(path: Path) -> _Look | str:
+    """Return what is known of an image file, or the reason why it is unreadable."""
+    from flatout.data.decode import BadImage, decode_image, read_file, read_header
 
     try:
-        header = read_header(path)
-        if decode:
-            decode_image(path, size=_DECODED_SIZE, channels=3, resize="stretch")
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
-    except OSError as error:
-        return _Look(digest=None, reason=f"cannot be read: {error.strerror}")
+        data = read_file(path)
+        header = read_header(data)
+        decode_image(data, size=_DECODED_SIZE, channels=3, resize="stretch")
     except BadImage as error:
-        return _Look(digest=None, reason=error.reason)
-    return _Look(digest=digest, width=header.width, height=header.height, mode=header.mode)
+        return str(error)
+    return _Look(_digest(data), header.width, header.height, header.mode)
 
 
-def _look_at_arrays(source: Source) -> Iterable[_Look]:
-    assert source.images is not None
-    height, width, channels = source.images.shape[1:]
-    for image in source.images:
-        digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
-        yield _Look(digest=digest, width=width, height=height, mode="L" if channels == 1 else "RGB")
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def _samples(source: Source) -> list[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     folder = source.path if source.path is None or source.path.is_dir() else source.path.parent
-    samples: list[Sample] = []
     for split, (start, stop) in source.splits.items():
         for i in range(start, stop):
             name = f"{split}[{i - start}]"
             if source.files is not None:
                 name = printable(str(source.files[i]).removeprefix(f"{folder}{os.sep}"))
-            samples.append(Sample(name=name, split=split, class_name=source.classes[source.labels[i]]))
-    return samples
+            yield Sample(name=name, split=split, class_name=source.classes[source.labels[i]])
 
 
 def _sizes(values: list[int]) -> Sizes | None:

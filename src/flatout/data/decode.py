@@ -11,6 +11,7 @@ is damaged, incomplete, no image, or larger than the limit is a `BadImage` with 
 Shape letters: N images, H height, W width, C channels.
 """
 
+import codecs
 import contextlib
 import io
 import os
@@ -25,24 +26,21 @@ import numpy as np
 
 from flatout.errors import InputError
 
+# The exact method, part of every pack. Change it whenever a pixel can change.
 RESIZE_METHOD = (
     "bilinear, antialiased (triangle filter as wide as the reduction), 8-bit, torch.nn.functional.interpolate; "
     "JPEG by libjpeg-turbo: scaled in the DCT by 1/2, 1/4 or 1/8 where at least 1.3 times the target remains, "
     "chroma replicated where the whole reduction is at least 2; other formats over 2^25 pixels averaged by a whole "
     "factor first where at least 2.6 times the target remains; 16-bit grey by its bits in use; version 3"
 )
-"""The exact method, part of every pack. Change it whenever a pixel can change."""
 
 LIMIT = "FLATOUT_MAX_PIXELS"
+# Larger images (512 MiB of RGB) are refused from the header, before memory is taken; Pillow's limit for an error.
 MAX_PIXELS = 2 * 89_478_485
-"""Larger images (512 MiB of RGB) are refused from the header, before memory is taken, unless FLATOUT_MAX_PIXELS says
-otherwise. Pillow's limit for an error."""
-
+# Larger images that Pillow decodes (4 bytes for each pixel) are decoded one at a time, and converted by strips.
 LARGE_PIXELS = 2**25
-"""Larger images that Pillow decodes (4 bytes for each pixel) are decoded one at a time, and converted by strips."""
-
+# Larger files are refused without reading them: some other file, named as an image.
 MAX_FILE_BYTES = 2**31
-"""Larger files are refused without reading them: some other file, named as an image."""
 
 # What the cheaper ways to decode leave out is hidden by the antialiased resize behind them, if that still reduces by
 # this much after scaling in the DCT, or in all where chroma is replicated rather than interpolated.
@@ -51,6 +49,7 @@ MIN_REDUCTION_FOR_REPLICATED_CHROMA = 2
 
 JPEG_START = b"\xff\xd8\xff"
 EXIF_ORIENTATION = 0x0112
+_EXIF_WITHIN_BYTES = 2**18
 
 # libjpeg's warnings that mean lost pixels. The others (an odd JFIF version, stray bytes between segments) do not, and
 # such files are common: Pillow decodes those, and itself refuses an incomplete file.
@@ -58,21 +57,16 @@ _JPEG_LOST_PIXELS = ("premature end", "bad huffman code", "instead of rst")
 
 
 class BadImage(ValueError):
-    """A file that cannot be used as an image; `reason` is without the file's name."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A file that cannot be used as an image; the message is the reason, without the file's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageHeader:
-    """The header of an image file: pixels as stored (before EXIF orientation), Pillow's mode, number of frames."""
+    """The header of an image file: pixels as stored (before EXIF orientation) and Pillow's mode."""
 
     width: int
     height: int
     mode: str
-    frames: int
 
 
 def decode_image(path: Path | bytes, *, size: int, channels: int, resize: str) -> np.ndarray:
@@ -93,25 +87,24 @@ def decode_image(path: Path | bytes, *, size: int, channels: int, resize: str) -
     """
     assert channels in (1, 3)
     assert resize in ("stretch", "crop")
-    data = path if isinstance(path, bytes) else _read(path)
+    data = path if isinstance(path, bytes) else read_file(path)
     image = _decode_jpeg(data, size, channels, resize) if data.startswith(JPEG_START) else None
     return image if image is not None else _decode_with_pillow(data, size, channels, resize)
 
 
-def read_header(path: Path) -> ImageHeader:
-    """Return the header of an image file, without decoding the image.
+def read_header(path: Path | bytes) -> ImageHeader:
+    """Return the header of an image file (or its bytes), without decoding the image.
 
     Raises:
         BadImage: the file cannot be read, is no image, or too large.
     """
-    with _STRICT_PILLOW, _open_with_pillow(path, _read(path, length=512)) as image:
-        return ImageHeader(
-            width=image.width, height=image.height, mode=image.mode, frames=getattr(image, "n_frames", 1)
-        )
+    file, start = (io.BytesIO(path), path) if isinstance(path, bytes) else (path, read_file(path, length=512))
+    with _STRICT_PILLOW, _open_with_pillow(file, start) as image:
+        return ImageHeader(width=image.width, height=image.height, mode=image.mode)
 
 
 def resize_images(images_NHWC: np.ndarray, *, size: int, channels: int, resize: str) -> np.ndarray:
-    """Return decoded images brought to uint8 [N, size, size, channels], by the method that `decode_image` uses."""
+    """Return decoded images as uint8 [N, size, size, channels], resized as `decode_image` does."""
     images_NHWC = _with_channels(images_NHWC, channels)
     if resize == "crop":
         top, left, side = _centre(*images_NHWC.shape[1:3])
@@ -131,8 +124,12 @@ def max_pixels() -> int:
     return int(text or MAX_PIXELS)
 
 
-def _read(path: Path, length: int = -1) -> bytes:
-    """Return the file's first `length` bytes, or all of them."""
+def read_file(path: Path, length: int = -1) -> bytes:
+    """Return a file's first `length` bytes, or all of them.
+
+    Raises:
+        BadImage: it cannot be read, is empty, too large or no regular file.
+    """
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # a FIFO would block, a device never end
@@ -188,33 +185,15 @@ def _decode_jpeg(data: bytes, size: int, channels: int, resize: str) -> np.ndarr
 
 
 def _jpeg_orientation(data: bytes) -> int:
-    """Return the EXIF orientation (1 to 8; 1 is upright), looking no further than the segments before the image."""
-    position = 2
-    while position + 4 <= len(data) and data[position] == 0xFF:
-        marker = data[position + 1]
-        if marker == 0xFF:  # padding between segments
-            position += 1
-            continue
-        if marker == 0xDA or 0xC0 <= marker <= 0xC3:  # start of scan, of frame: no EXIF has come
-            return 1
-        length = int.from_bytes(data[position + 2 : position + 4], "big")
-        if marker == 0xE1 and data[position + 4 : position + 10] == b"Exif\0\0":
-            return _tiff_orientation(data[position + 10 : position + 2 + length])
-        position += 2 + length
-    return 1
+    """Return the EXIF orientation (1 is upright)."""
+    from PIL import Image
 
-
-def _tiff_orientation(exif: bytes) -> int:
-    order = "little" if exif[:2] == b"II" else "big"
-
-    def number(start: int, length: int) -> int:
-        return int.from_bytes(exif[start : start + length], order)
-
-    directory = number(4, 4)
-    for entry in range(directory + 2, directory + 2 + 12 * number(directory, 2), 12):
-        if number(entry, 2) == EXIF_ORIENTATION:
-            value = number(entry + 8, 2)
-            return value if 1 <= value <= 8 else 1
+    start = data.find(b"Exif\0\0", 0, _EXIF_WITHIN_BYTES)
+    if start >= 0:
+        with _STRICT_PILLOW, contextlib.suppress(Exception):  # damaged metadata does not spoil the pixels
+            exif = Image.Exif()
+            exif.load(data[start : start + 2**16])
+            return int(exif.get(EXIF_ORIENTATION, 1))
     return 1
 
 
@@ -333,7 +312,7 @@ def _strip_to_eight_bits(image, highest: int, factor: int) -> np.ndarray:
 
 
 def _what_it_is(start: bytes) -> str:
-    text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    text = start.removeprefix(codecs.BOM_UTF8).lstrip().lower()
     if text.startswith(b"<!doctype html") or b"<html" in text:
         return "is HTML, not an image"
     if text.startswith((b"<svg", b"<?xml")):

@@ -41,7 +41,6 @@ CHECKED_BYTES = 2 << 30
 _SAMPLES_PER_TASK = 16
 
 Fill = Callable[[int, int, np.ndarray], dict[int, str]]
-"""fill(start, stop, out) puts samples into out [stop - start, H, W, C]; returns index -> reason of the bad ones."""
 
 
 class DamagedPack(InputError):

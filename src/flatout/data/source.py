@@ -1,7 +1,7 @@
 """Data that has been recognised (`DataRef`), and data that has been read (`Source`)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,36 @@ class Source:
     def describe(self) -> str:
         """Return a summary such as `CSV manifest: train 2,848 images of 101 classes, valid 944, test 930`."""
         return describe(self.kind, self.classes, self.splits)
+
+    def without(self, bad: Mapping[int, str]) -> "Source":
+        """Return the files without bad ones (index -> reason); a split other than "train" may vanish.
+
+        Raises:
+            InputError: a class has no training images left.
+        """
+        assert self.files is not None
+        is_good = np.ones(len(self), bool)
+        is_good[list(bad)] = False
+        start, stop = self.splits["train"]
+        left = set(self.labels[start:stop][is_good[start:stop]].tolist())
+        for index in sorted(bad):
+            label = int(self.labels[index])
+            if start <= index < stop and label not in left:
+                count = np.count_nonzero(self.labels[start:stop] == label)
+                raise InputError(
+                    f"{self.path}: all {count:,} training images of class {self.classes[label]!r} are bad; repair them "
+                    f"(such as {self.files[index]}: {bad[index]})"
+                )
+        good_before = np.cumsum([0, *is_good]).tolist()
+        splits = {name: (good_before[a], good_before[b]) for name, (a, b) in self.splits.items()}
+        emptied = [name for name, (a, b) in splits.items() if a == b]
+        return replace(
+            self,
+            files=[file for file, good in zip(self.files, is_good, strict=True) if good],
+            labels=self.labels[is_good],
+            splits={name: span for name, span in splits.items() if name not in emptied},
+            notes=(*self.notes, *(f"All {name} images are bad, so there is no {name} split." for name in emptied)),
+        )
 
     def class_counts(self, split: str) -> dict[str, int]:
         """Return the number of images of each class in a split, in the order of the classes."""

@@ -9,8 +9,8 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -102,7 +102,7 @@ def read_idx(path: Path) -> np.ndarray:
 
 
 @contextmanager
-def open_maybe_compressed(path: Path) -> Iterator[IO[bytes]]:
+def open_maybe_compressed(path: Path) -> Iterator[BufferedIOBase]:
     """Open a file that may be compressed with gzip; errors of reading it are an InputError."""
     try:
         with path.open("rb") as raw:
