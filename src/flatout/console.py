@@ -4,7 +4,7 @@ import json
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -49,7 +49,9 @@ class Console:
         self, stream: TextIO | None = None, *, rank: int = 0, device: str = "", display: Display | None = None
     ) -> None:
         self.rank, self.device = rank, device
-        self._display = display or _make_display(stream)
+        if stream is not None:
+            display = (_NotebookBar if in_notebook() else _TerminalBar if stream.isatty() else Display)(stream)
+        self._display = display
         self._log: TextIO | None = None
         self._pending: list[tuple[str, str]] = []
         self._last_shown = self._last_loss = self._started = time.monotonic()
@@ -84,7 +86,7 @@ class Console:
 
     def close(self) -> None:
         """Remove the bar and close the log."""
-        self._shown(lambda display: display.close())
+        self._show("close")
         if self._log:
             self._log.close()
             self._log = None
@@ -96,7 +98,7 @@ class Console:
             self._write(stamp, text)
         else:
             self._pending.append((stamp, text))
-        self._shown(lambda display: display.line(text))
+        self._show("line", text)
 
     def is_loss_due(self) -> bool:
         """Return whether to fetch the running loss now: on rank 0, about once a second, independent of `update`."""
@@ -123,19 +125,18 @@ class Console:
         parts += [f"{duration((total - done) / rate)} left"] if rate > 0 else []
         parts += [f"{rate:,.0f}/s", f"{done:,} of {total:,} {unit}"]
         if self.has_bar:
-            self._shown(lambda display: display.show(parts, done, total))
+            self._show("show", parts, done, total)
         else:
             self.note("  ".join(parts))
 
     def finish(self) -> None:
         """End the task: remove the bar until the next update."""
         self._task = ("", 0)
-        self._shown(lambda display: display.close())
+        self._show("close")
 
     def replay(self, event: str) -> None:
         """Show what a console in another process wrote to its `Relay`."""
-        name, *arguments = json.loads(event)
-        self._shown(lambda display: getattr(display, name)(*arguments))
+        self._show(*json.loads(event))
 
     def _write(self, stamp: str, text: str) -> None:
         assert self._log
@@ -143,11 +144,11 @@ class Console:
         self._log.write(f"{stamp} rank {self.rank}{device}  {text}\n")
         self._log.flush()
 
-    def _shown(self, action: Callable[[Display], None]) -> None:
-        if self._display is None:
-            return
+    def _show(self, event: str, *arguments: Any) -> None:
+        """Call the method of the display that an event names."""
         try:
-            action(self._display)
+            if self._display is not None:
+                getattr(self._display, event)(*arguments)
         except OSError:
             # The reader has gone (`| head`), or the disk is full: training continues, and the log has all messages.
             self._display = None
@@ -165,6 +166,16 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows with each column as wide as its widest cell; the last cell of a short row may be longer."""
+    columns = max(map(len, table))
+    widths = [max((len(r[i]) for r in table if i < len(r) - (len(r) < columns)), default=0) for i in range(columns)]
+    return [
+        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=False)))
+        for r in table
+    ]
+
+
 def in_notebook() -> bool:
     """Return whether this process is the kernel of a notebook; having imported one is not enough."""
     ipython = sys.modules.get("IPython")
@@ -172,29 +183,23 @@ def in_notebook() -> bool:
 
 
 class Relay(Display):
-    """The display of a process without one: a file of events, a JSON array a line, which the launcher replays."""
+    """The display of a process without one: a file of events, a JSON array a line, which `Console.replay` shows."""
 
     def __init__(self, path: Path, *, has_bar: bool) -> None:
         super().__init__(path.open("a", encoding="utf-8"))
         self.has_bar = has_bar
 
-    def show(self, parts: Sequence[str], done: int, total: int) -> None:
+    def show(self, *progress: Any) -> None:
         """Have the progress drawn."""
-        super().line(json.dumps(["show", parts, done, total]))
+        self.line(*progress, event="show")
 
-    def line(self, text: str) -> None:
+    def line(self, *arguments: Any, event: str = "line") -> None:
         """Have a line printed."""
-        super().line(json.dumps(["line", text]))
+        super().line(json.dumps([event, *arguments]))
 
     def close(self) -> None:
         """Have the bar removed."""
-        super().line(json.dumps(["close"]))
-
-
-def _make_display(stream: TextIO | None) -> Display | None:
-    if stream is None:
-        return None
-    return _NotebookBar(stream) if in_notebook() else _TerminalBar(stream) if stream.isatty() else Display(stream)
+        self.line(event="close")
 
 
 class _TerminalBar(Display):

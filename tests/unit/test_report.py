@@ -119,7 +119,7 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._heading is not None:
             self._heading += data
-        else:
+        elif data.strip():
             self.sections[self._current] += data
 
 
@@ -429,7 +429,7 @@ def test_every_part_of_the_time_has_a_colour_of_its_own():
 def panel(metrics: list[dict[str, Any]], quantity: str, **summary: Any) -> Any:
     """Return the axes of a panel of curves."""
     axes = style.new_figure(4, 3).add_subplot()
-    pictures._draw_panel(axes, metrics, summary, quantity)
+    pictures.draw_panel(axes, metrics, summary, quantity)
     return axes
 
 

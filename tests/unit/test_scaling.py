@@ -9,14 +9,15 @@ from PIL import Image
 from flatout.errors import InputError
 from flatout.scale.chart import draw_scaling
 from flatout.scale.findings import explained_by_rounding, findings
-from flatout.scale.scale import Choice, compare, lines_of, split_specs
+from flatout.scale.scale import compare, folder_name, lines_of, split_specs
 
 
 def run(devices: str, world_size: int, rate: float, *, threads: int | None = 1, **values: Any) -> dict[str, Any]:
     """Return the figures of a run over 100,000 images that starts in 4 s."""
     train = 100_000 / rate
     figures = {
-        "devices": devices, "repeat": 1, "batch_size": 64, "world_size": world_size, "threads_per_rank": threads,
+        "devices": devices, "kind": "cuda" if "cuda" in devices else "cpu", "repeat": 1, "batch_size": 64,
+        "world_size": world_size, "threads_per_rank": threads,
         "images_per_second": rate, "epoch_seconds": train / 5, "train_seconds": train, "warmup_seconds": 0.0,
         "setup_seconds": 4.0, "wall_seconds": train + 5, "communication_fraction": None, "input_wait_fraction": 0.0,
         "split": "test", "accuracy": 0.9, "correct": 900, "count": 1000,
@@ -25,17 +26,11 @@ def run(devices: str, world_size: int, rate: float, *, threads: int | None = 1, 
 
 
 def result_of(*runs: dict[str, Any], cores: int = 8, **head: Any) -> dict[str, Any]:
-    kinds = {r["devices"]: "cuda" if "cuda" in r["devices"] else "cpu" for r in runs}
-    batches = {r["devices"]: r["batch_size"] for r in runs}
-    choices = [
-        Choice(spec=spec, kind=kind, accelerated=kind == "cuda", batch_size=batches[spec])
-        for spec, kind in kinds.items()
-    ]
     result: dict[str, Any] = {
         "job": "sample", "scaling": "strong", "batch_size": 64, "epochs": 5, "norm": "global",
-        "repeats": len(runs) // len(kinds), "machine": {"cores": cores}, "out": "there",
+        "repeats": len(runs) // len({r["devices"] for r in runs}), "machine": {"cores": cores}, "out": "there",
     }  # fmt: skip
-    result |= {**compare(choices, runs), **head}
+    result |= {**compare(runs), **head}
     return result | {"findings": findings(result)}
 
 
@@ -65,7 +60,7 @@ def test_empty_and_repeated_specs_are_refused(text: str, named: str) -> None:
 
 def test_run_folders_of_different_specs_differ() -> None:
     specs = ["cuda", "cuda:1", "cuda:1,2", "2xcuda"]
-    names = [Choice(spec=s, kind="cuda", accelerated=True, batch_size=1).folder(k) for s in specs for k in range(1, 4)]
+    names = [folder_name(spec, repeat) for spec in specs for repeat in range(1, 4)]
     assert len(set(names)) == len(names)
     assert not [name for name in names if set(name) & set(":,/")]
 

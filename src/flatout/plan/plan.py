@@ -7,7 +7,6 @@ real steps are measured (`measuring.py`). docs/plan.md says what each leaves out
 
 import math
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def plan(
         InputError: something given is wrong, or the model cannot be compiled.
         TrainingFailed: the devices failed, or memory did not suffice.
     """
-    from flatout.scale.scale import check_free
+    from flatout.scale.scale import check_free, make_folder
 
     _check_flags(topologies, devices, engine, price, largest_batch)
     check_free(out)
@@ -91,13 +90,9 @@ def plan(
         **planned,
         "versions": versions(),
     }
-    out = out or Path("runs") / f"plan-{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}"
     from flatout.plan.chart import draw_plan
 
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{out}: cannot be written: {error.strerror}; choose another --out") from None
+    out = make_folder(out, f"plan-{recipe.job}")
     write_json(out / RESULT, result)
     draw_plan(out / CHART, result)
     return {**result, "out": str(out)}

@@ -1,9 +1,9 @@
 """The text that `flatout plan` prints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.console import duration
+from flatout.console import aligned, duration
 
 Row = Mapping[str, Any]
 
@@ -35,7 +35,7 @@ def _estimated_lines(result: Row) -> list[str]:
             cells.append("does not fit")
         table.append(cells)
     lines = [
-        *_aligned(table),
+        *aligned(table),
         "",
         "* limits the step. All figures are upper bounds of the speed: the compiler's counts at the chip's peak rates.",
         "  Real steps take longer; reading images, starting steps and evaluation are not included: docs/plan.md.",
@@ -89,17 +89,7 @@ def _measured_lines(result: Row) -> list[str]:
             once = span(row["once_seconds"])
             remarks.append(f"{row['devices']}: {once} of the job is the frozen layers, computed once and cached.")
     note = "Training steps on random images; reading and decoding, evaluation and reports are not included."
-    return [*_aligned(table), "", note, *remarks]
-
-
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows with each column as wide as its widest cell; the last cell of a short row may be longer."""
-    columns = max(map(len, table))
-    widths = [max((len(r[i]) for r in table if i < len(r) - (len(r) < columns)), default=0) for i in range(columns)]
-    return [
-        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=False)))
-        for r in table
-    ]
+    return [*aligned(table), "", note, *remarks]
 
 
 def size(count: float) -> str:

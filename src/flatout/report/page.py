@@ -1,14 +1,13 @@
-"""The report of a run: one page, filled in from the files of the run folder.
+"""The report of a run: a single page that loads nothing, filled in from the files of the run folder.
 
-The page is a single file that loads nothing; its only script, which filters a table, is allowed by its hash. The
-template escapes all text from data (class names, paths, notes). Missing or damaged files are named in their place.
+Its only script, which filters a table, is allowed by its hash. The template escapes all text from data (class names,
+paths, notes). Missing or damaged files are named in their place.
 """
 
 import base64
 import hashlib
 import io
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 from flatout.console import duration
 from flatout.files import write_atomically
 from flatout.report import pictures
-from flatout.report.run_files import REPORT, Predictions, RunFiles, read_run
+from flatout.report.run_files import METRICS, REPORT, SUMMARY, Predictions, RunFiles, read_run
 from flatout.report.style import finite, shorten
 
 THUMBNAIL_PIXELS = 192  # twice the width of an image on the page, for dense screens
@@ -31,7 +30,7 @@ TIME_PARTS = {
     "pack": ("packing", "#d2620a"),
     "launch": ("starting processes", "#a3acb5"),
     "model": ("building the model", "#c9a227"),
-    "place": ("copying images to the devices", "#4c9a8b"),
+    "place": ("copying to the devices", "#4c9a8b"),
     "compile": ("compiling", "#8a6bbf"),
     "train": ("training", "#2f7fce"),
     "evaluate": ("evaluation", "#7fb2e5"),
@@ -55,8 +54,10 @@ def draw_all(run: Path) -> None:
     """Draw predictions.png, curves.png, confusion.png and report.html from the other files of the run folder.
 
     Raises:
-        InputError: `run` is no run folder, a value in summary.json has the wrong type, or a file cannot be written.
+        InputError: `run` is no run folder, a value in it has the wrong type, or a file cannot be written.
     """
+    import jinja2
+
     files = read_run(Path(run))
     names, shown = _readable_names(files), files.predictions
     if files.metrics:
@@ -66,30 +67,6 @@ def draw_all(run: Path) -> None:
         actual, predicted = shown.labels[picked].tolist(), shown.predicted[picked].tolist()
         pictures.draw_predictions(files.run / "predictions.png", shown.images[shown.grid], actual, predicted, names)
         pictures.draw_confusion(files.run / "confusion.png", shown.confusion(), names)
-    _write_page(files, names)
-
-
-def _readable_names(files: RunFiles) -> list[str]:
-    """Return the class names to show: readable ones where a file in the run folder or beside the data has them."""
-    data = _recipe_value(files.recipe, "data.path")
-    for folder in (files.run, *([Path(data)] if data else ())):
-        for path in (folder / name for name in NAME_FILES):
-            try:
-                if path.stat().st_size > NAME_FILE_BYTES:
-                    continue
-                lines = path.read_text(encoding="utf-8").splitlines()
-            except (OSError, ValueError):
-                continue
-            pairs = (re.split(r"\s*[,;\t]\s*|\s+", line.strip(), maxsplit=1) for line in lines)
-            readable = {pair[0]: pair[1].strip(' "') for pair in pairs if len(pair) == 2 and pair[1].strip(' "')}
-            if readable.keys() >= set(files.classes):
-                return [readable[name] for name in files.classes]
-    return files.classes
-
-
-def _write_page(files: RunFiles, names: list[str]) -> None:
-    import jinja2
-
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("flatout.report", package_path=""),
         autoescape=True,
@@ -102,30 +79,51 @@ def _write_page(files: RunFiles, names: list[str]) -> None:
     write_atomically(files.run / REPORT, html.encode())
 
 
+def _readable_names(files: RunFiles) -> list[str]:
+    """Return the class names to show: readable ones where a file in the run folder or beside the data has them."""
+    classes, data = files.summary.get("classes") or [], (files.recipe.get("data") or {}).get("path")
+    for folder in (files.run, *([Path(data)] if data else ())):
+        for path in (folder / name for name in NAME_FILES):
+            try:
+                if path.stat().st_size > NAME_FILE_BYTES:
+                    continue
+                lines = path.read_text(encoding="utf-8").splitlines()
+            except (OSError, ValueError):
+                continue
+            pairs = [re.split(r"\s*[,;\t]\s*|\s+", line.strip(), maxsplit=1) for line in lines]
+            readable = {pair[0]: name for pair in pairs if len(pair) == 2 and (name := pair[1].strip(' "'))}
+            if readable.keys() >= set(classes):
+                return [readable[name] for name in classes]
+    return classes
+
+
 def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
     """Return everything that the template shows, by name."""
     summary, shown = files.summary, files.predictions
     rows = _class_rows(shown, names) if shown else []
+    unanswered = int((shown.predicted < 0).sum()) if shown else 0
+    remark = f"For {unanswered:,} images the model's answer was not a number; they count as wrong."
+    quantities = ["loss", "accuracy"] + ["learning_rate"] * pictures.learning_rate_changes(files.metrics)
     return {
-        "job": summary.get("job") or _recipe_value(files.recipe, "job") or files.run.name,
-        "model": _recipe_value(files.recipe, "model") or "",
+        "job": summary.get("job") or files.recipe.get("job") or files.run.name,
+        "model": files.recipe.get("model") or "",
         "folder": files.run.resolve().name,
         "date": _date(files),
         "missing": files.missing,
         "headline": _headline(files),
         "facts": _facts(summary),
         "stopped": summary.get("stopped"),
-        "verdict": [*(summary.get("verdict") or ()), *_unanswered(shown)],
-        "curves": _curves(files),
+        "verdict": [*(summary.get("verdict") or ()), *([remark] if unanswered else ())],
+        "curves": {q: pictures.curve_svg(files.metrics, summary, q) for q in quantities} if files.metrics else {},
         "split": SPLIT_NAMES.get(shown.split, shown.split) if shown else "",
         "grid": _tiles(shown, shown.grid, names) if shown else [],
         "mistakes": _tiles(shown, shown.mistakes, names) if shown else [],
         "confusion": _data_uri("image/png", (files.run / "confusion.png").read_bytes()) if shown else "",
         "pairs": _confused_pairs(shown, names) if shown else [],
         "worst": rows[:CLASSES_SHOWN],
-        "all_classes": sorted(rows, key=lambda row: row["name"]) if len(rows) > CLASSES_SHOWN else [],
+        "all_classes": sorted(rows) if len(rows) > CLASSES_SHOWN else [],
         "time": _time(summary),
-        "recipe": re.split(r"\n\n(?=\[)", files.recipe.strip()),
+        "recipe": re.split(r"\n\n(?=\[)", files.recipe_text.strip()),
         "environment": _environment(summary),
         "notes": [*(summary.get("runs_on") or ()), *(summary.get("notes") or ())],
         "skipped": list((summary.get("skipped_images") or {}).items()),
@@ -135,21 +133,20 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
     }
 
 
-def _headline(files: RunFiles) -> dict[str, str] | None:
-    """Return the accuracy at the top of the page: on test images, else validation images, else the last epoch's."""
+def _headline(files: RunFiles) -> tuple[str, str, str] | None:
+    """Return an accuracy, its name and a remark: on test images, else validation images, else the last epoch's."""
     summary = files.summary
     test, valid = finite(summary.get("test_accuracy")), finite(summary.get("valid_accuracy"))
     if test is not None:
         correct, count = summary.get("test_correct"), summary.get("test_count") or 0
         remark = f"{correct:,} of {count:,} right" if correct is not None else ""
-        return {"value": f"{test:.4f}" if count >= 1000 else f"{test:.3f}", "of": "test accuracy", "remark": remark}
+        return f"{test:.4f}" if count >= 1000 else f"{test:.3f}", "test accuracy", remark
     if valid is not None:
-        return {"value": f"{valid:.3f}", "of": "validation accuracy", "remark": "there is no test result"}
+        return f"{valid:.3f}", "validation accuracy", "there is no test result"
     for line in reversed(files.metrics):
         train = finite(line.get("train_accuracy"))
         if train is not None:
-            remark = "there is no test or validation result"
-            return {"value": f"{train:.3f}", "of": f"training accuracy, epoch {line['epoch']}", "remark": remark}
+            return f"{train:.3f}", f"training accuracy, epoch {line['epoch']}", "there is no test or validation result"
     return None
 
 
@@ -163,22 +160,6 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     known = [(name, text(value)) for name, key, text in facts if (value := finite(summary.get(key))) is not None]
     return [*known, ("devices", _text(summary["devices"]))] if summary.get("devices") else known
-
-
-def _unanswered(shown: Predictions | None) -> list[str]:
-    count = int((shown.predicted < 0).sum()) if shown else 0
-    return [f"For {count:,} images the model's answer was not a number; they count as wrong."] if count else []
-
-
-def _curves(files: RunFiles) -> list[tuple[str, Any]]:
-    from markupsafe import Markup
-
-    if not files.metrics:
-        return []
-    quantities = ["loss", "accuracy"]
-    if pictures.learning_rate_changes(files.metrics):
-        quantities.append("learning_rate")
-    return [(quantity, Markup(pictures.curve_svg(files.metrics, files.summary, quantity))) for quantity in quantities]
 
 
 def _tiles(shown: Predictions, positions: np.ndarray, names: list[str]) -> list[dict[str, Any]]:
@@ -217,48 +198,36 @@ def _data_uri(kind: str, content: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def _class_rows(shown: Predictions, names: list[str]) -> list[dict[str, Any]]:
-    """Return a row for each class that has images, the least accurate first."""
+def _class_rows(shown: Predictions, names: list[str]) -> list[tuple[str, int, int, float, str]]:
+    """Return a row for each class that has images, the least accurate first, with its most frequent wrong answer."""
     matrix_KK = shown.confusion()
-    counts_K = np.bincount(shown.labels, minlength=len(names))
-    wrong_KK = matrix_KK - np.diag(np.diag(matrix_KK))
-    rows = []
-    for label in np.flatnonzero(counts_K).tolist():
-        right, count = int(matrix_KK[label, label]), int(counts_K[label])
-        rival = int(wrong_KK[label].argmax())
-        times = int(wrong_KK[label, rival])
-        row = {"name": names[label], "right": right, "count": count, "accuracy": right / count}
-        rows.append(row | {"rival": names[rival] if times else None, "times": times})
-    return sorted(rows, key=lambda row: (row["accuracy"], -row["count"]))
-
-
-def _confused_pairs(shown: Predictions, names: list[str]) -> list[dict[str, Any]]:
-    """Return the most frequent mistakes; none where the picture of the confusion matrix has the numbers."""
-    if len(names) <= pictures.NUMBERS_UP_TO_CLASSES:
-        return []
-    matrix_KK = shown.confusion()
+    right_K, count_K = np.diag(matrix_KK).tolist(), np.bincount(shown.labels, minlength=len(names)).tolist()
     np.fill_diagonal(matrix_KK, 0)
+    rival_K, times_K = matrix_KK.argmax(axis=1).tolist(), matrix_KK.max(axis=1).tolist()
     rows = []
-    for cell in np.argsort(-matrix_KK, axis=None, kind="stable")[:PAIRS_SHOWN].tolist():
-        actual, predicted = divmod(cell, len(names))
-        if (times := int(matrix_KK[actual, predicted])) > 1:
-            count = int((shown.labels == actual).sum())
-            rows.append({"actual": names[actual], "predicted": names[predicted], "times": times, "count": count})
-    return rows
+    for name, right, count, rival, times in zip(names, right_K, count_K, rival_K, times_K, strict=True):
+        if count:
+            rows.append((name, right, count, right / count, f"{names[rival]} {times:,}\u00a0×" if times else "—"))
+    return sorted(rows, key=lambda row: (row[3], -row[2]))
 
 
-def _time(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _confused_pairs(shown: Predictions, names: list[str]) -> list[tuple[str, str, int, int]]:
+    """Return the most frequent mistakes; none where the picture of the confusion matrix has the numbers."""
+    matrix_KK, count_K = shown.confusion(), np.bincount(shown.labels, minlength=len(names))
+    np.fill_diagonal(matrix_KK, 0)
+    most = np.argsort(-matrix_KK, axis=None, kind="stable")[:PAIRS_SHOWN].tolist()
+    cells = [divmod(cell, len(names)) for cell in most if len(names) > pictures.NUMBERS_UP_TO_CLASSES]
+    return [(names[a], names[p], int(matrix_KK[a, p]), int(count_K[a])) for a, p in cells if matrix_KK[a, p] > 1]
+
+
+def _time(summary: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
+    """Return name, colour, seconds and share of each part of the time."""
     parts = {name: finite(value) or 0.0 for name, value in (summary.get("time_seconds") or {}).items()}
     rest = (finite(summary.get("wall_seconds")) or 0.0) - sum(parts.values())
     if parts and rest > 0.01 * sum(parts.values()):
         parts["other"] = rest
-    total = sum(parts.values())
-    shown = []
-    for key, seconds in parts.items():
-        name, colour = TIME_PARTS.get(key, (key, OTHER_COLOUR))
-        if seconds > 0:
-            shown.append({"name": name, "colour": colour, "seconds": seconds, "share": seconds / total})
-    return shown
+    named = [(*TIME_PARTS.get(key, (key, OTHER_COLOUR)), seconds) for key, seconds in parts.items() if seconds > 0]
+    return [(name, colour, seconds, seconds / sum(parts.values())) for name, colour, seconds in named]
 
 
 def _environment(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -303,17 +272,5 @@ def _date(files: RunFiles) -> str:
     """Return when the run ended: the summary's `date`, else when its figures were last written."""
     if date := str(files.summary.get("date") or ""):
         return date.replace("T", " ")[: len("2026-01-31 12:00")]
-    source = "metrics.jsonl" if "summary.json" in files.missing else "summary.json"
-    path = files.run / source if (files.run / source).is_file() else files.run / "recipe.toml"
-    return datetime.fromtimestamp(path.stat().st_mtime).astimezone().strftime("%Y-%m-%d %H:%M")
-
-
-def _recipe_value(recipe: str, key: str) -> str | None:
-    """Return the text under a dotted key; None where the recipe does not have it."""
-    try:
-        value: Any = tomllib.loads(recipe)
-    except tomllib.TOMLDecodeError:
-        return None
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value if isinstance(value, str) else None
+    source = next(name for name in (SUMMARY, METRICS) if (files.run / name).is_file())
+    return datetime.fromtimestamp((files.run / source).stat().st_mtime).astimezone().strftime("%Y-%m-%d %H:%M")

@@ -1,9 +1,8 @@
-"""A run folder on disk: the names of its files, writing them, and reading them as far as they exist.
+"""The files of a run folder: their names, writing them, and reading them as far as they exist."""
 
-Shape letters: N predicted images, M of them kept as pictures, K classes, H, W, C an image.
-"""
-
+import contextlib
 import json
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,33 +16,26 @@ from flatout.files import write_atomically
 RECIPE, METRICS, SUMMARY, WEIGHTS = "recipe.toml", "metrics.jsonl", "summary.json", "weights.safetensors"
 PREDICTIONS, CHECKPOINTS, LOGS, REPORT = "predictions.npz", "checkpoints", "logs", "report.html"
 PICTURES = ("predictions.png", "curves.png", "confusion.png")
-# The values of summary.json that the report reads, by an example of their type. Each may be missing or null.
+# The values that the report reads, by an example of their type. Each may be missing or null.
+_RECIPE_TYPES: dict[str, Any] = {"job": "", "model": "", "data": {"path": ""}}
 _SUMMARY_TYPES: dict[str, Any] = {
     **dict.fromkeys(("job", "date", "stopped", "engine", "precision"), ""),
     **dict.fromkeys(("test_accuracy", "valid_accuracy", "images_per_second", "train_seconds", "wall_seconds"), 0.0),
-    **dict.fromkeys(
-        ("test_correct", "test_count", "epochs", "parameters", "best_epoch", "kept_epoch", "world_size"), 0
-    ),
     **dict.fromkeys(("peak_rss_bytes", "peak_device_bytes", "threads_per_rank"), 0.0),
+    **dict.fromkeys(("test_correct", "test_count", "epochs", "parameters"), 0),
+    **dict.fromkeys(("best_epoch", "kept_epoch", "world_size"), 0),
     **{key: [""] for key in ("classes", "verdict", "notes", "runs_on")},
     **{key: {"": ""} for key in ("versions", "skipped_images")},
     "machine": {},
     "time_seconds": {"": 0.0},
     "train_loss_by_step": [[0.0]],
 }
-_TYPE_NAMES = {
-    str: "text",
-    float: "a number",
-    int: "a whole number",
-    list: "a list",
-    dict: "an object",
-    bool: "a boolean",
-}
+_TYPE_NAMES = {str: "text", float: "a number", int: "a whole number", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Predictions:
-    """The model's answers on one split, and the images kept to show them.
+    """The model's answers on N images of one split, and M of these images, kept to show them.
 
     Attributes:
         split: "test" or "valid".
@@ -77,16 +69,12 @@ class RunFiles:
     """The content of a run folder. `missing` maps the name of each absent or damaged file to the reason."""
 
     run: Path
-    recipe: str
+    recipe_text: str
+    recipe: dict[str, Any]
     summary: dict[str, Any]
     metrics: list[dict[str, Any]]
     predictions: Predictions | None
     missing: dict[str, str]
-
-    @property
-    def classes(self) -> list[str]:
-        """The class names; empty without a summary."""
-        return [str(name) for name in self.summary.get("classes") or ()]
 
 
 def read_run(run: Path) -> RunFiles:
@@ -94,25 +82,25 @@ def read_run(run: Path) -> RunFiles:
 
     Raises:
         InputError: `run` is no folder, or has no recipe.toml, or neither summary.json nor metrics.jsonl, or a
-            value in summary.json has the wrong type.
+            value in recipe.toml or summary.json has the wrong type.
     """
     if not run.is_dir():
-        raise InputError(f"{run}: there is no such run folder; give the folder that `flatout train` wrote")
-    recipe = run / RECIPE
-    if not recipe.is_file():
-        raise InputError(
-            f"{run}: is not a run folder: it has no recipe.toml; give the folder that `flatout train` wrote"
-        )
+        raise InputError(f"{run}: no such run folder; give the folder that `flatout train` wrote")
+    if not (run / RECIPE).is_file():
+        raise InputError(f"{run}: not a run folder: recipe.toml is missing; give the folder that `flatout train` wrote")
     if not (run / SUMMARY).is_file() and not (run / METRICS).is_file():
-        raise InputError(
-            f"{run}: has neither summary.json nor metrics.jsonl: no epoch was finished, nothing can be shown"
-        )
+        raise InputError(f"{run}: has neither summary.json nor metrics.jsonl: no epoch was finished")
     missing: dict[str, str] = {}
+    recipe_text, recipe = (run / RECIPE).read_text(encoding="utf-8", errors="replace"), {}
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        recipe = tomllib.loads(recipe_text)
     summary = read_summary(run, missing)
+    _check_types(run / RECIPE, recipe, _RECIPE_TYPES)
     _check_types(run / SUMMARY, summary, _SUMMARY_TYPES)
     return RunFiles(
         run=run,
-        recipe=recipe.read_text(encoding="utf-8", errors="replace"),
+        recipe_text=recipe_text,
+        recipe=recipe,
         summary=summary,
         metrics=read_metrics(run, missing),
         predictions=_read_predictions(run / PREDICTIONS, len(summary.get("classes") or ()), missing),
@@ -126,7 +114,7 @@ def _check_types(path: Path, value: Any, example: Any, name: str = "") -> None:
         return
     types = (int, float) if isinstance(example, float) else type(example)
     if isinstance(value, bool) or not isinstance(value, types):
-        found = _TYPE_NAMES.get(type(value), "true or false")
+        found = _TYPE_NAMES.get(type(value), f"a {type(value).__name__}")
         raise InputError(
             f"{path}: {name} is {found}, not {_TYPE_NAMES[type(example)]}: restore the file, or remove {name} from it"
         )
@@ -140,32 +128,34 @@ def _check_types(path: Path, value: Any, example: Any, name: str = "") -> None:
             _check_types(path, inner, example[0], f"{name}[{index}]")
 
 
+def _read_text(path: Path, missing: dict[str, str], absent: str) -> str:
+    """Return the text of a file; empty, with the reason added to `missing`, where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        missing[path.name] = f"There is no {path.name}: {absent}."
+    except (OSError, ValueError) as error:
+        missing[path.name] = f"{path.name} cannot be read: {error}."
+    return ""
+
+
 def read_summary(run: Path, missing: dict[str, str]) -> dict[str, Any]:
     """Return the content of summary.json; empty, with the reason added to `missing`, where it cannot be read."""
+    text = _read_text(run / SUMMARY, missing, "the run did not finish")
     try:
-        summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
-        if isinstance(summary, dict):
-            return summary
-        missing[SUMMARY] = "summary.json is damaged: it does not contain a JSON object."
-    except FileNotFoundError:
-        missing[SUMMARY] = "There is no summary.json: the run did not finish."
-    except (OSError, ValueError) as error:
-        missing[SUMMARY] = f"summary.json cannot be read: {error}."
-    return {}
+        summary = json.loads(text)
+        if not isinstance(summary, dict):
+            raise ValueError("it does not contain a JSON object")
+        return summary
+    except ValueError as error:
+        missing.setdefault(SUMMARY, f"summary.json cannot be read: {error}.")
+        return {}
 
 
 def read_metrics(run: Path, missing: dict[str, str]) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl; reasons for absent or damaged ones are added to `missing`."""
-    try:
-        lines = (run / METRICS).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        missing[METRICS] = "There is no metrics.jsonl: no epoch was finished."
-        return []
-    except (OSError, ValueError) as error:
-        missing[METRICS] = f"metrics.jsonl cannot be read: {error}."
-        return []
     metrics = []
-    for number, text in enumerate(lines, start=1):
+    for number, text in enumerate(_read_text(run / METRICS, missing, "no epoch was finished").splitlines(), start=1):
         try:
             line = json.loads(text)
         except ValueError:
@@ -182,24 +172,18 @@ def read_metrics(run: Path, missing: dict[str, str]) -> list[dict[str, Any]]:
 def _read_predictions(path: Path, K: int, missing: dict[str, str]) -> Predictions | None:
     try:
         with np.load(path) as arrays:
-            probabilities, labels = arrays["probabilities"], arrays["labels"]
-            if not len(labels):
-                missing[path.name] = "There was no test data."
-                return None
-            if probabilities.shape != (len(labels), K):
-                raise ValueError(f"its probabilities have shape {probabilities.shape}, not ({len(labels)}, {K})")
-            if "predicted" in arrays:
-                predicted = arrays["predicted"]
-            else:  # runs written before labels were stored
-                finite_N = np.isfinite(probabilities).all(axis=1)
-                predicted = np.where(finite_N, probabilities.argmax(axis=1), -1)
-            return Predictions(
-                split=str(arrays["split"]),
-                probabilities=probabilities,
-                labels=labels,
-                predicted=predicted,
-                **{name: arrays[name] for name in ("sample", "images", "grid", "mistakes")},
-            )
+            content: dict[str, Any] = dict(arrays)
+        shape, N = content["probabilities"].shape, len(content["labels"])
+        if not N:
+            missing[path.name] = "There was no test data."
+            return None
+        if shape != (N, K):
+            raise ValueError(f"its probabilities have shape {shape}, not ({N}, {K})")
+        if "predicted" not in content:  # runs of earlier versions
+            finite_N = np.isfinite(content["probabilities"]).all(axis=1)
+            content["predicted"] = np.where(finite_N, content["probabilities"].argmax(axis=1), -1)
+        content["split"] = str(content["split"])
+        return Predictions(**content)
     except FileNotFoundError:
         missing[path.name] = "There was no test data, or the run ended before the model was tested."
     except Exception as error:  # NumPy and zipfile raise a dozen types for a damaged archive; the page names it

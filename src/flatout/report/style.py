@@ -1,7 +1,6 @@
-"""The style that all pictures share: colours, figures, axes, labels, and text cut to fit.
+"""The style that all pictures share. Matplotlib is used without pyplot, which would change a notebook's global state.
 
-Figures are drawn through matplotlib's object interface, never through pyplot, so that drawing inside a notebook changes
-no global state there. Blue means right and red means wrong; colour-blind readers can tell these colours apart.
+Blue means right and red means wrong; colour-blind readers can tell these colours apart.
 """
 
 import io
@@ -44,11 +43,7 @@ def new_figure(
 
 
 def write_png(figure: "Figure", path: Path) -> None:
-    """Write the figure as a PNG.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Write the figure as a PNG. Raises InputError where the file cannot be written."""
     buffer = io.BytesIO()
     with no_glyph_warnings():
         figure.savefig(buffer, format="png", metadata={"Software": None})
@@ -108,15 +103,12 @@ def whiskers(figures: Sequence[Mapping[str, float]]) -> list[list[float]] | None
 
 
 def draw_bars(
-    axes: "Axes",
-    names: Sequence[str],
-    figures: Sequence[Mapping[str, float]],
-    text: Callable[[float], str] = "{:,.0f}".format,
+    axes: "Axes", names: Sequence[str], figures: Sequence[Mapping[str, float]], text: Callable[[float], str]
 ) -> None:
     """Draw a bar for each median, a whisker from the least to the most, the value above and the name below."""
     medians = [figure["median"] for figure in figures]
-    bars = {"width": 0.55, "color": RIGHT, "error_kw": {"ecolor": MUTED, "capsize": 3}}
-    axes.bar(range(len(names)), medians, yerr=whiskers(figures), **bars)
+    errors = {"ecolor": MUTED, "capsize": 3}
+    axes.bar(range(len(names)), medians, yerr=whiskers(figures), width=0.55, color=RIGHT, error_kw=errors)
     for position, figure in enumerate(figures):
         add_label(axes, position, figure["max"], text(figure["median"]))
     name_ticks(axes, names)
@@ -133,8 +125,7 @@ def families() -> list[str]:
     """Return the font families for names from data."""
     from matplotlib.font_manager import fontManager
 
-    installed = set(fontManager.get_font_names())
-    return ["DejaVu Sans", *(name for name in _CJK_FONTS if name in installed)]
+    return ["DejaVu Sans", *(name for name in fontManager.get_font_names() if name in _CJK_FONTS)]
 
 
 def finite(value: object) -> float | None:
@@ -152,12 +143,9 @@ def shorten(text: str, width: int) -> str:
     text = " ".join(text.split())
     if columns_of(text) <= width:
         return text
-    head, tail = text, ""
-    keep = max(width - 1, 1)
+    head, tail, keep = text, text, max(width - 1, 1)
     while columns_of(head) > keep - keep // 3:
         head = head[:-1]
-    for character in reversed(text):
-        if columns_of(head) + columns_of(tail + character) > keep:
-            break
-        tail = character + tail
+    while columns_of(head) + columns_of(tail) > keep:
+        tail = tail[1:]
     return f"{head.rstrip()}…{tail.lstrip()}"

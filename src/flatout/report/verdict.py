@@ -1,10 +1,7 @@
-"""The verdict on a run: findings in plain sentences, each with advice.
-
-Each rule is a function of the figures; each threshold is a named constant with its reason.
-"""
+"""The verdict on a run: findings in plain sentences, each with advice; a rule yields none or one."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flatout.recipe import Recipe
@@ -48,11 +45,8 @@ LEAST_CLASS_IMAGES = 5
 UNBALANCED_RATIO = 10.0
 CLASSES_NAMED = 5
 
-Summary = Mapping[str, Any]
-Line = Mapping[str, Any]
 
-
-def verdict(summary: Summary, metrics: Sequence[Line], recipe: Recipe) -> list[str]:
+def verdict(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], recipe: Recipe) -> list[str]:
     """Return the findings on a run, a sentence or two each, the gravest first; empty if there are none.
 
     Args:
@@ -61,66 +55,84 @@ def verdict(summary: Summary, metrics: Sequence[Line], recipe: Recipe) -> list[s
         metrics: the lines of `metrics.jsonl`.
         recipe: the recipe of the run.
     """
-    failed = _diverged(summary, metrics, recipe) or _at_chance(summary, metrics, recipe)
-    if failed:
-        learning = failed
-    else:
-        learning = _overfitting(summary, metrics, recipe) + _rising_loss(metrics) + _split_gap(summary)
-        learning += _more_epochs(summary, metrics, recipe) + _no_pretraining(summary, recipe) + _unpredicted(summary)
-    return learning + _unbalanced(summary, recipe) + _input_wait(summary, recipe)
+    run = _Run(summary, metrics, recipe)
+    learning = [*_diverged(run)] or [*_at_chance(run)]
+    if not learning:
+        rules = (_overfitting, _rising_loss, _split_gap, _more_epochs, _no_pretraining, _unpredicted)
+        learning = [sentence for rule in rules for sentence in rule(run)]
+    return [*learning, *_unbalanced(run), *_input_wait(run)]
 
 
-def _diverged(summary: Summary, metrics: Sequence[Line], recipe: Recipe) -> list[str]:
-    lr = recipe.optimizer.lr
+class _Run:
+    """The figures of a run: accuracies of the chosen weights, and the training accuracy of the last epoch."""
+
+    def __init__(self, summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
+        self.summary, self.metrics, self.recipe = summary, metrics, recipe
+        self.classes = summary.get("classes") or ()
+        self.last = metrics[-1] if metrics else {}
+        self.train = finite(self.last.get("train_accuracy"))
+        self.test, self.valid = finite(summary.get("test_accuracy")), finite(summary.get("valid_accuracy"))
+        self.held_out, self.split = (self.valid, "validation") if self.test is None else (self.test, "test")
+        self.is_pretrained = bool(recipe.pretrained or recipe.weights)
+
+    def history(self, key: str) -> list[tuple[float, int]]:
+        """Return the finite values of a figure, each with its epoch."""
+        return [(value, line["epoch"]) for line in self.metrics if (value := finite(line.get(key))) is not None]
+
+    def counts(self, name: str) -> list[tuple[int, str]]:
+        """Return the numbers of images of all classes, each with the shortened name of its class."""
+        counts = self.summary.get(f"{name}_counts") or ()
+        return [(n, shorten(label, 40)) for n, label in zip(counts, self.classes, strict=False)]
+
+
+def _diverged(run: _Run) -> Iterator[str]:
+    lr = run.recipe.optimizer.lr
     advice = f"Try a lower learning rate than {lr:g}, such as --lr {lr / LEARNING_RATE_STEP:g}"
-    advice += "." if recipe.schedule.warmup_epochs else ", or warm-up (schedule.warmup_epochs)."
-    for line in metrics:
+    advice += "." if run.recipe.schedule.warmup_epochs else ", or warm-up (schedule.warmup_epochs)."
+    for line in run.metrics:
         loss = line.get("train_loss")
         if isinstance(loss, float) and not math.isfinite(loss):
-            return [f"Training diverged in epoch {line['epoch']}: the loss is not a number. {advice}"]
-    first = finite(metrics[0].get("train_loss")) if metrics else None
-    uniform = math.log(max(1, len(summary.get("classes") or ())))
-    if first is None or not uniform or first <= DIVERGED_FACTOR * uniform:
-        return []
-    return [
-        f"Training diverged in epoch 1: its loss, {first:.3g}, is far above that of guessing, {uniform:.2f}. {advice}"
-    ]
+            yield f"Training diverged in epoch {line['epoch']}: the loss is not a number. {advice}"
+            return
+    first = finite(run.metrics[0].get("train_loss")) if run.metrics else None
+    uniform = math.log(max(1, len(run.classes)))
+    if first is not None and first > DIVERGED_FACTOR * uniform > 0:
+        finding = f"its loss, {first:.3g}, is far above that of guessing, {uniform:.2f}"
+        yield f"Training diverged in epoch 1: {finding}. {advice}"
 
 
-def _at_chance(summary: Summary, metrics: Sequence[Line], recipe: Recipe) -> list[str]:
-    classes = len(summary.get("classes") or ())
-    accuracy, split = _held_out(summary)
-    count = summary.get("test_count") if split == "test" else None
+def _at_chance(run: _Run) -> Iterator[str]:
+    classes, accuracy = len(run.classes), run.held_out
+    count, counts = None, None
+    if run.split == "test":
+        count, counts = run.summary.get("test_count"), run.summary.get("test_class_counts")
     if accuracy is None or classes < 2 or (count and count < LEAST_TEST_IMAGES):
-        return []
+        return
     guess, how = 1 / classes, f"is chance for {classes} classes"
-    counts = summary.get("test_class_counts") if split == "test" else None
     if counts and max(counts) / sum(counts) > 1.5 * guess:
         guess = max(counts) / sum(counts)
         how = f"is no better than always answering the largest class ({guess:.3f})"
     spread = STANDARD_ERRORS * math.sqrt(guess * (1 - guess) / count) if count else 0.0
-    if accuracy > guess + max(spread, NEAR_CHANCE):
-        return []
-    finding = f"{split.capitalize()} accuracy {accuracy:.3f}"
-    last = metrics[-1] if metrics else {}
+    finding = f"{run.split.capitalize()} accuracy {accuracy:.3f}"
     if accuracy > guess + spread:
         # Above chance, but hardly: the training loss shows more reliably whether anything was learnt.
-        loss, uniform = finite(last.get("train_loss")), math.log(classes)
-        if loss is None or not UNTRAINED_SHARE * uniform < loss <= DIVERGED_FACTOR * uniform:
-            return []
-        return [
-            f"{finding} is close to chance for {classes} classes: the training loss, {loss:.3f}, is still about that of"
-            f" guessing, {uniform:.3f}. {_learning_rate_advice(recipe)}"
-        ]
+        loss, uniform = finite(run.last.get("train_loss")), math.log(classes)
+        is_untrained = loss is not None and UNTRAINED_SHARE * uniform < loss <= DIVERGED_FACTOR * uniform
+        if is_untrained and accuracy <= guess + NEAR_CHANCE:
+            yield (
+                f"{finding} is close to chance for {classes} classes: the training loss, {loss:.3f}, is still about"
+                f" that of guessing, {uniform:.3f}. {_learning_rate_advice(run.recipe)}"
+            )
+        return
     if accuracy > guess + 0.01:
         how += f", within ± {spread:.3f} on {count:,} images"
-    train = finite(last.get("train_accuracy"))
-    if train is not None and train > max(LEARNT_FACTOR * guess, guess + OVERFITTING_GAP):
-        return [
-            f"{finding} {how}, although training accuracy is {train:.3f}."
-            f" Check that the labels of the {split} images mean the same as those of the training images."
-        ]
-    return [f"{finding} {how}. {_learning_rate_advice(recipe)}"]
+    if run.train is not None and run.train > max(LEARNT_FACTOR * guess, guess + OVERFITTING_GAP):
+        yield (
+            f"{finding} {how}, although training accuracy is {run.train:.3f}."
+            f" Check that the labels of the {run.split} images mean the same as those of the training images."
+        )
+    else:
+        yield f"{finding} {how}. {_learning_rate_advice(run.recipe)}"
 
 
 def _learning_rate_advice(recipe: Recipe) -> str:
@@ -134,134 +146,108 @@ def _learning_rate_advice(recipe: Recipe) -> str:
     return f"Nothing was learnt with the learning rate {lr:g}; try {higher} and {lower}, and more epochs."
 
 
-def _overfitting(summary: Summary, metrics: Sequence[Line], recipe: Recipe) -> list[str]:
-    train = finite(metrics[-1].get("train_accuracy")) if metrics else None
-    held_out = [_held_out(summary), (finite(metrics[-1].get("valid_accuracy")) if metrics else None, "validation")]
+def _overfitting(run: _Run) -> Iterator[str]:
+    held_out = [(run.held_out, run.split), (finite(run.last.get("valid_accuracy")), "validation")]
     known = [(accuracy, split) for accuracy, split in held_out if accuracy is not None]
-    if train is None or not known or train - min(known)[0] <= OVERFITTING_GAP:
-        return []
+    if run.train is None or not known or run.train - min(known)[0] <= OVERFITTING_GAP:
+        return
+    advice = {
+        "augmentation (such as augment.shift, augment.zoom)": not run.recipe.augment.is_affine,
+        "optimizer.weight_decay": not run.recipe.optimizer.weight_decay,
+        "pre-trained weights": not run.is_pretrained,
+    }
+    what = [name for name, is_new in advice.items() if is_new] or ["more images"]
     accuracy, split = min(known)
-    advice = []
-    if not recipe.augment.is_affine:
-        advice.append("augmentation (such as augment.shift, augment.zoom)")
-    if not recipe.optimizer.weight_decay:
-        advice.append("optimizer.weight_decay")
-    if not (recipe.pretrained or recipe.weights):
-        advice.append("pre-trained weights")
-    advice.append("a smaller model" if advice else "more images, a smaller model")
-    return [
-        f"Overfitting: accuracy {train:.3f} in training, {accuracy:.3f} on {split} images."
-        f" What may help: {', '.join(advice)}."
-    ]
+    yield (
+        f"Overfitting: accuracy {run.train:.3f} in training, {accuracy:.3f} on {split} images."
+        f" What may help: {', '.join(what)}, a smaller model."
+    )
 
 
-def _rising_loss(metrics: Sequence[Line]) -> list[str]:
+def _rising_loss(run: _Run) -> Iterator[str]:
     """Report a held-out loss that has risen since its lowest epoch: the model grows too sure of wrong answers."""
-    for split, name in (("valid", "validation"), ("test", "test")):
-        losses = [(loss, line["epoch"]) for line in metrics if (loss := finite(line.get(f"{split}_loss"))) is not None]
-        if not losses:
-            continue
+    name, losses = "validation", run.history("valid_loss")
+    if not losses:
+        name, losses = "test", run.history("test_loss")
+    if losses and losses[-1][0] > RISING_LOSS_FACTOR * min(losses)[0]:
         (least, epoch), (last, end) = min(losses), losses[-1]
-        if last <= RISING_LOSS_FACTOR * least:
-            return []
-        return [
+        yield (
             f"The {name} loss rose from {least:.3f} in epoch {epoch} to {last:.3f} in epoch {end}: the model became"
             " surer of its wrong answers. What may help: fewer epochs, augmentation, label_smoothing."
-        ]
-    return []
+        )
 
 
-def _split_gap(summary: Summary) -> list[str]:
-    test, valid = finite(summary.get("test_accuracy")), finite(summary.get("valid_accuracy"))
-    counts = [summary.get(f"{split}_count") for split in ("test", "valid")]
+def _split_gap(run: _Run) -> Iterator[str]:
+    test, valid = run.test, run.valid
     if test is None or valid is None:
-        return []
+        return
+    counts = [run.summary.get(f"{split}_count") for split in ("test", "valid")]
     noise = STANDARD_ERRORS * math.sqrt(sum(test * (1 - test) / count for count in counts if count))
-    if valid - test <= max(SPLIT_GAP, noise):
-        return []
-    return [
-        f"Test accuracy {test:.3f} is well below validation accuracy {valid:.3f}: the splits differ. `flatout check`"
-        " finds images that are in two splits; other causes are other cameras, times or sources."
-    ]
+    if valid - test > max(SPLIT_GAP, noise):
+        yield (
+            f"Test accuracy {test:.3f} is well below validation accuracy {valid:.3f}: the splits differ. `flatout"
+            " check` finds images that are in two splits; other causes are other cameras, times or sources."
+        )
 
 
-def _more_epochs(summary: Summary, metrics: Sequence[Line], recipe: Recipe) -> list[str]:
-    accuracy, _ = _held_out(summary)
-    if summary.get("stopped"):
-        return []
-    if metrics and len(metrics) < FEW_EPOCHS and accuracy is not None and accuracy < GOOD_ACCURACY:
-        trained = "1 epoch is" if len(metrics) == 1 else f"{len(metrics)} epochs are"
-        return [f"Accuracy {accuracy:.3f} after few epochs: {trained} rarely enough. Try --epochs 10."]
-    if recipe.schedule.name in ("cosine", "one-cycle"):
-        return []  # these schedules gain most at their end by design; that does not mean that more epochs would help
-    for split, name in (("valid", "Validation"), ("test", "Test"), ("train", "Training")):
-        scores = [score for line in metrics if (score := finite(line.get(f"{split}_accuracy"))) is not None]
-        if len(scores) < 2:
-            continue
-        quarter = max(1, len(scores) // 4)
-        gain = sum(scores[-quarter:]) / quarter - sum(scores[-2 * quarter : -quarter]) / quarter
-        if gain < STILL_IMPROVING:
-            return []
+def _more_epochs(run: _Run) -> Iterator[str]:
+    epochs, accuracy = len(run.metrics), run.held_out
+    if run.summary.get("stopped"):
+        return
+    if 0 < epochs < FEW_EPOCHS and accuracy is not None and accuracy < GOOD_ACCURACY:
+        trained = "1 epoch is" if epochs == 1 else f"{epochs} epochs are"
+        yield f"Accuracy {accuracy:.3f} after few epochs: {trained} rarely enough. Try --epochs 10."
+        return
+    if run.recipe.schedule.name in ("cosine", "one-cycle"):
+        return  # these schedules gain most at their end by design; that does not mean that more epochs would help
+    series = {split: run.history(f"{split}_accuracy") for split in ("valid", "test", "train")}
+    split = next((split for split, values in series.items() if len(values) > 1), None)
+    if split is None:
+        return
+    scores = [score for score, _ in series[split]]
+    quarter = max(1, len(scores) // 4)
+    gain = sum(scores[-quarter:]) / quarter - sum(scores[-2 * quarter : -quarter]) / quarter
+    if gain >= STILL_IMPROVING:
+        name = {"valid": "Validation", "test": "Test", "train": "Training"}[split]
         span = "epoch" if quarter == 1 else f"{quarter} epochs"
-        return [
+        yield (
             f"{name} accuracy was still rising at the end, by {gain:.3f} over the last {span}:"
-            f" more than {recipe.epochs} epochs would help, such as --epochs {2 * recipe.epochs}."
-        ]
-    return []
+            f" more than {run.recipe.epochs} epochs would help, such as --epochs {2 * run.recipe.epochs}."
+        )
 
 
-def _no_pretraining(summary: Summary, recipe: Recipe) -> list[str]:
-    accuracy, split = _held_out(summary)
-    is_photo = recipe.channels == 3 and recipe.image_size >= PHOTO_PIXELS
-    if accuracy is None or accuracy >= GOOD_ACCURACY or not is_photo or recipe.pretrained or recipe.weights:
-        return []
-    return [
-        f"The model was trained from random weights. On photos, published weights usually raise the {split} accuracy"
-        " considerably: --model timm:resnet18 --set pretrained=true."
-    ]
+def _no_pretraining(run: _Run) -> Iterator[str]:
+    is_photo = run.recipe.channels == 3 and run.recipe.image_size >= PHOTO_PIXELS
+    if run.held_out is not None and run.held_out < GOOD_ACCURACY and is_photo and not run.is_pretrained:
+        yield (
+            f"The model was trained from random weights. On photos, published weights usually raise the {run.split}"
+            " accuracy considerably: --model timm:resnet18 --set pretrained=true."
+        )
 
 
-def _unpredicted(summary: Summary) -> list[str]:
-    classes, actual = summary.get("classes") or (), summary.get("test_class_counts") or ()
-    predicted = summary.get("test_predicted_counts") or ()
-    missing = [
-        shorten(name, 40)
-        for name, images, answers in zip(classes, actual, predicted, strict=False)
-        if answers == 0 and images >= LEAST_CLASS_IMAGES
-    ]
-    if not missing:
-        return []
-    named = ", ".join(missing[:CLASSES_NAMED])
-    if len(missing) > CLASSES_NAMED:
-        named += f" and {len(missing) - CLASSES_NAMED} more"
-    return [f"Never predicted, although present in the test images: {named}."]
+def _unpredicted(run: _Run) -> Iterator[str]:
+    pairs = zip(run.counts("test_class"), run.counts("test_predicted"), strict=False)
+    missing = [name for (images, name), (answers, _) in pairs if answers == 0 and images >= LEAST_CLASS_IMAGES]
+    if missing:
+        more = f" and {len(missing) - CLASSES_NAMED} more" if len(missing) > CLASSES_NAMED else ""
+        yield f"Never predicted, although present in the test images: {', '.join(missing[:CLASSES_NAMED])}{more}."
 
 
-def _unbalanced(summary: Summary, recipe: Recipe) -> list[str]:
-    classes, counts = summary.get("classes") or (), summary.get("train_class_counts") or ()
-    pairs = [(count, name) for name, count in zip(classes, counts, strict=False) if count > 0]
-    if len(pairs) < 2 or recipe.class_weights != "none":
-        return []
-    (most, largest), (fewest, smallest) = max(pairs), min(pairs)
-    if most < UNBALANCED_RATIO * fewest:
-        return []
-    return [
-        f"The classes are very unbalanced: {most:,} training images of {shorten(largest, 40)}, {fewest:,} of"
-        f" {shorten(smallest, 40)}. --set class_weights=balanced gives every class the same weight."
-    ]
+def _unbalanced(run: _Run) -> Iterator[str]:
+    present = [(count, name) for count, name in run.counts("train_class") if count > 0]
+    if len(present) > 1 and run.recipe.class_weights == "none":
+        (most, largest), (fewest, smallest) = max(present), min(present)
+        if most >= UNBALANCED_RATIO * fewest:
+            yield (
+                f"The classes are very unbalanced: {most:,} training images of {largest}, {fewest:,} of {smallest}."
+                " --set class_weights=balanced gives every class the same weight."
+            )
 
 
-def _input_wait(summary: Summary, recipe: Recipe) -> list[str]:
-    share = finite(summary.get("input_wait_fraction"))
-    if share is None or share < INPUT_WAIT:
-        return []
-    advice = "a faster disk or enough memory for all images would help"
-    if recipe.data.placement == "disk":
-        advice = "--set data.placement=memory avoids reading from the disk"
-    return [f"{share:.0%} of the training time was spent waiting for images: {advice}."]
-
-
-def _held_out(summary: Summary) -> tuple[float | None, str]:
-    """Return the accuracy on test images, else on validation images, and the name of the split."""
-    test = finite(summary.get("test_accuracy"))
-    return (test, "test") if test is not None else (finite(summary.get("valid_accuracy")), "validation")
+def _input_wait(run: _Run) -> Iterator[str]:
+    share = finite(run.summary.get("input_wait_fraction"))
+    if share is not None and share >= INPUT_WAIT:
+        advice = "a faster disk or enough memory for all images would help"
+        if run.recipe.data.placement == "disk":
+            advice = "--set data.placement=memory avoids reading from the disk"
+        yield f"{share:.0%} of the training time was spent waiting for images: {advice}."

@@ -1,7 +1,4 @@
-"""The chart of `flatout scale`: throughput and time, as lines over the number of devices or as bars side by side.
-
-Lines are drawn where only the number of devices differs, with the throughput of ideal scaling for comparison.
-"""
+"""The chart of `flatout scale`: lines over the number of devices where only that differs, else bars side by side."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,25 +7,16 @@ from typing import TYPE_CHECKING, Any
 from flatout.console import duration
 from flatout.report import style
 from flatout.report.style import shorten
-from flatout.scale.findings import ideal_speed_up, is_plausible
+from flatout.scale.findings import Row, ideal_speed_up, is_plausible, median
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Row = Mapping[str, Any]
 NOTHING = {"median": 0.0, "min": 0.0, "max": 0.0}
 
 
 def draw_scaling(path: Path, result: Mapping[str, Any]) -> None:
-    """Write the chart as a PNG: on the left images per second, on the right time.
-
-    Args:
-        path: the PNG to write.
-        result: the content of scaling.json.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Write the chart of scaling.json as a PNG: on the left images per second, on the right time."""
     rows = result["specs"]
     counts = {row["world_size"] for row in rows}
     as_lines = len(rows) > 1 and len({row["kind"] for row in rows}) == 1 and len(counts) == len(rows)
@@ -36,19 +24,17 @@ def draw_scaling(path: Path, result: Mapping[str, Any]) -> None:
     title = f"{shorten(result['job'], 40)}: {result['scaling']} scaling, {batch}, {result['epochs']} epochs"
     figure = style.new_figure(9.0, 3.9, title=title)
     throughput, time = figure.subplots(1, 2)
-    unit = ""
-    if as_lines:
-        unit = "devices" if rows[0]["threads_per_rank"] is None else "processes"
-        rows = sorted(rows, key=lambda row: row["world_size"])
     repeats = f", median of {result['repeats']} (least and most)" if result["repeats"] > 1 else ", a single run"
+    unit = "" if not as_lines else "devices" if rows[0]["threads_per_rank"] is None else "processes"
     style.style_panel(throughput, f"Images per second{repeats}", unit)
     style.style_panel(time, "Seconds: training, and everything included", unit)
     if as_lines:
-        _throughput_lines(throughput, rows)
+        rows = sorted(rows, key=lambda row: row["world_size"])
+        _throughput_lines(throughput, [row for row in rows if row["images_per_second"]])
         _time_lines(time, rows)
     else:
         rates = [row["images_per_second"] or NOTHING for row in rows]
-        style.draw_bars(throughput, [row["devices"] for row in rows], rates)
+        style.draw_bars(throughput, [row["devices"] for row in rows], rates, "{:,.0f}".format)
         _time_bars(time, rows)
     for axes in (throughput, time):
         style.start_at_zero(axes, headroom=0.25)
@@ -57,24 +43,22 @@ def draw_scaling(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def _throughput_lines(axes: "Axes", rows: Sequence[Row]) -> None:
-    rows = [row for row in rows if row["images_per_second"]]
-    counts = [row["world_size"] for row in rows]
     if not rows:
         return
-    rates = [row["images_per_second"]["median"] for row in rows]
-    by_threads = len({row["threads_per_rank"] for row in rows}) > 1
+    counts, figures = [row["world_size"] for row in rows], [row["images_per_second"] for row in rows]
+    rates = [figure["median"] for figure in figures]
     ideal = [rates[0] * ideal_speed_up(row, rows[0]) for row in rows]
-    label = "ideal by threads" if by_threads else "ideal"
+    label = "ideal by threads" if len({row["threads_per_rank"] for row in rows}) > 1 else "ideal"
     axes.plot(counts, ideal, color=style.MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label=label)
     axes.errorbar(
-        counts, rates, yerr=style.whiskers([row["images_per_second"] for row in rows]), color=style.RIGHT,
-        linewidth=1.8, marker="o", markersize=4.5, capsize=3, label="measured",
+        counts, rates, yerr=style.whiskers(figures), color=style.RIGHT, linewidth=1.8, marker="o", markersize=4.5,
+        capsize=3, label="measured",
     )  # fmt: skip
-    for row, rate in zip(rows, rates, strict=True):
-        text = f"{rate:,.0f}"
+    for row, figure in zip(rows, figures, strict=True):
+        text = f"{figure['median']:,.0f}"
         if row["speed_up"] and row["devices"] != row["base"]:
             text += f" (x {row['speed_up']:.2f})" if is_plausible(row, rows[0]) else "\nunreliable"
-        style.add_label(axes, row["world_size"], row["images_per_second"]["min"], text, below=True)
+        style.add_label(axes, row["world_size"], figure["min"], text, below=True)
     _count_ticks(axes, counts)
 
 
@@ -90,24 +74,18 @@ def _time_lines(axes: "Axes", rows: Sequence[Row]) -> None:
 
 
 def _time_bars(axes: "Axes", rows: Sequence[Row]) -> None:
-    """Stack training after warm-up, warm-up, and everything else."""
-    train, wall, warmup = (
-        [(row[name] or NOTHING)["median"] for row in rows]
-        for name in ("train_seconds", "wall_seconds", "warmup_seconds")
-    )
+    """Draw everything, training and warm-up over each other: each is a part of the one before."""
     parts = (
-        ("training", [t - w for t, w in zip(train, warmup, strict=True)], style.RIGHT),
-        ("warm-up", warmup, style.ORANGE),
-        ("set-up and the rest", [max(0.0, w - t) for w, t in zip(wall, train, strict=True)], style.FAINT),
+        ("wall_seconds", "set-up and the rest", style.FAINT),
+        ("train_seconds", "training", style.RIGHT),
+        ("warmup_seconds", "warm-up", style.ORANGE),
     )
-    bottom = [0.0] * len(rows)
-    for label, seconds, colour in parts:
-        axes.bar(
-            range(len(rows)), seconds, bottom=bottom, width=0.55, color=colour, label=label if any(seconds) else ""
-        )
-        bottom = [b + s for b, s in zip(bottom, seconds, strict=True)]
-    for position, (trained, top) in enumerate(zip(train, bottom, strict=True)):
-        style.add_label(axes, position, top, f"{duration(trained)} of {duration(top)}")
+    for name, label, colour in parts:
+        seconds = [median(row, name) or 0.0 for row in rows]
+        axes.bar(range(len(rows)), seconds, width=0.55, color=colour, label=label if any(seconds) else "")
+    for position, row in enumerate(rows):
+        train, wall = median(row, "train_seconds") or 0.0, median(row, "wall_seconds") or 0.0
+        style.add_label(axes, position, wall, f"{duration(train)} of {duration(wall)}")
     style.name_ticks(axes, [row["devices"] for row in rows])
 
 

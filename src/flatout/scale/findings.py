@@ -1,11 +1,10 @@
 """What the figures of `flatout scale` mean, in plain sentences.
 
-Each rule is a function of the content of scaling.json; each threshold is a named constant with its reason. A row is one
-SPEC; its base is the SPEC of the same kind with the fewest devices.
+A row is one SPEC; its base is the SPEC of the same kind with the fewest devices.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -25,25 +24,21 @@ DISTURBED = 1.25
 
 
 def findings(result: Mapping[str, Any]) -> list[str]:
-    """Return a sentence or two for each finding.
-
-    Args:
-        result: the content of scaling.json; figures that were not measured are None.
-    """
+    """Return a sentence or two for each finding on the content of scaling.json; unknown figures are None."""
     rows = result["specs"]
     bases = {row["base"]: row for row in rows if row["base"] == row["devices"]}
     larger = [row for row in rows if row["base"] != row["devices"] and row["speed_up"] is not None]
-    sentences = [_against_base(row, bases[row["base"]], result) for row in larger]
-    sentences += _between_kinds(list(bases.values()))
-    for row in rows:
-        sentences += _warmup(row) + _setup(row, bases[row["base"]])
-    return sentences + _answers(rows, result) + _repeats(result)
+    return [
+        *(_against_base(row, bases[row["base"]], result) for row in larger),
+        *_between_kinds([row for row in bases.values() if row["images_per_second"]]),
+        *(sentence for row in rows for sentence in _times_of(row, bases[row["base"]])),
+        *_answers(rows, result),
+        *_repeats(result),
+    ]
 
 
 def _against_base(row: Row, base: Row, result: Mapping[str, Any]) -> str:
-    sentence = (
-        f"{row['devices']} ({_size(row)}) trains {_times(row['speed_up'])} as fast as {base['devices']} ({_size(base)})"
-    )
+    sentence = _compared(row, base, row["speed_up"], with_size=True)
     if overlapping(row, base):
         return f"{sentence}, but their repeats overlap: the difference is within the noise of this machine."
     efficiency = row["speed_up"] / ideal_speed_up(row, base)
@@ -58,8 +53,8 @@ def _against_base(row: Row, base: Row, result: Mapping[str, Any]) -> str:
         )
     if efficiency >= GOOD_EFFICIENCY or row["world_size"] == base["world_size"]:
         return f"{sentence}."
-    if reasons := _reasons(row, base, result):
-        return f"{sentence}. Causes: {'; '.join(reasons)}."
+    if reasons := "; ".join(_reasons(row, base, result)):
+        return f"{sentence}. Causes: {reasons}."
     if row["communication_fraction"] is None:
         return f"{sentence}. The causes were not measured."
     return (
@@ -68,75 +63,66 @@ def _against_base(row: Row, base: Row, result: Mapping[str, Any]) -> str:
     )
 
 
-def _reasons(row: Row, base: Row, result: Mapping[str, Any]) -> list[str]:
-    """Return what keeps a SPEC from its ideal speed, as parts of a sentence."""
-    reasons = []
+def _reasons(row: Row, base: Row, result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what keeps a SPEC from its ideal speed, as parts of a sentence."""
     cores, threads = result["machine"]["cores"], _threads(row)
     if threads is not None and threads > cores:
-        reasons.append(f"{threads} threads share {cores} cores")
-    communication, waiting = (_median(row, f"{name}_fraction") or 0.0 for name in ("communication", "input_wait"))
-    if communication >= NOTABLE_SHARE:
-        reasons.append(f"{communication:.0%} of the time is communication and waiting for other devices")
-    if waiting >= NOTABLE_SHARE:
-        reasons.append(f"{waiting:.0%} is waiting for images")
+        yield f"{threads} threads share {cores} cores"
+    if (share := median(row, "communication_fraction") or 0.0) >= NOTABLE_SHARE:
+        yield f"{share:.0%} of the time is communication and waiting for other devices"
+    if (share := median(row, "input_wait_fraction") or 0.0) >= NOTABLE_SHARE:
+        yield f"{share:.0%} is waiting for images"
     batch, ranks = row["batch_size"], row["world_size"]
     largest = math.ceil(batch / ranks)
-    idle = 1 - batch / ranks / largest
-    if idle >= NOTABLE_SHARE:
-        reasons.append(f"a batch of {batch} does not divide by {ranks}: devices are idle for {idle:.0%} of the time")
+    if (share := 1 - batch / ranks / largest) >= NOTABLE_SHARE:
+        yield f"a batch of {batch} does not divide by {ranks}: devices are idle for {share:.0%} of the time"
     if largest < FEW_IMAGES <= base["batch_size"] / base["world_size"]:
-        reasons.append(f"{largest} images per device and step are too few to keep it busy; try a larger --batch-size")
-    return reasons
+        yield f"{largest} images per device and step are too few to keep it busy; try a larger --batch-size"
 
 
-def _between_kinds(bases: Sequence[Row]) -> list[str]:
+def _between_kinds(bases: Sequence[Row]) -> Iterator[str]:
     """Compare the smallest choice of each kind with that of the slowest kind."""
-    measured = [row for row in bases if row["images_per_second"]]
-    slowest = min(measured, key=lambda row: row["images_per_second"]["median"], default=None)
-    sentences = []
-    for row in measured:
-        if slowest is not None and row is not slowest:
-            ratio = row["images_per_second"]["median"] / slowest["images_per_second"]["median"]
+    rates = [row["images_per_second"]["median"] for row in bases]
+    for row, rate in zip(bases, rates, strict=True):
+        slowest = bases[rates.index(min(rates))]
+        if row is not slowest:
             noise = ", but their repeats overlap" if overlapping(row, slowest) else ""
-            sentences.append(
-                f"{row['devices']} trains {_times(ratio)} as fast as {slowest['devices']} ({_size(slowest)}){noise}."
-            )
-    return sentences
+            yield f"{_compared(row, slowest, rate / min(rates))}{noise}."
 
 
-def _warmup(row: Row) -> list[str]:
-    train, warmup = _median(row, "train_seconds"), _median(row, "warmup_seconds")
-    if not train or warmup is None or warmup < NOTABLE_WARMUP * train:
-        return []
-    rate = row["images_per_second"]["median"] * train / max(train - warmup, 1e-9)
-    return [
-        f"Warm-up is {warmup / train:.0%} of the training time on {row['devices']};"
-        f" without it: {rate:,.0f} images per second."
-    ]
+def _compared(row: Row, base: Row, ratio: float, *, with_size: bool = False) -> str:
+    name = f"{row['devices']} ({_size(row)})" if with_size else row["devices"]
+    times = f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
+    return f"{name} trains {times} times as fast as {base['devices']} ({_size(base)})"
 
 
-def _setup(row: Row, base: Row) -> list[str]:
-    """Report more devices that train faster but finish later, as they do on little data."""
-    train, wall, base_train, base_wall = (
-        _median(r, name) or 0.0 for r in (row, base) for name in ("train_seconds", "wall_seconds")
-    )
-    if train >= base_train or wall < base_wall:
-        return []
-    return [
-        f"Everything included, {row['devices']} takes {wall:.1f} s and {base['devices']} {base_wall:.1f} s:"
-        " starting takes longer than training saves. More epochs or more data would show the gain."
-    ]
+def _times_of(row: Row, base: Row) -> Iterator[str]:
+    """Report a long warm-up, and more devices that train faster but finish later, as they do on little data."""
+    train, base_train = median(row, "train_seconds") or 0.0, median(base, "train_seconds") or 0.0
+    wall, base_wall = median(row, "wall_seconds") or 0.0, median(base, "wall_seconds") or 0.0
+    warmup = median(row, "warmup_seconds") or 0.0
+    if train and warmup >= NOTABLE_WARMUP * train:
+        rate = row["images_per_second"]["median"] * train / max(train - warmup, 1e-9)
+        yield (
+            f"Warm-up is {warmup / train:.0%} of the training time on {row['devices']};"
+            f" without it: {rate:,.0f} images per second."
+        )
+    if train < base_train and wall >= base_wall:
+        yield (
+            f"Everything included, {row['devices']} takes {wall:.1f} s and {base['devices']} {base_wall:.1f} s:"
+            " starting takes longer than training saves. More epochs or more data would show the gain."
+        )
 
 
-def _answers(rows: Sequence[Row], result: Mapping[str, Any]) -> list[str]:
+def _answers(rows: Sequence[Row], result: Mapping[str, Any]) -> Iterator[str]:
     """Report whether every SPEC gave the same answers, and if not, why."""
     answers = [n for row in rows for n in row["correct"] if n is not None]
     if len(answers) < 2:
-        return []
+        return
     least, most, count, split = min(answers), max(answers), rows[0]["count"], rows[0]["split"]
     if least == most:
-        return [f"Every run gives the same answer: {most:,} of {count:,} {split} images right."]
-    difference = f"The runs differ by {most - least:,} of {count:,} {split} images ({least:,} to {most:,} right)"
+        yield f"Every run gives the same answer: {most:,} of {count:,} {split} images right."
+        return
     if result["scaling"] == "weak":
         reason = "with --weak the batch grows with the devices, which changes training itself"
     elif result["norm"] == "per-device" and len({row["world_size"] for row in rows}) > 1:
@@ -148,7 +134,7 @@ def _answers(rows: Sequence[Row], result: Mapping[str, Any]) -> list[str]:
             "more than the order of summation explains. Compare the notes in the run folders;"
             " --set precision=fp32 makes all devices compute alike"
         )
-    return [f"{difference}: {reason}."]
+    yield f"The runs differ by {most - least:,} of {count:,} {split} images ({least:,} to {most:,} right): {reason}."
 
 
 def explained_by_rounding(least: int, most: int, count: int) -> float:
@@ -161,16 +147,13 @@ def explained_by_rounding(least: int, most: int, count: int) -> float:
     return max(1.0, math.sqrt(count * share * (1 - share)))
 
 
-def _repeats(result: Mapping[str, Any]) -> list[str]:
-    if result["repeats"] > 1:
-        rates = [row["images_per_second"] for row in result["specs"] if row["images_per_second"]]
-        worst = max((rate["max"] / rate["min"] for rate in rates), default=1.0)
-        if worst < DISTURBED:
-            return []
-        return [f"Repeats differ by a factor of up to {worst:.1f}: the machine was busy with other work as well."]
-    if len(result["specs"]) < 2:
-        return []
-    return ["Each SPEC was run once, so noise cannot be told from a difference; --repeats 3 measures it."]
+def _repeats(result: Mapping[str, Any]) -> Iterator[str]:
+    rates = [row["images_per_second"] for row in result["specs"] if row["images_per_second"]]
+    worst = max((rate["max"] / rate["min"] for rate in rates), default=1.0)
+    if worst >= DISTURBED:
+        yield f"Repeats differ by a factor of up to {worst:.1f}: the machine was busy with other work as well."
+    if result["repeats"] == 1 and len(result["specs"]) > 1:
+        yield "Each SPEC was run once, so noise cannot be told from a difference; --repeats 3 measures it."
 
 
 def overlapping(row: Row, other: Row) -> bool:
@@ -191,7 +174,8 @@ def is_plausible(row: Row, base: Row) -> bool:
     return row["speed_up"] is None or row["speed_up"] <= LARGEST_EFFICIENCY * ideal_speed_up(row, base)
 
 
-def _median(row: Row, name: str) -> float | None:
+def median(row: Row, name: str) -> float | None:
+    """Return the median of a figure; None where it was not measured."""
     return row[name]["median"] if row[name] else None
 
 
@@ -203,7 +187,3 @@ def _size(row: Row) -> str:
     if row["threads_per_rank"] is None:
         return f"{row['world_size']} device{'s' if row['world_size'] > 1 else ''}"
     return f"{row['world_size']} x {row['threads_per_rank']} thread{'s' if row['threads_per_rank'] > 1 else ''}"
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f} times" if ratio < 10 else f"{ratio:,.0f} times"

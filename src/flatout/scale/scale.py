@@ -1,7 +1,7 @@
 """`flatout scale`: train one recipe on several choices of devices, and compare them.
 
-Every run is a process of its own, started as the user would start it, so that none inherits another's warm caches or
-memory. Repeats alternate between the choices (A B A B), so that a machine that slows down affects all of them alike.
+Every run is a process of its own, so that none inherits another's warm caches or memory. Repeats alternate between the
+choices (A B A B), so that a machine that slows down affects all of them alike.
 """
 
 import re
@@ -11,16 +11,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from flatout import __version__
-from flatout.console import Console, duration
+from flatout.console import Console, aligned, duration
 from flatout.errors import InputError, Stopped, TrainingFailed
 from flatout.files import write_atomically
-from flatout.recipe import Recipe
 from flatout.report.run_files import RECIPE, write_json
 from flatout.run.folder import Run
 from flatout.scale.chart import draw_scaling
@@ -36,20 +34,6 @@ FIGURES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One SPEC to measure: its kind of device, whether that is an accelerator, and the batch it trains with."""
-
-    spec: str
-    kind: str
-    accelerated: bool
-    batch_size: int
-
-    def folder(self, repeat: int) -> str:
-        """Return the name of the run folder of a repeat, counted from 1."""
-        return f"{re.sub(r'[:,]', '-', self.spec)}-{repeat}"
-
-
 def split_specs(text: str) -> list[str]:
     """Split `cpu,cuda:0,2,4xcuda` at its commas; numbers alone belong to the SPEC before them, as in `cuda:0,2`.
 
@@ -62,6 +46,22 @@ def split_specs(text: str) -> list[str]:
     if twice := [spec for spec in specs if specs.count(spec) > 1]:
         raise InputError(f"--devices {text}: {twice[0]} is named twice; --repeats N measures every SPEC N times")
     return specs
+
+
+def check_free(out: Path | None) -> None:
+    """Raise InputError where a folder to write to holds something already."""
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out}: exists and is not an empty folder; choose another --out")
+
+
+def make_folder(out: Path | None, name: str) -> Path:
+    """Make the folder `out`, or a new one under `runs/`; raise InputError where it cannot be written."""
+    out = out or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{out}: cannot be written: {error.strerror}; choose another --out") from None
+    return out
 
 
 def scale(
@@ -104,20 +104,12 @@ def scale(
     check_free(out)
     accelerated = all(choice.is_accelerated for choice in chosen.values())
     recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
-    choices = [
-        Choice(
-            spec=spec,
-            kind=d.kind,
-            accelerated=d.is_accelerated,
-            batch_size=recipe.batch_size * (len(d.indices) if weak else 1),
-        )
-        for spec, d in chosen.items()
-    ]
     # Decoded here, or only the first run would include decoding in its time.
     load(found, recipe, cache=True, report=console)
     console.finish()
-    out = out or Path("runs") / f"scale-{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}"
-    _write_recipe(out, recipe)
+    out = make_folder(out, f"scale-{recipe.job}")
+    title = f"Measured by flatout scale; train it once: flatout train {RECIPE}"
+    write_atomically(out / RECIPE, recipe.to_toml(title).encode())
     head = {
         "scaling": "weak" if weak else "strong",
         "repeats": repeats,
@@ -126,71 +118,49 @@ def scale(
         "machine": machine(),
         "version": __version__,
     }
-    result = _measure(choices, repeats, out, head, console)
+    runs: list[dict[str, Any]] = []
+    try:
+        # scaling.json is complete after every run, whatever ends this process.
+        for repeat in range(1, repeats + 1):
+            for spec, d in chosen.items():
+                name, folder = f"{spec}, run {repeat} of {repeats}", out / folder_name(spec, repeat)
+                console.note(f"{name}: {folder}")
+                batch_size = recipe.batch_size * (len(d.indices) if weak else 1)
+                _train(name, out / RECIPE, "--devices", spec, "--batch-size", str(batch_size), "--out", str(folder))
+                run = {"devices": spec, "kind": d.kind, "repeat": repeat, "batch_size": batch_size, **_measured(folder)}
+                runs.append(run)
+                rate = f"{run['images_per_second']:,.0f} images per second, " if run["images_per_second"] else ""
+                times = f"training {duration(run['train_seconds'])}, everything {duration(run['wall_seconds'])}"
+                console.note(f"{name}: {rate}{times}")
+                write_json(out / RESULT, {**head, **compare(runs), "ended": "not finished"})
+    except BaseException as error:
+        ended = str(error) if isinstance(error, InputError | TrainingFailed) else "stopped"
+        write_json(out / RESULT, {**head, **compare(runs), "ended": ended})
+        if runs:
+            console.note(f"the runs finished so far are in {out / RESULT}")
+        raise
+    result = {**head, **compare(runs), "ended": None}
     result["findings"] = findings(result)
     write_json(out / RESULT, result)
     draw_scaling(out / CHART, result)
     return {**result, "out": str(out)}
 
 
-def _measure(
-    choices: Sequence[Choice], repeats: int, out: Path, head: Mapping[str, Any], console: Console
-) -> dict[str, Any]:
-    """Train every choice `repeats` times; scaling.json is complete after every run, whatever ends this process."""
-    runs: list[dict[str, Any]] = []
-
-    def result(ended: str | None) -> dict[str, Any]:
-        return {**head, **compare(choices, runs), "ended": ended}
-
-    try:
-        for repeat in range(1, repeats + 1):
-            for choice in choices:
-                name, folder = f"{choice.spec}, run {repeat} of {repeats}", out / choice.folder(repeat)
-                console.note(f"{name}: {folder}")
-                _train(choice, name, out / RECIPE, folder)
-                run = _measured(choice, repeat, folder)
-                runs.append(run)
-                rate = f"{run['images_per_second']:,.0f} images per second, " if run["images_per_second"] else ""
-                times = f"training {duration(run['train_seconds'])}, everything {duration(run['wall_seconds'])}"
-                console.note(f"{name}: {rate}{times}")
-                write_json(out / RESULT, result("not finished"))
-    except BaseException as error:
-        known = isinstance(error, InputError | TrainingFailed)
-        write_json(out / RESULT, result(str(error) if known else "stopped"))
-        if runs:
-            console.note(f"the runs finished so far are in {out / RESULT}")
-        raise
-    return result(None)
+def folder_name(spec: str, repeat: int) -> str:
+    """Return the name of the run folder of a repeat, counted from 1."""
+    return f"{re.sub(r'[:,]', '-', spec)}-{repeat}"
 
 
-def check_free(out: Path | None) -> None:
-    """Raise InputError where a folder to write to holds something already."""
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out}: exists and is not an empty folder; choose another --out")
-
-
-def _write_recipe(out: Path, recipe: Recipe) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{out}: cannot be written: {error.strerror}; choose another --out") from None
-    head = f"Measured by flatout scale; train it once: flatout train {RECIPE}"
-    write_atomically(out / RECIPE, recipe.to_toml(head).encode())
-
-
-def _train(choice: Choice, name: str, recipe: Path, out: Path) -> None:
+def _train(name: str, recipe: Path, *options: str) -> None:
     """Train in a process of its own; raise what it ended with, its message under the name of the run."""
-    # -P: a random.py in the current folder is none of our imports.
-    command = [sys.executable, "-P", "-m", "flatout", "train", str(recipe), "--devices", choice.spec]
-    command += ["--batch-size", str(choice.batch_size), "--out", str(out)]
-    watched = sys.stderr.isatty()
     with tempfile.TemporaryFile() as errors:
-        # A session of its own: Ctrl-C then reaches the run through us, once, rather than from the terminal as well.
         child = subprocess.Popen(
-            command,
+            # -P: a random.py in the current folder is none of our imports.
+            [sys.executable, "-P", "-m", "flatout", "train", str(recipe), *options],
             stdin=subprocess.DEVNULL,
-            stdout=2 if watched else subprocess.DEVNULL,
+            stdout=2 if sys.stderr.isatty() else subprocess.DEVNULL,
             stderr=errors,
+            # A session of its own: Ctrl-C then reaches the run through us, once, and not from the terminal as well.
             start_new_session=True,
         )
         code = _wait(child)
@@ -204,76 +174,61 @@ def _train(choice: Choice, name: str, recipe: Path, out: Path) -> None:
         raise InputError(f"{name}: {message}")
     if code > 128:
         raise Stopped(code - 128)
-    if code < 0:
-        message = f"killed by {signal.Signals(-code).name}"
-    raise TrainingFailed(f"{name}: {message}")
+    raise TrainingFailed(f"{name}: {message if code > 0 else f'killed by {signal.Signals(-code).name}'}")
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
     """Wait for the run; what stops this process is passed on to it, and it may finish its checkpoint before we go."""
     stopped: BaseException | None = None
-    while True:
+    while child.returncode is None:
         try:
-            code = child.wait()
+            child.wait()
         except BaseException as error:
             child.send_signal(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
             stopped = stopped or error
-            continue
-        if stopped is not None:
-            raise stopped
-        return code
+    if stopped is not None:
+        raise stopped
+    return child.returncode
 
 
-def _measured(choice: Choice, repeat: int, folder: Path) -> dict[str, Any]:
+def _measured(folder: Path) -> dict[str, Any]:
     """Return the figures of a finished run."""
     run = Run(folder)
     summary = run.summary
     epochs = [line["seconds"] for line in run.history]
-    epoch_seconds = statistics.median(epochs[1:] or epochs)
-    warmup = summary.get("warmup_seconds")
-    if warmup is None and len(epochs) > 1:
-        # Too few steps to tell the first ones from the rest: compare the first epoch with the others.
-        warmup = max(0.0, epochs[0] - epoch_seconds)
-    split = "test" if summary["test_count"] else "valid"
     figures: dict[str, Any] = {name: summary.get(name) for name in FIGURES}
+    figures["epoch_seconds"] = statistics.median(epochs[1:] or epochs)
+    if figures["warmup_seconds"] is None and len(epochs) > 1:
+        # Too few steps to tell the first ones from the rest: compare the first epoch with the others.
+        figures["warmup_seconds"] = max(0.0, epochs[0] - figures["epoch_seconds"])
+    split = "test" if summary["test_count"] else "valid"
     return {
-        "devices": choice.spec,
-        "repeat": repeat,
         "folder": folder.name,
-        "batch_size": choice.batch_size,
-        "world_size": summary["world_size"],
+        **{key: summary[key] for key in ("world_size", "images_trained", "stopped", "runs_on")},
         "threads_per_rank": summary.get("threads_per_rank"),
         **figures,
-        "epoch_seconds": epoch_seconds,
-        "warmup_seconds": warmup,
         "epoch_seconds_each": epochs,
-        "images_trained": summary["images_trained"],
-        "stopped": summary["stopped"],
         "split": split,
         **{name: summary[f"{split}_{name}"] for name in ("accuracy", "correct", "count", "loss")},
-        "runs_on": summary["runs_on"],
     }
 
 
-def compare(choices: Sequence[Choice], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return `specs`, a row of figures for each choice that was measured, and `runs`, as they came.
+def compare(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return `specs`, a row of figures for each SPEC that was measured, and `runs`, as they came.
 
     A figure is {median, min, max} over the repeats, or None where it was not measured. `speed_up` and `efficiency` are
     against `base`, the SPEC of the same kind with the fewest devices: speed-up is the ratio of the images per second,
     efficiency the speed-up divided by the ratio of the numbers of devices (processes, on CPUs).
     """
     rows: list[dict[str, Any]] = []
-    for choice in choices:
-        mine = [run for run in runs if run["devices"] == choice.spec]
-        if not mine:
-            continue
-        last = mine[-1]
-        row = {"devices": choice.spec, "kind": choice.kind, "batch_size": choice.batch_size}
-        row |= {key: last[key] for key in ("world_size", "split", "count")}
-        # On an accelerator, the threads of its process do not compute.
-        row["threads_per_rank"] = None if choice.accelerated else last["threads_per_rank"]
-        row |= {name: spread([run[name] for run in mine]) for name in FIGURES}
-        row |= {"accuracy": spread([run["accuracy"] for run in mine]), "correct": [run["correct"] for run in mine]}
+    for spec in dict.fromkeys(run["devices"] for run in runs):
+        mine = [run for run in runs if run["devices"] == spec]
+        keys = ("devices", "kind", "batch_size", "world_size", "split", "count", "threads_per_rank")
+        row = {key: mine[-1][key] for key in keys}
+        row |= {name: spread([run[name] for run in mine]) for name in (*FIGURES, "accuracy")}
+        row["correct"] = [run["correct"] for run in mine]
+        if row["kind"] != "cpu":  # the threads of an accelerator's process do not compute
+            row["threads_per_rank"] = None
         rows.append(row)
     for row in rows:
         base = min((other for other in rows if other["kind"] == row["kind"]), key=lambda other: other["world_size"])
@@ -294,13 +249,8 @@ def lines_of(result: Mapping[str, Any]) -> list[str]:
     """Return the table, a column for each SPEC, and the findings, as lines; `result` is what `scale` returned."""
     bases = {row["devices"]: row for row in result["specs"]}
     columns = [_cells(row, bases[row["base"]]) for row in result["specs"]]
-    widths = [max(map(len, column.values())) for column in columns]
-    names = list(columns[0])
-    table = []
-    for name in names:
-        cells = (column[name].rjust(width) for column, width in zip(columns, widths, strict=True))
-        table.append("   ".join((name.ljust(max(map(len, names))), *cells)))
-    return [*table, "", *result["findings"], f"{result['out']}: {RESULT}, {CHART} and a folder for each run"]
+    table = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    return [*aligned(table), "", *result["findings"], f"{result['out']}: {RESULT}, {CHART} and a folder for each run"]
 
 
 def _cells(row: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, str]:
@@ -309,8 +259,8 @@ def _cells(row: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, str]:
 
     rate, threads, efficiency = row["images_per_second"], row["threads_per_rank"], row["efficiency"]
     doubt = "" if is_plausible(row, base) else " (unreliable)"
-    answers = [n for n in row["correct"] if n is not None]
-    right = "..".join(f"{n:,}" for n in sorted({min(answers), max(answers)})) if answers else ""
+    answers = sorted({n for n in row["correct"] if n is not None})
+    right = "..".join(f"{n:,}" for n in dict.fromkeys((*answers[:1], *answers[-1:])))
     return {
         "devices": row["devices"],
         "processes x threads": f"{row['world_size']} x {threads}" if threads else f"{row['world_size']}",
