@@ -1,11 +1,12 @@
-"""What each command does. Each takes the parsed arguments and a console, and returns what it prints, if anything."""
+"""The commands. Each takes the parsed arguments and a console, and returns what it prints, if anything."""
 
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flatout.console import Console
 from flatout.errors import InputError
@@ -19,8 +20,47 @@ if TYPE_CHECKING:
 Output = tuple[Any, Sequence[str]]
 
 
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Attributes:
+        do: takes the parsed arguments and a console; its docstring is the help text.
+        operands: such as `RUN [DATA]` or `RUN FILE...`.
+        flags: names from the parser's table of flags.
+        example: a command line without `flatout`.
+        changes: what differs for a flag from the table.
+    """
+
+    do: Callable[[Namespace, Console], Output | None]
+    operands: str
+    flags: str
+    example: str
+    changes: dict[str, dict[str, Any]]
+
+
+COMMANDS: dict[str, Command] = {}
+_Do = TypeVar("_Do", bound=Callable[[Namespace, Console], Output | None])
+
+
+def _command(operands: str, flags: str, example: str, **changes: dict[str, Any]) -> Callable[[_Do], _Do]:
+    def register(do: _Do) -> _Do:
+        COMMANDS[do.__name__.removeprefix("do_")] = Command(do, operands, flags, example, changes)
+        return do
+
+    return register
+
+
+@_command(
+    "[JOB]",
+    "--data --model --epochs --batch-size --lr --seed --set --weights --no-pretrained --on-bad-image --out --resume"
+    " --overwrite --no-cache --devices --engine --allow-untested"
+    " --nodes --node-rank --rendezvous --rendezvous-timeout --restarts",
+    "train my-photos/ --epochs 20 --out runs/first",
+    out={"help": "the run folder; default: a new one under runs/"},
+)
 def do_train(args: Namespace, console: Console) -> None:
-    """Train a job, a recipe file, or a recipe made for the data."""
+    """Train a job, a recipe, or your own data."""
     from flatout.engine.devices import parse_devices
     from flatout.run.fit import train_recipe
     from flatout.run.resolve import resolve
@@ -91,6 +131,12 @@ def _changes(args: Namespace) -> dict[str, Any]:
     return changes | dict(map(parse_setting, args.set))
 
 
+@_command(
+    "RUN [DATA]",
+    "--run --data --devices --engine --allow-untested --allow-code --json",
+    "evaluate runs/first new-photos/",
+    data={"help": "other data; default: the run's own"},
+)
 def do_evaluate(args: Namespace, console: Console) -> Output:
     """Test a run again, or on other data."""
     from flatout.run.evaluate import evaluate
@@ -103,6 +149,7 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
     return result, [f"{name} accuracy {accuracy:.4f} ({correct:,} of {count:,} right), loss {loss:.4f}"]
 
 
+@_command("RUN FILE...", "--run --top --allow-code --json", "predict runs/first cat.jpg more-photos/")
 def do_predict(args: Namespace, console: Console) -> Output:
     """Classify images with a run."""
     from flatout.run.folder import Run
@@ -116,8 +163,9 @@ def do_predict(args: Namespace, console: Console) -> Output:
     return {"run": str(args.run), "predictions": [p.to_dict() for p in predictions]}, lines
 
 
+@_command("RUN", "--run", "report runs/first")
 def do_report(args: Namespace, console: Console) -> Output:
-    """Draw a run's pictures and page again."""
+    """Draw a run's pictures and report again."""
     from flatout.report.page import draw_all
 
     draw_all(args.run)
@@ -125,6 +173,78 @@ def do_report(args: Namespace, console: Console) -> Output:
     return {"report": path}, [path]
 
 
+@_command(
+    "JOB",
+    "--devices --data --out --epochs --batch-size --repeats --weak --set --json",
+    "scale fashion-mnist --devices cpu,2xcpu --repeats 3",
+    devices={"metavar": "SPEC,...", "required": True, "help": "such as cpu,2xcpu or cpu,cuda,4xcuda"},
+)
+def do_scale(args: Namespace, console: Console) -> Output:
+    """Measure a job on several choices of devices."""
+    from flatout.scale.scale import lines_of, scale
+
+    result = scale(
+        args.job,
+        args.data,
+        _changes(args),
+        devices=args.devices,
+        out=args.out,
+        repeats=args.repeats,
+        weak=args.weak,
+        console=console,
+    )
+    return result, lines_of(result)
+
+
+@_command(
+    "JOB",
+    "--topology --devices --engine --data --images --classes --model --epochs --batch-size --price --largest-batch"
+    " --out --set --json",
+    "plan fashion-mnist --topology v5e:2x4,v5e:4x4",
+    devices={"metavar": "SPEC,...", "default": None, "help": "devices to measure, such as cpu,2xcpu"},
+    classes={"type": int, "metavar": "K", "help": "number of classes, instead of counting them"},
+)
+def do_plan(args: Namespace, console: Console) -> Output:
+    """Estimate speed and memory of a job on TPUs, or measure a few steps here."""
+    from flatout.plan.plan import plan
+    from flatout.plan.text import lines_of
+
+    result = plan(
+        args.job,
+        args.data,
+        _changes(args),
+        topologies=args.topology,
+        devices=args.devices,
+        engine=args.engine,
+        images=args.images,
+        classes=args.classes,
+        price=args.price,
+        largest_batch=args.largest_batch,
+        allow_code=args.model is not None,
+        out=args.out,
+        console=console,
+    )
+    return result, lines_of(result)
+
+
+@_command("DATA", "--data --classes --json", "check my-photos/")
+def do_check(args: Namespace, console: Console) -> Output:
+    """Find unreadable, duplicate and leaked images."""
+    from flatout.data.check import check
+    from flatout.data.load import find
+    from flatout.data.source import Source
+
+    found = find(args.data, Data(classes=args.classes or ""))
+    result = check(found if isinstance(found, Source) else found.read())
+    return result.to_dict(), result.lines()
+
+
+@_command(
+    "DATA",
+    "--data --size --out --channels --resize --classes --on-bad-image --max-bad-share --json",
+    "pack my-photos/ --size 128 --out my-photos.pack",
+    out={"required": True, "help": "a folder that does not exist yet"},
+)
 def do_pack(args: Namespace, console: Console) -> Output:
     """Decode and resize images once, into plain NumPy files."""
     from flatout.data.build import build_pack
@@ -149,57 +269,7 @@ def do_pack(args: Namespace, console: Console) -> Output:
     return {"out": str(args.out), "images": len(pack.labels), "skipped": pack.skipped}, lines
 
 
-def do_check(args: Namespace, console: Console) -> Output:
-    """Find unreadable, duplicate and leaked images."""
-    from flatout.data.check import check
-    from flatout.data.load import find
-    from flatout.data.source import Source
-
-    found = find(args.data, Data(classes=args.classes or ""))
-    result = check(found if isinstance(found, Source) else found.read())
-    return result.to_dict(), result.lines()
-
-
-def do_scale(args: Namespace, console: Console) -> Output:
-    """Measure a job on several choices of devices."""
-    from flatout.scale.scale import lines_of, scale
-
-    result = scale(
-        args.job,
-        args.data,
-        _changes(args),
-        devices=args.devices,
-        out=args.out,
-        repeats=args.repeats,
-        weak=args.weak,
-        console=console,
-    )
-    return result, lines_of(result)
-
-
-def do_plan(args: Namespace, console: Console) -> Output:
-    """Compile a job for TPUs that are not there, or measure a few steps on devices that are."""
-    from flatout.plan.plan import plan
-    from flatout.plan.text import lines_of
-
-    result = plan(
-        args.job,
-        args.data,
-        _changes(args),
-        topologies=args.topology,
-        devices=args.devices,
-        engine=args.engine,
-        images=args.images,
-        classes=args.classes,
-        price=args.price,
-        largest_batch=args.largest_batch,
-        allow_code=args.model is not None,
-        out=args.out,
-        console=console,
-    )
-    return result, lines_of(result)
-
-
+@_command("", "--json", "devices")
 def do_devices(args: Namespace, console: Console) -> Output:
     """List the devices of this machine."""
     from flatout.engine.devices import available, machine
@@ -213,8 +283,9 @@ def do_devices(args: Namespace, console: Console) -> Output:
     return {"devices": found, "machine": here}, lines
 
 
+@_command("", "--clear --json", "cache --clear")
 def do_cache(args: Namespace, console: Console) -> Output:
-    """Show or clear the cache."""
+    """Show or clear the decoded and downloaded data."""
     from flatout.data.cache import cache_folder, clear, entries
 
     shown, what = entries(), "entries"

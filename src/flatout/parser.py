@@ -1,4 +1,4 @@
-"""The command line: a table of commands and a table of flags, made into a parser.
+"""The parser of the command line, made from the table of flags here and that of commands.
 
 A command takes operands, such as RUN and DATA. Each may be given as a flag too where there is one of its name.
 """
@@ -6,17 +6,16 @@ A command takes operands, such as RUN and DATA. Each may be given as a flag too 
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout import __version__, commands
+from flatout import __version__
+from flatout.commands import COMMANDS
 from flatout.errors import WRONG_INPUT
 from flatout.jobs import builtin_jobs
 from flatout.settings import nearest
 
-_RUNS = "default: a new one under runs/"
 _FLAGS: dict[str, dict[str, Any]] = {
     "--run": {"type": Path, "metavar": "RUN", "help": "the run folder"},
     "--data": {"metavar": "PATH", "help": "folder, CSV, IDX, JSON, .npz, .npy or pack"},
@@ -30,7 +29,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--no-pretrained": {"action": "store_true", "help": "start from random weights"},
     "--on-bad-image": {"choices": ("stop", "skip"), "help": "what to do with unreadable images (stop)"},
     "--max-bad-share": {"type": float, "default": 0.05, "metavar": "X", "help": "the most that skip accepts (0.05)"},
-    "--out": {"type": Path, "metavar": "DIR", "help": f"an empty or new folder; {_RUNS}"},
+    "--out": {"type": Path, "metavar": "DIR", "help": "an empty or new folder; default: a new one under runs/"},
     "--resume": {"action": "store_true", "help": "continue the run in --out"},
     "--overwrite": {"action": "store_true", "help": "replace the run in --out"},
     "--no-cache": {"action": "store_true", "help": "do not keep the decoded images for the next run"},
@@ -51,11 +50,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--images": {"type": int, "metavar": "N", "help": "training images, instead of counting them"},
     "--price": {"type": float, "metavar": "X", "help": "of one chip for an hour; adds the cost of the job"},
     "--largest-batch": {"action": "store_true", "help": "search for the largest batch that fits the TPUs"},
-    "--nodes": {
-        "default": "1",
-        "metavar": "N|MIN:MAX",
-        "help": "number of hosts (1); MIN:MAX continues without lost ones",
-    },
+    "--nodes": {"default": "1", "metavar": "N|MIN:MAX", "help": "hosts (1); MIN:MAX continues without lost ones"},
     "--node-rank": {"type": int, "metavar": "R", "help": "the index of this host, from 0 (optional)"},
     "--rendezvous": {"default": "", "metavar": "HOST:PORT", "help": "an address of the first host"},
     "--rendezvous-timeout": {"type": float, "metavar": "S", "help": "seconds to wait for all hosts (120)"},
@@ -66,99 +61,6 @@ _OPERANDS = {
     "RUN": "the run folder",
     "DATA": "folder, CSV, IDX, JSON, .npz, .npy or pack",
     "FILE": "image files, or folders of them",
-}
-
-
-@dataclass(frozen=True)
-class Command:
-    """One command.
-
-    Attributes:
-        do: takes the parsed arguments and a console; returns what it prints, as `commands.Output`.
-        about: one line.
-        operands: such as `RUN [DATA]` or `RUN FILE...`.
-        flags: names from the table of flags.
-        example: a command line without `flatout`.
-        changes: what differs for a flag from the table.
-    """
-
-    do: Callable[..., Any]
-    about: str
-    operands: str
-    flags: str
-    example: str
-    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-_SPECS = {"metavar": "SPEC,..."}
-COMMANDS = {
-    "train": Command(
-        commands.do_train,
-        "train a job, a recipe, or your own data",
-        "[JOB]",
-        "--data --model --epochs --batch-size --lr --seed --set --weights --no-pretrained --on-bad-image --out --resume"
-        " --overwrite --no-cache --devices --engine --allow-untested"
-        " --nodes --node-rank --rendezvous --rendezvous-timeout --restarts",
-        "train my-photos/ --epochs 20 --out runs/first",
-        {"--out": {"help": f"the run folder; {_RUNS}"}},
-    ),
-    "evaluate": Command(
-        commands.do_evaluate,
-        "test a run again, or on other data",
-        "RUN [DATA]",
-        "--run --data --devices --engine --allow-untested --allow-code --json",
-        "evaluate runs/first new-photos/",
-        {"--data": {"help": "other data; default: the run's own"}},
-    ),
-    "predict": Command(
-        commands.do_predict,
-        "classify images with a run",
-        "RUN FILE...",
-        "--run --top --allow-code --json",
-        "predict runs/first cat.jpg more-photos/",
-    ),
-    "report": Command(
-        commands.do_report, "draw a run's pictures and report again", "RUN", "--run", "report runs/first"
-    ),
-    "scale": Command(
-        commands.do_scale,
-        "measure a job on several choices of devices",
-        "JOB",
-        "--devices --data --out --epochs --batch-size --repeats --weak --set --json",
-        "scale fashion-mnist --devices cpu,2xcpu --repeats 3",
-        {"--devices": {**_SPECS, "required": True, "help": "such as cpu,2xcpu or cpu,cuda,4xcuda"}},
-    ),
-    "plan": Command(
-        commands.do_plan,
-        "estimate speed and memory of a job on TPUs, or measure a few steps here",
-        "JOB",
-        "--topology --devices --engine --data --images --classes --model --epochs --batch-size --price --largest-batch "
-        "--out --set --json",
-        "plan fashion-mnist --topology v5e:2x4,v5e:4x4",
-        {
-            "--devices": {**_SPECS, "default": None, "help": "devices to measure, such as cpu,2xcpu"},
-            "--classes": {"type": int, "metavar": "K", "help": "number of classes, instead of counting them"},
-        },
-    ),
-    "check": Command(
-        commands.do_check,
-        "find unreadable, duplicate and leaked images",
-        "DATA",
-        "--data --classes --json",
-        "check my-photos/",
-    ),
-    "pack": Command(
-        commands.do_pack,
-        "decode and resize images once, into plain NumPy files",
-        "DATA",
-        "--data --size --out --channels --resize --classes --on-bad-image --max-bad-share --json",
-        "pack my-photos/ --size 128 --out my-photos.pack",
-        {"--out": {"required": True, "help": "a folder that does not exist yet"}},
-    ),
-    "devices": Command(commands.do_devices, "list the devices of this machine", "", "--json", "devices"),
-    "cache": Command(
-        commands.do_cache, "show or clear the decoded and downloaded data", "", "--clear --json", "cache --clear"
-    ),
 }
 
 
@@ -180,40 +82,37 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.exit(WRONG_INPUT)
     args, extra = parser.parse_known_args(given)
     command, subparser = COMMANDS[args.command], subparsers[args.command]
-    for word in extra:
-        if word.startswith("-") and word != "--":
-            flag = word.partition("=")[0]
-            subparser.error(f"there is no flag {flag}; {nearest(flag, command.flags.split())}")
+    usage = subparser.format_usage().strip()
+    for flag in (word.partition("=")[0] for word in extra if word.startswith("-") and word != "--"):
+        subparser.error(f"there is no flag {flag}; {nearest(flag, command.flags.split())}")
     # argparse leaves operands behind flags among the unknown arguments.
     operands = [*getattr(args, "operands", ()), *extra]
     for operand in command.operands.split():
         name = operand.strip("[].").lower()
+        if getattr(args, name, None) is not None:
+            continue
+        if not operands and not operand.startswith("["):
+            subparser.error(f"{operand} is missing; {usage}")
         if operand.endswith("..."):
             args.files, operands = operands, []
-            if not args.files:
-                subparser.error(f"{operand} is missing; {subparser.format_usage().strip()}")
-        elif getattr(args, name, None) is None:
-            if not operands and not operand.startswith("["):
-                subparser.error(f"{operand} is missing; {subparser.format_usage().strip()}")
+        else:
             value = operands.pop(0) if operands else None
             setattr(args, name, Path(value) if name == "run" and value else value)
     if operands:
-        subparser.error(f"unexpected argument {operands[0]!r}; {subparser.format_usage().strip()}")
+        subparser.error(f"unexpected argument {operands[0]!r}; {usage}")
     return args
 
 
-def _make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def _make_parsers() -> tuple[_Parser, dict[str, _Parser]]:
     parser = _Parser(prog="flatout", description="Train image classifiers fast, on any hardware.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"flatout {__version__}")
-    made = parser.add_subparsers(
-        title="commands", dest="command", required=True, metavar="COMMAND", parser_class=_Parser
-    )
-    subparsers = {}
+    made = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        subparser = subparsers[name] = made.add_parser(
+        about = command.do.__doc__ or ""
+        subparser = made.add_parser(
             name,
-            help=command.about,
-            description=f"{command.about[0].upper()}{command.about[1:]}.",
+            help=about[0].lower() + about[1:-1],
+            description=about,
             epilog=f"Example: flatout {command.example}",
             usage=" ".join(filter(None, ("flatout", name, command.operands, "[flags]"))),
             allow_abbrev=False,
@@ -223,5 +122,5 @@ def _make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argumen
             about = "; ".join(f"{word}: {_OPERANDS[word]}" if len(words) > 1 else _OPERANDS[word] for word in words)
             subparser.add_argument("operands", nargs="*", metavar=command.operands, help=about)
         for flag in command.flags.split():
-            subparser.add_argument(flag, **{**_FLAGS[flag], **command.changes.get(flag, {})})
-    return parser, subparsers
+            subparser.add_argument(flag, **{**_FLAGS[flag], **command.changes.get(flag[2:], {})})
+    return parser, made.choices

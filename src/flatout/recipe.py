@@ -12,10 +12,12 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from flatout.errors import InputError
 from flatout.settings import nearest, typed
+
+T = TypeVar("T")
 
 MOMENTUM_DEFAULT = 0.9
 MAX_IMAGE_SIZE = 8192
@@ -24,25 +26,29 @@ FREE_KEYS = ("epochs", "early_stopping", "log_every", "micro_batch", "shard", "d
 
 
 class _Checked:
-    """Fields that are checked: `section` is the first part of their dotted keys."""
+    """Checks fields annotated with an interval, such as `[0, 1)`; `section` is the first part of their dotted keys."""
 
     section = ""
 
-    def _require(self, condition: bool, name: str, need: str) -> None:
-        if not condition:
-            raise InputError(f"{self.section}{name} = {getattr(self, name)!r}: {need}")
+    def __post_init__(self) -> None:
+        for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
+            for interval in getattr(hint, "__metadata__", ()):
+                self._check_range(name, interval)
 
-    def _check_ranges(self, intervals: Mapping[str, str]) -> None:
-        """Check the fields named for each interval, such as `[0, 1)` or `(0, inf)`; a bracket includes its end."""
-        for interval, names in intervals.items():
-            low, high = map(float, interval[1:-1].split(","))
-            need = f"must be at least {low:g}" if interval[0] == "[" else f"must be greater than {low:g}"
-            if high < math.inf:
-                need += f" and at most {high:g}" if interval[-1] == "]" else f" and less than {high:g}"
-            for name in names.split():
-                value = getattr(self, name)
-                is_end = (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
-                self._require(is_end or low < value < high, name, need)
+    def _check_range(self, name: str, interval: str) -> None:
+        low, high = map(float, interval[1:-1].split(","))
+        need = f"must be at least {low:g}" if interval[0] == "[" else f"must be greater than {low:g}"
+        if high < math.inf:
+            need += f" and at most {high:g}" if interval[-1] == "]" else f" and less than {high:g}"
+        value = getattr(self, name)
+        is_end = (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
+        self._require((is_end or low < value < high, name, need))
+
+    def _require(self, *rules: tuple[bool, str, str]) -> None:
+        """Check rules of a condition, the field that it is about, and the message where it does not hold."""
+        for condition, name, need in rules:
+            if not condition:
+                raise InputError(f"{self.section}{name} = {getattr(self, name)!r}: {need}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +63,15 @@ class Optimizer(_Checked):
 
     section = "optimizer."
     name: Literal["sgd", "momentum", "adagrad", "adam", "adamw"] = "sgd"
-    lr: float = 0.01
-    lr_base_batch: int = 0
+    lr: Annotated[float, "(0, inf)"] = 0.01
+    lr_base_batch: Annotated[int, "[0, inf)"] = 0
     lr_scaling: Literal["linear", "sqrt"] | None = None
-    momentum: float | None = None
-    dampening: float = 0.0
+    momentum: Annotated[float | None, "[0, 1)"] = None
+    dampening: Annotated[float, "[0, 1)"] = 0.0
     nesterov: bool = False
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, "[0, inf)"] = 0.0
     betas: tuple[float, ...] = (0.9, 0.999)
-    eps: float | None = None
+    eps: Annotated[float | None, "(0, inf)"] = None
 
     def __post_init__(self) -> None:
         is_sgd = self.name in ("sgd", "momentum")
@@ -75,26 +81,16 @@ class Optimizer(_Checked):
             object.__setattr__(self, "eps", 1e-10 if self.name == "adagrad" else 1e-8)
         if self.lr_scaling is None:
             object.__setattr__(self, "lr_scaling", "sqrt" if self.name in ("adam", "adamw") else "linear")
+        super().__post_init__()
         momentum = self.momentum or 0.0
-        self._check_ranges(
-            {"(0, inf)": "lr eps", "[0, inf)": "lr_base_batch weight_decay", "[0, 1)": "momentum dampening"},
-        )
-        self._require(is_sgd or momentum == 0, "momentum", f"{self.name} has none; set it to 0")
+        can_nesterov = momentum > 0 and self.dampening == 0
+        are_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         self._require(
-            self.name != "momentum" or momentum > 0,
-            "momentum",
-            "must be greater than 0 for the momentum optimizer; or use optimizer.name = 'sgd'",
-        )
-        self._require(self.dampening == 0 or momentum > 0, "dampening", "has no effect without momentum")
-        self._require(
-            not self.nesterov or (momentum > 0 and self.dampening == 0),
-            "nesterov",
-            "needs a momentum greater than 0 and no dampening",
-        )
-        self._require(
-            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-            "betas",
-            "must be two numbers, each at least 0 and less than 1",
+            (is_sgd or momentum == 0, "momentum", f"{self.name} has none; set it to 0"),
+            (self.name != "momentum" or momentum > 0, "momentum", "must be greater than 0; or use the optimizer sgd"),
+            (self.dampening == 0 or momentum > 0, "dampening", "has no effect without momentum"),
+            (can_nesterov or not self.nesterov, "nesterov", "needs a momentum greater than 0 and no dampening"),
+            (are_betas, "betas", "must be two numbers, each at least 0 and less than 1"),
         )
 
 
@@ -111,25 +107,14 @@ class Schedule(_Checked):
 
     section = "schedule."
     name: Literal["constant", "cosine", "step", "one-cycle", "plateau"] = "constant"
-    warmup_epochs: float = 0.0
-    step_epochs: int = 30
-    factor: float = 0.1
-    patience: int = 10
-    threshold: float = 1e-4
-    final_factor: float = 0.0
-    rise: float = 0.3
-    start_factor: float = 0.04
-
-    def __post_init__(self) -> None:
-        self._check_ranges(
-            {
-                "[0, inf)": "warmup_epochs patience threshold",
-                "[1, inf)": "step_epochs",
-                "(0, 1)": "factor rise",
-                "[0, 1]": "final_factor",
-                "(0, 1]": "start_factor",
-            },
-        )
+    warmup_epochs: Annotated[float, "[0, inf)"] = 0.0
+    step_epochs: Annotated[int, "[1, inf)"] = 30
+    factor: Annotated[float, "(0, 1)"] = 0.1
+    patience: Annotated[int, "[0, inf)"] = 10
+    threshold: Annotated[float, "[0, inf)"] = 1e-4
+    final_factor: Annotated[float, "[0, 1]"] = 0.0
+    rise: Annotated[float, "(0, 1)"] = 0.3
+    start_factor: Annotated[float, "(0, 1]"] = 0.04
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,14 +128,11 @@ class Augment(_Checked):
 
     section = "augment."
     flip: bool = False
-    shear: float = 0.0
-    zoom: float = 0.0
-    rotate: float = 0.0
-    shift: float = 0.0
-    crop: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._check_ranges({"[0, 1]": "shear shift crop", "[0, 1)": "zoom", "[0, 180]": "rotate"})
+    shear: Annotated[float, "[0, 1]"] = 0.0
+    zoom: Annotated[float, "[0, 1)"] = 0.0
+    rotate: Annotated[float, "[0, 180]"] = 0.0
+    shift: Annotated[float, "[0, 1]"] = 0.0
+    crop: Annotated[float, "[0, 1]"] = 0.0
 
     @property
     def is_affine(self) -> bool:
@@ -183,25 +165,24 @@ class Data(_Checked):
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     resize: Literal["stretch", "crop"] = "stretch"
-    valid_fraction: float = 0.1
-    test_fraction: float = 0.1
+    valid_fraction: Annotated[float, "[0, 1)"] = 0.1
+    test_fraction: Annotated[float, "[0, 1)"] = 0.1
     classes: str = ""
     class_names: tuple[str, ...] = ()
     images: str = ""
     file_column: str = ""
     label_column: str = ""
     on_bad_image: Literal["stop", "skip"] = "stop"
-    max_bad_share: float = 0.05
+    max_bad_share: Annotated[float, "[0, 1)"] = 0.05
     placement: Literal["auto", "device", "memory", "disk"] = "auto"
 
     def __post_init__(self) -> None:
-        self._require(all(s > 0 for s in self.std), "std", "every value must be greater than 0")
-        self._require(len(self.mean) == len(self.std), "std", f"must have as many values as data.mean ({self.mean})")
-        self._check_ranges({"[0, 1)": "valid_fraction test_fraction max_bad_share"})
+        super().__post_init__()
+        need = f"leaves no training images beside data.test_fraction = {self.test_fraction}"
         self._require(
-            self.valid_fraction + self.test_fraction < 1,
-            "valid_fraction",
-            f"leaves no training images beside data.test_fraction = {self.test_fraction}",
+            (all(s > 0 for s in self.std), "std", "every value must be greater than 0"),
+            (len(self.mean) == len(self.std), "std", f"must have as many values as data.mean ({self.mean})"),
+            (self.valid_fraction + self.test_fraction < 1, "valid_fraction", need),
         )
 
 
@@ -225,17 +206,17 @@ class Recipe(_Checked):
 
     job: str = "custom"
     model: str
-    image_size: int
+    image_size: Annotated[int, f"[1, {MAX_IMAGE_SIZE}]"]
     channels: Literal[1, 3] = 3
-    epochs: int
-    batch_size: int
-    micro_batch: int = 0
+    epochs: Annotated[int, "[1, inf)"]
+    batch_size: Annotated[int, "[1, inf)"]
+    micro_batch: Annotated[int, "[0, inf)"] = 0
     shard: Literal["none", "full"] = "none"
     seed: int = 1
     norm: Literal["global", "per-device"] = "global"
     exact_sums: bool = False
     loss: Literal["cross-entropy", "binary-cross-entropy"] = "cross-entropy"
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, "[0, 1)"] = 0.0
     dropout: float = -1.0
     class_weights: Literal["none", "balanced"] = "none"
     drop_last: bool = False
@@ -244,29 +225,23 @@ class Recipe(_Checked):
     freeze: str = ""
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
     keep: Literal["best", "last"] = "best"
-    early_stopping: int = 0
-    log_every: int = 0
+    early_stopping: Annotated[int, "[0, inf)"] = 0
+    log_every: Annotated[int, "[0, inf)"] = 0
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     augment: Augment = field(default_factory=Augment)
     data: Data = field(default_factory=Data)
 
     def __post_init__(self) -> None:
-        self._require(bool(self.model), "model", "must name a model")
-        self._check_ranges(
-            {
-                f"[1, {MAX_IMAGE_SIZE}]": "image_size",
-                "[1, inf)": "epochs batch_size",
-                "[0, inf)": "micro_batch early_stopping log_every",
-                "[0, 1)": "label_smoothing",
-            },
-        )
-        self._require(0 <= self.seed < 2**63, "seed", "must be at least 0 and less than 2^63")
+        super().__post_init__()
         if self.dropout != -1:
-            self._check_ranges({"[0, 1)": "dropout"})
-        if len(self.data.mean) not in (0, 1, self.channels):
-            need = f"must have 1 value or one for each of the {self.channels} channels"
-            raise InputError(f"data.mean = {self.data.mean!r}: {need}")
+            self._check_range("dropout", "[0, 1)")
+        need = f"must have 1 value or one for each of the {self.channels} channels"
+        self._require(
+            (bool(self.model), "model", "must name a model"),
+            (0 <= self.seed < 2**63, "seed", "must be at least 0 and less than 2^63"),
+        )
+        self.data._require((len(self.data.mean) in (0, 1, self.channels), "mean", need))
 
     def override(self, changes: Mapping[str, Any]) -> "Recipe":
         """Return a recipe with dotted keys changed, such as `{"epochs": 3, "optimizer.lr": 0.1}`.
@@ -284,14 +259,11 @@ class Recipe(_Checked):
                 kept = {k: v for k, v in table[key].items() if k in ("lr", "lr_base_batch", "weight_decay")}
                 table[key] = {"name": name, **kept}
         for key, value in changes.items():
-            section = table
-            *parents, last = key.split(".")
-            for parent in parents:
-                inner = section.get(parent)
-                if not isinstance(inner, dict):
-                    raise InputError(f"unknown recipe key {key!r}; {nearest(key, known_keys())}")
-                section = inner
-            section[last] = value
+            section, _, name = key.partition(".")
+            if name and isinstance(table.get(section), dict):
+                table[section][name] = value
+            else:
+                table[key] = value
         return from_dict(table)
 
     def to_dict(self) -> dict[str, Any]:
@@ -310,27 +282,12 @@ class Recipe(_Checked):
         import tomli_w
 
         head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
-        return head + ("\n" if head else "") + tomli_w.dumps(_without_tuples(self.to_dict()))
-
-
-def _without_tuples(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_tuples(inner) for key, inner in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+        return head + ("\n" if head else "") + tomli_w.dumps(self.to_dict())
 
 
 def known_keys() -> list[str]:
     """Return every dotted recipe key."""
-    keys = []
-    for f in dataclasses.fields(Recipe):
-        if f.name in _SECTIONS:
-            keys += [f"{f.name}.{inner.name}" for inner in dataclasses.fields(_SECTIONS[f.name])]
-        else:
-            keys.append(f.name)
-    return keys
-
-
-_SECTIONS: dict[str, type] = {"optimizer": Optimizer, "schedule": Schedule, "augment": Augment, "data": Data}
+    return list(Recipe(model="any", image_size=1, epochs=1, batch_size=1).flat())
 
 
 def from_dict(table: Mapping[str, Any], where: str = "") -> Recipe:
@@ -340,32 +297,28 @@ def from_dict(table: Mapping[str, Any], where: str = "") -> Recipe:
         InputError: a key is unknown or missing, or a value has the wrong type or is impossible; `where` comes first.
     """
     try:
-        sections = {}
-        for name, cls in _SECTIONS.items():
-            inner = table.get(name, {})
-            first = dataclasses.fields(cls)[0].name
-            if not isinstance(inner, Mapping):
-                raise InputError(f"{name} = {inner!r}: is a section; give one of its keys, such as {name}.{first}")
-            sections[name] = cls(**_checked(cls, inner, prefix=f"{name}."))
-        top = {key: value for key, value in table.items() if key not in _SECTIONS}
-        checked = _checked(Recipe, top, prefix="")
-        for f in dataclasses.fields(Recipe):
-            required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-            if required and f.name not in checked:
-                raise InputError(f"recipe key {f.name!r} is missing")
-        return Recipe(**checked, **sections)
+        return _build(Recipe, table)
     except InputError as error:
         raise InputError(f"{where}: {error}" if where else str(error)) from None
 
 
-def _checked(cls: type, table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    checked = {}
-    for key, value in table.items():
-        if key not in hints or key in _SECTIONS:
-            raise InputError(f"unknown recipe key {prefix + key!r}; {nearest(prefix + key, known_keys())}")
-        checked[key] = typed(value, hints[key], prefix + key)
-    return checked
+def _build(cls: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
+    hints, values = typing.get_type_hints(cls), {}
+    for name, value in table.items():
+        key = prefix + name
+        if name not in hints:
+            raise InputError(f"unknown recipe key {key!r}; {nearest(key, known_keys())}")
+        if not dataclasses.is_dataclass(hints[name]):
+            values[name] = typed(value, hints[name], key)
+        elif isinstance(value, Mapping):
+            values[name] = _build(hints[name], value, f"{key}.")
+        else:
+            first = dataclasses.fields(hints[name])[0].name
+            raise InputError(f"{key} = {value!r}: is a section; give one of its keys, such as {key}.{first}")
+    for f in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
+        if f.name not in values and f.default is f.default_factory is dataclasses.MISSING:
+            raise InputError(f"recipe key {prefix + f.name!r} is missing")
+    return cls(**values)
 
 
 def load_recipe(path: Path) -> Recipe:

@@ -90,13 +90,7 @@ def nearest_path(path: Path) -> str:
     return f"did you mean '{path.parent / close[0]}'?" if close else ""
 
 
-_SWITCHES = {
-    "no-pretrained": "pretrained=False",
-    "no-cache": "cache=False",
-    "allow-code": "allow_code=True",
-    "resume": "resume=True",
-    "overwrite": "overwrite=True",
-}
+_SWITCHES = ("allow-code", "resume", "overwrite")
 _SETTING = re.compile(r"--set (\w[\w.]*=[^\s;,)]+)")
 # A flag, and its value where a colon follows, or it is a placeholder (PATH), a number, a device, an engine or a model.
 _VALUE = r"\S+(?=: )|[A-Z]+\b|\d[\w:,.]*\b|(?:auto|cpu|cuda|mps|tpu|torch|xla|timm)\b[\w:,.]*\b"
@@ -113,8 +107,10 @@ def python_words(message: str) -> str:
 
     def flag(match: re.Match[str]) -> str:
         name, value = match[1].replace("-", "_"), match[2] or ""
+        if name.startswith("no_"):
+            return f"{name[3:]}=False"
         is_literal = value.isupper() or value.isdigit() or not value
-        return _SWITCHES.get(match[1], f"{name}={value if is_literal else repr(value)}")
+        return f"{name}={True if match[1] in _SWITCHES else value if is_literal else repr(value)}"
 
     return _FLAG.sub(flag, _SETTING.sub(setting, message))
 

@@ -21,7 +21,7 @@ from flatout.dist.world import World
 from flatout.engine.eager.fsdp import build_optimizer, shard
 from flatout.engine.eager.state import gathered, load, named_tensors
 from flatout.errors import InputError
-from flatout.models.freeze import set_train_mode
+from flatout.models.layers import set_train_mode
 from flatout.numerics import optim
 from flatout.recipe import Optimizer
 

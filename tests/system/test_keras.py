@@ -13,7 +13,7 @@ from torch import nn
 
 import flatout
 from flatout.data.order import training_batches
-from flatout.models.freeze import freeze
+from flatout.models.layers import freeze
 from tests.engine.engines import make_engine
 from tests.engine.test_against_plain_loop import make_recipe, make_samples
 from tests.engine.test_xla import assert_same, trained

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flatout.errors import InputError
-from flatout.models.dropout import set_dropout
+from flatout.models.layers import set_dropout
 from tests.nets import build
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flatout.errors import InputError
-from flatout.models.freeze import freeze, frozen_modules, set_train_mode
+from flatout.models.layers import freeze, frozen_modules, set_train_mode
 from tests.nets import build
 
 

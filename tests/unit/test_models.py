@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from flatout.errors import InputError
-from flatout.models.freeze import freeze
-from flatout.models.head import head_modules
+from flatout.models.layers import freeze, head_modules
 from flatout.models.load import build_model, list_names
 from flatout.recipe import Recipe
 from tests.nets import build

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from flatout.errors import DiskFull, InputError
-from flatout.models import vgg
+from flatout.models import nets
 from flatout.models.pretrained import load_pretrained
-from flatout.models.weights import read_weights, save_tensors, save_weights
+from flatout.models.weights import read_weights, save_tensors
 from flatout.recipe import Recipe
 from tests.nets import build
 
@@ -57,7 +57,7 @@ def differing(a: nn.Module, b: nn.Module) -> set[str]:
 
 def test_saved_weights_come_back_with_their_metadata(tmp_path: Path):
     model = make().to(memory_format=torch.channels_last)
-    save_weights(tmp_path / "weights.safetensors", model, METADATA)
+    save_tensors(tmp_path / "weights.safetensors", model.state_dict(), METADATA)
     tensors, metadata = read_weights(tmp_path / "weights.safetensors")
     assert metadata == METADATA
     assert tensors.keys() == model.state_dict().keys()
@@ -68,15 +68,9 @@ def test_saved_weights_come_back_with_their_metadata(tmp_path: Path):
 
 def test_saving_replaces_the_older_file(tmp_path: Path):
     path = tmp_path / "weights.safetensors"
-    save_weights(path, make(seed=1), {})
-    save_weights(path, make(seed=2), {})
+    save_tensors(path, make(seed=1).state_dict(), {})
+    save_tensors(path, make(seed=2).state_dict(), {})
     assert torch.equal(read_weights(path)[0]["classifier.2.weight"], make(seed=2).get_parameter("classifier.2.weight"))
-
-
-def test_compiled_model_is_saved_under_plain_names(tmp_path: Path):
-    model = make()
-    save_weights(tmp_path / "w.safetensors", torch.compile(model), {})  # type: ignore[arg-type]
-    assert read_weights(tmp_path / "w.safetensors")[0].keys() == model.state_dict().keys()
 
 
 def test_every_kind_of_tensor_survives(tmp_path: Path):
@@ -138,13 +132,13 @@ def test_other_files_are_no_safetensors(tmp_path: Path, content: bytes):
 
 def test_full_disk_is_named_and_leaves_the_old_file_alone(tmp_path: Path):
     path = tmp_path / "w.safetensors"
-    save_weights(path, make(seed=1), {})
+    save_tensors(path, make(seed=1).state_dict(), {})
     before = path.read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # the file system's own answer to a write too many
     try:
         with pytest.raises(DiskFull, match=r"w\.safetensors: cannot be written"):
-            save_weights(path, make(seed=2), {})
+            save_tensors(path, make(seed=2).state_dict(), {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == before
@@ -153,7 +147,7 @@ def test_full_disk_is_named_and_leaves_the_old_file_alone(tmp_path: Path):
 
 def test_missing_folder_is_named(tmp_path: Path):
     with pytest.raises(InputError, match="gone"):
-        save_weights(tmp_path / "gone" / "w.safetensors", make(), {})
+        save_tensors(tmp_path / "gone" / "w.safetensors", make().state_dict(), {})
 
 
 # --- into models ---
@@ -165,7 +159,7 @@ def test_local_weights_load_whole(tmp_path: Path, layout: str):
     state = trained.state_dict()
     path = tmp_path / "w.pt"
     if layout == "run folder":
-        save_weights(tmp_path / "weights.safetensors", trained, METADATA)
+        save_tensors(tmp_path / "weights.safetensors", trained.state_dict(), METADATA)
         path = tmp_path
     elif layout == "safetensors":
         path = tmp_path / "w.safetensors"
@@ -213,7 +207,7 @@ def test_model_with_a_submodule_called_module_keeps_its_names(tmp_path: Path):
 
 def test_head_of_another_size_starts_fresh_and_is_said(tmp_path: Path):
     trained, model, fresh = make(classes=10, seed=8), make(classes=3, seed=9), make(classes=3, seed=9)
-    save_weights(tmp_path / "w.safetensors", trained, {})
+    save_tensors(tmp_path / "w.safetensors", trained.state_dict(), {})
     said = load(model, tmp_path / "w.safetensors")
     assert "the head (classifier.2) starts fresh" in said
     body = {name for name in model.state_dict() if not name.startswith("classifier.2.")}
@@ -222,7 +216,7 @@ def test_head_of_another_size_starts_fresh_and_is_said(tmp_path: Path):
 
 
 def test_other_shapes_are_named_with_both_and_nothing_is_loaded(tmp_path: Path):
-    save_weights(tmp_path / "w.safetensors", make(size=32, channels=3), {})
+    save_tensors(tmp_path / "w.safetensors", make(size=32, channels=3).state_dict(), {})
     model, before = make(seed=9), make(seed=9)
     with pytest.raises(InputError) as raised:
         load(model, tmp_path / "w.safetensors")
@@ -242,7 +236,7 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path: Path):
 
 
 def test_another_models_file_is_refused_in_few_words(tmp_path: Path):
-    save_weights(tmp_path / "w.safetensors", make(), {})
+    save_tensors(tmp_path / "w.safetensors", make().state_dict(), {})
     with pytest.raises(InputError, match=r"and \d+ more") as raised:
         load(make("vgg16", size=32), tmp_path / "w.safetensors", name="vgg16")
     assert len(str(raised.value)) < 1000
@@ -342,7 +336,7 @@ def test_vgg16_is_downloaded_checked_and_cached(
 ):
     published = make("vgg16", classes=9, size=32, channels=3, seed=8)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(vgg, "IMAGENET_URL", publish(published.state_dict(), tmp_path))
+    monkeypatch.setattr(nets, "VGG16_IMAGENET_URL", publish(published.state_dict(), tmp_path))
     model = make("vgg16", size=32, channels=3, seed=9)
     assert "starts fresh" in load(model, "", name="vgg16", size=32, channels=3)
     assert differing(model.get_submodule("features"), published.get_submodule("features")) == set()
@@ -355,7 +349,7 @@ def test_failed_or_corrupt_download_says_the_mend(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
     model = make("vgg16", size=32, channels=3)
     mend = "could not download .*; give --weights FILE, or --no-pretrained to start from random weights"
-    monkeypatch.setattr(vgg, "IMAGENET_URL", (tmp_path / "vgg16-00000000.pth").as_uri())
+    monkeypatch.setattr(nets, "VGG16_IMAGENET_URL", (tmp_path / "vgg16-00000000.pth").as_uri())
     with pytest.raises(InputError, match=mend):
         load(model, "", name="vgg16", size=32, channels=3)
     (tmp_path / "vgg16-00000000.pth").write_bytes(b"an error page")

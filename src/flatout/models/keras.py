@@ -29,12 +29,9 @@ def is_keras(model: object) -> bool:
 
 
 class Network(NamedTuple):
-    """A Keras model that returns logits, and the names of what its `stateless_call` takes.
+    """A Keras model from [B, H, W, C] to logits [B, K], and its variables by name, in the order of `stateless_call`.
 
-    Attributes:
-        model: takes [B, H, W, C], returns [B, K].
-        trainable: names of its trainable variables, in Keras's order.
-        others: names of its other variables; None for the state of a random generator.
+    A name is None for the state of a random generator.
     """
 
     model: Any
@@ -61,9 +58,6 @@ class KerasModule(nn.Module):
     Args:
         model: a Sequential or functional `keras.Model`, built, with one input and one output.
 
-    Attributes:
-        left_out: the name of the activation that was left out; empty for none.
-
     Raises:
         InputError: Keras does not run on JAX; or the model is of another kind, cannot be copied, or is trained by more
             than a loss of its logits (regularizers, constraints).
@@ -72,7 +66,6 @@ class KerasModule(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self._architecture = _Architecture(model)
-        self.left_out = self._architecture.left_out
         trained = {id(variable) for variable in model.trainable_weights}
         for name, variable in _named_weights(model).items():
             *path, last = name.split(".")
@@ -89,11 +82,11 @@ class KerasModule(nn.Module):
 
     def conventions(self) -> tuple[dict[str, Any], list[str]]:
         """Return the recipe keys that follow from the model, and a sentence for each surprising one."""
-        model, keys, notes = self._architecture.original, {}, []
+        model, left_out, keys, notes = self._architecture.original, self._architecture.left_out, {}, []
         if model.output_shape[-1] == 1:
             keys["loss"] = "binary-cross-entropy"
-        if self.left_out:
-            notes.append(f"the loss takes logits, so the model's last activation, {self.left_out}, is left out")
+        if left_out:
+            notes.append(f"the loss takes logits, so the model's last activation, {left_out}, is left out")
         if scale := _rescaling(model):
             # Pixels reach a model as (pixel / 255 - mean) / std.
             top = 255 if scale < 0.1 else 1
@@ -116,11 +109,7 @@ class KerasModule(nn.Module):
         return torch.from_numpy(np.array(logits)).to(x_NCHW.device)
 
     def network(self, *, precision: str = "fp32") -> Network:
-        """Return the model for `stateless_call`, as this module is to be run: what is frozen is frozen in Keras too.
-
-        Args:
-            precision: "bf16" to compute in bfloat16, with weights in 32 bits.
-        """
+        """Return the model for `stateless_call`, frozen where this module is; "bf16" computes in bfloat16."""
         frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
         return self._architecture.network(frozen, precision)
 
@@ -184,15 +173,13 @@ class _Architecture:
 
     @functools.cached_property
     def evaluated(self) -> Network:
-        """The network for evaluation with 32 bits."""
         return self.network((), "fp32")
 
     def network(self, frozen: Collection[str], precision: str) -> Network:
         """Return the model without its last activation; see `KerasModule.network`."""
         last = _last_layer(self.original) if self.left_out else None
         model = _copied(self.original, functools.partial(_for_training, last=last, is_bf16=precision == "bf16"))
-        named = _named_weights(model)
-        names = {id(variable): name for name, variable in named.items()}
+        names = {id(variable): name for name, variable in _named_weights(model).items()}
         for layer in _leaves(model):
             trained = [names[id(variable)] for variable in layer.trainable_weights]
             if trained and all(name in frozen for name in trained):
@@ -223,9 +210,9 @@ def _copied(model: Any, copied_layer: Callable[[Any], Any] | None = None) -> Any
 def _for_training(layer: Any, *, last: Any, is_bf16: bool) -> Any:
     """Return a copy of a layer, or of an operation between layers; the activation of the layer `last` is left out."""
     keras, config = _keras(), layer.get_config()
-    kind = {keras.layers.BatchNormalization: _own_layers()[0]}.get(type(layer), type(layer))
     if is_bf16 and isinstance(layer, keras.layers.Layer) and layer.dtype_policy.name == "float32":
         config["dtype"] = "mixed_bfloat16"
+    kind = {keras.layers.BatchNormalization: _own_layers()[0]}.get(type(layer), type(layer))
     if layer is last and isinstance(layer, keras.layers.Softmax):
         kind = _own_layers()[1]
     elif layer is last:
@@ -243,9 +230,9 @@ def _own_layers() -> tuple[type, type]:
 
         def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
             counted, ndim = _counted.get(), len(inputs.shape)
-            if counted is not None and self.axis not in (-1, ndim - 1):
-                raise InputError(f"model: layer {self.name} normalises axis {self.axis}; it must be the last one")
             if counted is not None:
+                if self.axis not in (-1, ndim - 1):
+                    raise InputError(f"model: layer {self.name} normalises axis {self.axis}; it must be the last one")
                 places = keras.ops.reshape(counted, (-1, *[1] * (ndim - 2)))
                 mask = keras.ops.broadcast_to(places, inputs.shape[:-1])
             return super().call(inputs, training=training, mask=mask)
@@ -259,20 +246,10 @@ def _own_layers() -> tuple[type, type]:
     return CountingBatchNormalization, LeftOutSoftmax
 
 
-# --- what a model consists of ---------------------------------------------------------------------------------------
-
-
-def _is_model(layer: Any) -> bool:
-    return isinstance(layer, _keras().Model)
-
-
 def _leaves(model: Any) -> Iterator[Any]:
     """Yield the layers of a model and of those nested in it."""
     for layer in model.layers:
-        if _is_model(layer):
-            yield from _leaves(layer)
-        else:
-            yield layer
+        yield from _leaves(layer) if is_keras(layer) else [layer]
 
 
 def _rescaling(model: Any) -> float:
@@ -288,7 +265,7 @@ def _rescaling(model: Any) -> float:
 
 def _last_layer(model: Any) -> Any:
     """Return the layer, or the operation between layers, whose outputs are the model's."""
-    while _is_model(model):
+    while is_keras(model):
         model = getattr(model, "operations", model.layers)[-1]
     return model
 
@@ -299,9 +276,7 @@ def _activation(model: Any) -> str:
     if isinstance(layer, keras.layers.Softmax):
         return "softmax"
     if not isinstance(layer, keras.layers.Layer) and type(layer).__name__ in ("Softmax", "Sigmoid"):
-        raise InputError(
-            f"model: ends in a call of keras.ops.{type(layer).__name__.lower()}: end it in a layer instead"
-        )
+        raise InputError(f"model: ends in keras.ops.{type(layer).__name__.lower()}: end it in a layer instead")
     known = {keras.activations.softmax: "softmax", keras.activations.sigmoid: "sigmoid"}
     return known.get(getattr(layer, "activation", None), "")
 
@@ -320,19 +295,17 @@ def _named_weights(model: Any) -> dict[str, Any]:
         if base.replace("_", "") == type(layer).__name__.removeprefix("Counting").lower():
             name = f"{base}_{numbers[base]}" if numbers[base] else base
             numbers[base] += 1
-        if _is_model(layer):
+        if is_keras(layer):
             inner = _named_weights(layer)
         else:
-            inner = {_path_within(variable, layer): variable for variable in layer.weights}
+            inner = {}
+            for variable in layer.weights:
+                parts = variable.path.split("/")
+                within = parts[parts.index(layer.name) + 1 :] if layer.name in parts else parts
+                inner[".".join(part.replace(".", "_") for part in within)] = variable
             assert len(inner) == len(layer.weights), f"layer {layer.name} has several weights of one name"
         for path, variable in inner.items():
             if id(variable) not in seen:
                 seen.add(id(variable))
                 named[f"{name.replace('.', '_')}.{path}"] = variable
     return named
-
-
-def _path_within(variable: Any, layer: Any) -> str:
-    parts = variable.path.split("/")
-    inner = parts[parts.index(layer.name) + 1 :] if layer.name in parts else parts
-    return ".".join(part.replace(".", "_") for part in inner)

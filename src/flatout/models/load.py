@@ -19,13 +19,14 @@ from flatout.settings import nearest
 if TYPE_CHECKING:
     from torch import nn
 
+# The names of our own nets, and their classes in `models.nets`.
 _NETS = {
-    "fashion-cnn": "flatout.models.nets:FashionCNN",
-    "cats-dogs-cnn": "flatout.models.nets:CatsDogsCNN",
-    "parallel-cnn": "flatout.models.nets:ParallelCNN",
-    "keras-cnn": "flatout.models.nets:KerasCNN",
-    "caltech-cnn": "flatout.models.nets:CaltechCNN",
-    "vgg16": "flatout.models.vgg:VGG16",
+    "fashion-cnn": "FashionCNN",
+    "cats-dogs-cnn": "CatsDogsCNN",
+    "parallel-cnn": "ParallelCNN",
+    "keras-cnn": "KerasCNN",
+    "caltech-cnn": "CaltechCNN",
+    "vgg16": "VGG16",
 }
 
 
@@ -61,8 +62,7 @@ def build_model(
         InputError: there is no such model, it is code and code is not allowed, or it does not fit the images, the
             classes, or the recipe's `freeze` or `dropout`.
     """
-    from flatout.models.dropout import set_dropout
-    from flatout.models.freeze import freeze
+    from flatout.models.layers import freeze, set_dropout
     from flatout.models.outputs import ensure_logits
 
     is_binary = recipe.loss == "binary-cross-entropy"
@@ -85,14 +85,23 @@ def build_model(
 def _build(recipe: Recipe, num_outputs: int, allow_code: bool) -> "nn.Module":
     name = recipe.model
     if name in _NETS:
+        from flatout.models import nets
+
         with seeded(recipe.seed):
-            return _resolve(_NETS[name])(num_outputs, recipe.image_size, recipe.channels)
+            return getattr(nets, _NETS[name])(num_outputs, recipe.image_size, recipe.channels)
     if name.startswith("timm:"):
         return _build_timm(recipe, num_outputs)
     if name.startswith("python:"):
         raise InputError(f"model = {name!r}: was given in Python; train it with flatout.fit(model, ...)")
     if ":" not in name:
-        raise InputError(f"no model called {name!r}; {_model_hint(name)}")
+        import timm
+
+        hint = f"{nearest(name, _NETS)} (or timm:NAME, package.module:factory, file.py:factory)"
+        if name.endswith(".py"):
+            hint = f"to use a class or function of this file, write {name}:NAME"
+        elif timm.is_model(name.partition(".")[0]):
+            hint = f"did you mean 'timm:{name}'?"
+        raise InputError(f"no model called {name!r}; {hint}")
     if not allow_code:
         raise InputError(
             f"model = {name!r}: is Python code, and code named in a file is never run; if you trust it, "
@@ -118,17 +127,6 @@ def copied(module: Any) -> "nn.Module":
             f"model: {type(module).__qualname__} cannot be copied ({type(error).__name__}: {error}); "
             "remove locks, open files, generators and results of earlier computations from it"
         ) from error
-
-
-def _model_hint(name: str) -> str:
-    """Return a hint for a name without a colon: the timm model or file that it may stand for, or the nearest name."""
-    if name.endswith(".py"):
-        return f"to use a class or function of this file, write {name}:NAME"
-    import timm
-
-    if timm.is_model(name.partition(".")[0]):
-        return f"did you mean 'timm:{name}'?"
-    return f"{nearest(name, list_names())} (or timm:NAME, package.module:factory, file.py:factory)"
 
 
 @contextlib.contextmanager
@@ -181,9 +179,12 @@ def _call_factory(recipe: Recipe, num_outputs: int) -> "nn.Module":
 
     name, sizes = recipe.model, {"image_size": recipe.image_size, "channels": recipe.channels}
     place = Path(name.rpartition(":")[0]).absolute().parent if ".py:" in name else Path.cwd()
-    with seeded(recipe.seed), _importing_from(place):
+    with seeded(recipe.seed), contextlib.ExitStack() as stack:
+        # Modules of the folder can be imported, as with `python -m`, after all others.
+        sys.path.append(str(place))
+        stack.callback(sys.path.remove, str(place))
         try:
-            factory = _resolve(name)
+            factory = _import(name)
             parameters = inspect.signature(factory).parameters
         except (AttributeError, ImportError, OSError, SyntaxError, TypeError, ValueError) as error:
             raise InputError(
@@ -202,7 +203,7 @@ def _call_factory(recipe: Recipe, num_outputs: int) -> "nn.Module":
     return model
 
 
-def _resolve(name: str) -> Callable[..., Any]:
+def _import(name: str) -> Callable[..., Any]:
     """Import `package.module:attribute` or `path/to/file.py:attribute`."""
     place, _, attribute = name.rpartition(":")
     if place.endswith(".py"):
@@ -217,13 +218,3 @@ def _resolve(name: str) -> Callable[..., Any]:
     else:
         module = importlib.import_module(place)
     return reduce(getattr, attribute.split("."), module)
-
-
-@contextlib.contextmanager
-def _importing_from(folder: Path) -> Iterator[None]:
-    """Let modules of a folder be imported, as `python -m` does, after all others."""
-    sys.path.append(str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))

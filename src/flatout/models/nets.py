@@ -1,8 +1,7 @@
-"""The five small nets.
+"""Our own nets: plain sequences `features -> flatten -> classifier`.
 
-Each is a plain sequence `features -> flatten -> classifier` from normalised float images `x_NCHW` (H = W = `image_size`
-pixels) to logits `[N, num_outputs]`. Softmax and sigmoid belong to the loss. A net for two classes under binary
-cross-entropy has one output. Biases start at 0 unless stated otherwise.
+Each takes normalised float images `x_NCHW` (H = W = `image_size` pixels) and returns logits `[N, num_outputs]`, one for
+two classes under binary cross-entropy. Biases start at 0 unless stated otherwise.
 """
 
 import itertools
@@ -14,13 +13,12 @@ from torch import nn
 
 from flatout.errors import InputError
 
+# torchvision's ImageNet weights; the eight hexadecimal digits are the start of the file's SHA-256.
+VGG16_IMAGENET_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
 
-def feature_size(net: str, features: nn.Sequential, image_size: int) -> int:
-    """Return the height (= width) in pixels of the output of `features` for images of `image_size` pixels.
 
-    Raises:
-        InputError: the images are too small; the smallest size is named.
-    """
+def _feature_size(net: str, features: nn.Sequential, image_size: int) -> int:
+    """Return the height (= width) in pixels of the output of `features` for images of `image_size` pixels."""
     smallest = next(size for size in itertools.count(1) if _reduced(features, size) >= 1)
     if image_size < smallest:
         raise InputError(
@@ -34,12 +32,9 @@ def _reduced(features: nn.Sequential, size: int) -> int:
     for layer in features:
         if isinstance(layer, nn.Conv2d):
             assert isinstance(layer.padding, tuple)
-            size = (size + 2 * layer.padding[0] - layer.kernel_size[0]) // layer.stride[0] + 1
+            size += 2 * layer.padding[0] + 1 - layer.kernel_size[0]
         elif isinstance(layer, nn.MaxPool2d):
-            assert layer.kernel_size == layer.stride == 2
             size //= 2
-        if size < 1:
-            return 0
     return size
 
 
@@ -50,17 +45,18 @@ def _blocks(channels: int, *filters: int, kernel: int, padding: int = 0) -> Iter
         channels = count
 
 
-def _layers(*widths: int, dropout: float = 0.0) -> nn.Sequential:
-    """Return linear layers from width to width, with a ReLU, and dropout if any, between them."""
-    layers: list[nn.Module] = []
-    for inputs, outputs in itertools.pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
-    return nn.Sequential(*layers[: -2 if dropout else -1])
-
-
 class _Net(nn.Sequential):
-    def __init__(self, features: nn.Sequential, classifier: nn.Sequential) -> None:
-        super().__init__(OrderedDict(features=features, flatten=nn.Flatten(), classifier=classifier))
+    """A net; `widths` are those of its linear layers, with a ReLU, and dropout if any, between them."""
+
+    def __init__(self, name: str, image_size: int, *layers: nn.Module, widths: tuple[int, ...], dropout: float = 0.0):
+        features, classifier = nn.Sequential(*layers), []
+        channels = [layer.out_channels for layer in layers if isinstance(layer, nn.Conv2d)][-1]
+        inputs = channels * _feature_size(name, features, image_size) ** 2
+        for width in widths:
+            classifier += [nn.Linear(inputs, width), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
+            inputs = width
+        last = classifier[: -2 if dropout else -1]
+        super().__init__(OrderedDict(features=features, flatten=nn.Flatten(), classifier=nn.Sequential(*last)))
 
     def _initialise(self, *, conv: Callable[[nn.Conv2d], object], linear: Callable[[nn.Linear], object]) -> None:
         for layer in self.modules():
@@ -89,12 +85,9 @@ class FashionCNN(_Net):
     """
 
     def __init__(self, num_outputs: int = 10, image_size: int = 28, channels: int = 1) -> None:
-        features = nn.Sequential(
-            *(nn.Conv2d(channels, 10, kernel_size=5), nn.MaxPool2d(2), nn.ReLU(), nn.BatchNorm2d(10)),
-            *(nn.Conv2d(10, 20, kernel_size=5), nn.MaxPool2d(2), nn.ReLU(), nn.BatchNorm2d(20)),
-        )
-        size = feature_size("fashion-cnn", features, image_size)
-        super().__init__(features, _layers(20 * size * size, 50, num_outputs))
+        first = (nn.Conv2d(channels, 10, kernel_size=5), nn.MaxPool2d(2), nn.ReLU(), nn.BatchNorm2d(10))
+        second = (nn.Conv2d(10, 20, kernel_size=5), nn.MaxPool2d(2), nn.ReLU(), nn.BatchNorm2d(20))
+        super().__init__("fashion-cnn", image_size, *first, *second, widths=(50, num_outputs))
 
 
 class CatsDogsCNN(_Net):
@@ -104,9 +97,8 @@ class CatsDogsCNN(_Net):
     """
 
     def __init__(self, num_outputs: int = 1, image_size: int = 128, channels: int = 3) -> None:
-        features = nn.Sequential(*_blocks(channels, 32, 64, 128, kernel=3, padding=1))
-        size = feature_size("cats-dogs-cnn", features, image_size)
-        super().__init__(features, _layers(128 * size * size, 256, 128, num_outputs, dropout=0.2))
+        blocks = _blocks(channels, 32, 64, 128, kernel=3, padding=1)
+        super().__init__("cats-dogs-cnn", image_size, *blocks, widths=(256, 128, num_outputs), dropout=0.2)
         self._initialise(conv=_he_uniform, linear=_glorot_uniform)
 
 
@@ -123,9 +115,8 @@ class ParallelCNN(_Net):
     """
 
     def __init__(self, num_outputs: int = 10, image_size: int = 28, channels: int = 1) -> None:
-        features = nn.Sequential(*_blocks(channels, 20, 20, kernel=5, padding=2))
-        size = feature_size("parallel-cnn", features, image_size)
-        super().__init__(features, _layers(20 * size * size, num_outputs))
+        blocks = _blocks(channels, 20, 20, kernel=5, padding=2)
+        super().__init__("parallel-cnn", image_size, *blocks, widths=(num_outputs,))
         self._initialise(
             conv=lambda layer: nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.weight[0].numel())),
             linear=_glorot_uniform,
@@ -140,9 +131,8 @@ class KerasCNN(_Net):
     """
 
     def __init__(self, num_outputs: int = 10, image_size: int = 28, channels: int = 1) -> None:
-        features = nn.Sequential(*_blocks(channels, 32, 64, kernel=3), nn.Conv2d(64, 64, kernel_size=3), nn.ReLU())
-        size = feature_size("keras-cnn", features, image_size)
-        super().__init__(features, _layers(64 * size * size, 64, num_outputs))
+        layers = (*_blocks(channels, 32, 64, kernel=3), nn.Conv2d(64, 64, kernel_size=3), nn.ReLU())
+        super().__init__("keras-cnn", image_size, *layers, widths=(64, num_outputs))
         self._initialise(conv=_he_uniform, linear=_he_uniform)
 
 
@@ -153,10 +143,34 @@ class CaltechCNN(_Net):
     """
 
     def __init__(self, num_outputs: int = 101, image_size: int = 32, channels: int = 3) -> None:
-        features = nn.Sequential(*_blocks(channels, 32, 64, kernel=3))
-        size = feature_size("caltech-cnn", features, image_size)
-        super().__init__(features, _layers(64 * size * size, 256, 128, num_outputs))
+        blocks = _blocks(channels, 32, 64, kernel=3)
+        super().__init__("caltech-cnn", image_size, *blocks, widths=(256, 128, num_outputs))
         self._initialise(
             conv=lambda layer: nn.init.xavier_normal_(layer.weight),
             linear=lambda layer: nn.init.normal_(layer.weight, std=0.01),
+        )
+
+
+class VGG16(_Net):
+    """The thirteen 3x3 convolutions of VGG16 in five pooled blocks, then one linear layer instead of three.
+
+    Configuration D of Simonyan and Zisserman (https://arxiv.org/abs/1409.1556). Convolutions have torchvision's names,
+    so that published weights load; those expect RGB images with ImageNet's normalisation. Otherwise convolutions start
+    He-normal (fan-out), since so deep a net rarely trains from a Glorot start without batch normalisation; the linear
+    layer starts Glorot-uniform.
+    """
+
+    def __init__(self, num_outputs: int = 4, image_size: int = 224, channels: int = 3) -> None:
+        layers: list[nn.Module] = []
+        for convolutions, filters in ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)):
+            for _ in range(convolutions):
+                # Not in place: the output of a frozen convolution may be cached and read again in the next epoch.
+                layers += [nn.Conv2d(channels, filters, kernel_size=3, padding=1), nn.ReLU()]
+                channels = filters
+            layers.append(nn.MaxPool2d(2))
+        super().__init__("vgg16", image_size, *layers, widths=(num_outputs,))
+        self.classifier = self.get_submodule("classifier.0")
+        self._initialise(
+            conv=lambda layer: nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu"),
+            linear=_glorot_uniform,
         )

@@ -59,7 +59,7 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
             module.training = training
         for buffer, value in buffers:
             buffer.copy_(value)
-    for output in outputs:
+    for output in reversed(outputs):
         logits = _logits(model, (), output)
         if not isinstance(logits, torch.Tensor) or logits.shape != (2, num_outputs):
             found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(output).__name__
@@ -67,7 +67,7 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
                 f"model {name!r} must return logits [N, {num_outputs}] for a batch of N {shown}; "
                 f"for N = 2 it returned {found}"
             )
-    logits = _logits(model, (), outputs[0]).float()
+    logits = logits.float()
     last = list(model.modules())[-1]
     if num_outputs > 1 and (logits >= 0).all() and torch.allclose(logits.sum(1), logits.new_ones(2), atol=1e-4):
         report(f"model {name!r} returns probabilities: log() undoes its softmax, since the loss takes logits")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import InputError, first_line
-from flatout.models.head import head_modules
+from flatout.models.layers import head_modules
 from flatout.models.load import create_timm, seeded
 from flatout.models.weights import Tensors, mismatches, read_weights
 from flatout.recipe import Recipe
@@ -39,33 +39,32 @@ def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], 
     """
     if recipe.weights:
         path = _find(Path(recipe.weights))
+        where = str(path)
         tensors = read_weights(path)[0] if path.suffix == ".safetensors" else _read_checkpoint(path)
-        _fit(model, tensors, str(path), report)
     elif recipe.model.startswith("timm:"):
-        _load_timm(model, recipe, report)
+        where, tensors = _timm_weights(model, recipe)
     elif recipe.model == "vgg16":
-        _load_vgg16(model, report)
+        where, tensors = _vgg16_weights()
     else:
         raise InputError(f"no weights are published for the model {recipe.model}; {_FIX}")
+    _fit(model, tensors, where, report)
 
 
-def _load_vgg16(model: "nn.Module", report: Callable[[str], None]) -> None:
-    import torch
+def _vgg16_weights() -> tuple[str, Tensors]:
+    from torch import hub
 
-    from flatout.models import vgg
+    from flatout.models.nets import VGG16_IMAGENET_URL as URL
 
+    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True, "check_hash": True}
     try:
         with contextlib.redirect_stdout(sys.stderr):  # torch.hub reports on stdout, which belongs to --json
-            tensors = torch.hub.load_state_dict_from_url(
-                vgg.IMAGENET_URL, map_location="cpu", weights_only=True, check_hash=True, progress=sys.stderr.isatty()
-            )
+            return URL, hub.load_state_dict_from_url(URL, progress=sys.stderr.isatty(), **options)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:  # RuntimeError: what came has another hash
-        raise InputError(f"could not download {vgg.IMAGENET_URL} ({first_line(error)}); {_FIX}") from error
-    _fit(model, tensors, vgg.IMAGENET_URL, report)
+        raise InputError(f"could not download {URL} ({first_line(error)}); {_FIX}") from error
 
 
-def _load_timm(model: "nn.Module", recipe: Recipe, report: Callable[[str], None]) -> None:
-    """Take the weights of a second model: timm fits embeddings and channels only on creation."""
+def _timm_weights(model: "nn.Module", recipe: Recipe) -> tuple[str, Tensors]:
+    """Return the weights of a second model: timm fits embeddings and channels only on creation."""
     name = recipe.model
     config: Mapping[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
     source = config.get("hf_hub_id") or config.get("url")
@@ -83,7 +82,7 @@ def _load_timm(model: "nn.Module", recipe: Recipe, report: Callable[[str], None]
     if config["num_classes"] != num_outputs:  # then the second model's head is as fresh as the first's
         heads = tuple(f"{head}." for head in head_modules(published))
         tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(heads)}
-    _fit(model, tensors, source, report)
+    return source, tensors
 
 
 def _fit(model: "nn.Module", tensors: Tensors, where: str, report: Callable[[str], None]) -> None:
@@ -91,20 +90,17 @@ def _fit(model: "nn.Module", tensors: Tensors, where: str, report: Callable[[str
     own = model.state_dict()
     tensors = _strip_prefixes(tensors, own)
     heads = tuple(head_modules(model))
-
-    def in_head(name: str) -> bool:
-        return any(head == "" or name.startswith(f"{head}.") for head in heads)
-
-    body, own_body = ({n: t for n, t in state.items() if not in_head(n)} for state in (tensors, own))
+    prefixes = tuple(f"{head}." if head else "" for head in heads)
+    body, own_body = ({n: t for n, t in state.items() if not n.startswith(prefixes)} for state in (tensors, own))
     # Files older than PyTorch 0.4.1 lack the batch count of batch norm, which is not used here.
     counts = {name for name in own_body if name.endswith(".num_batches_tracked") and name not in body}
-    if problems := mismatches({n: t for n, t in own_body.items() if n not in counts}, body):
-        raise InputError(f"the weights {where} do not fit the model: {problems}")
+    problems = mismatches({n: t for n, t in own_body.items() if n not in counts}, body)
     head, own_head = tensors.keys() - body.keys(), own.keys() - own_body.keys()
     head_fits = head == own_head and all(tensors[name].shape == own[name].shape for name in head)
     loaded = {name: tensor for name, tensor in tensors.items() if head_fits or name in body}
-    if not loaded:
-        raise InputError(f"the weights {where} do not fit the model: none of their tensors has its shapes")
+    if problems or not loaded:
+        problems = problems or "none of their tensors has its shapes"
+        raise InputError(f"the weights {where} do not fit the model: {problems}")
     model.load_state_dict(loaded, strict=False)
     fresh = f"the head ({', '.join(heads)}) starts fresh, since the file has none of its size"
     report(f"Weights from {where}: {len(loaded)} tensors; {'the head included' if head_fits else fresh}.")
@@ -143,15 +139,14 @@ def _read_checkpoint(path: Path) -> Tensors:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError, KeyError) as error:
         code = re.search(r"GLOBAL ([\w.]+)|TorchScript", str(error))
-        if code:
-            raise InputError(
-                f"{path}: holds code ({code[1] or code[0]}) besides tensors, and loading it would execute that, so it "
-                "is refused; save the tensors alone, as safetensors or with torch.save(model.state_dict(), FILE)"
-            ) from None
         # torch's own text advises to load without the protection, so it is not passed on.
-        raise InputError(
-            f"{path}: cannot be read as a torch checkpoint ({type(error).__name__}); it is damaged, or not one"
-        ) from None
+        reason = f"cannot be read as a torch checkpoint ({type(error).__name__}); it is damaged, or not one"
+        if code:
+            reason = (
+                f"holds code ({code[1] or code[0]}) besides tensors, and loading it would execute that, so it is "
+                "refused; save the tensors alone, as safetensors or with torch.save(model.state_dict(), FILE)"
+            )
+        raise InputError(f"{path}: {reason}") from None
     nested = (content[key] for key in _NESTED_KEYS if isinstance(content, dict) and isinstance(content.get(key), dict))
     state = next(nested, content)
     if not isinstance(state, dict) or not state or not all(isinstance(t, torch.Tensor) for t in state.values()):

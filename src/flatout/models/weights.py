@@ -18,11 +18,6 @@ Tensors = Mapping[str, "torch.Tensor"]
 _DIGEST_KEY = "blake2b"
 
 
-def save_weights(path: Path, model: "nn.Module", metadata: Mapping[str, str]) -> None:
-    """Write a model's parameters and buffers as `save_tensors` does, torch.compile's `_orig_mod.` left out of names."""
-    save_tensors(path, {name.replace("_orig_mod.", ""): t for name, t in model.state_dict().items()}, metadata)
-
-
 def save_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
     """Write tensors as safetensors, with a digest that `read_weights` checks.
 

@@ -1,19 +1,15 @@
 """Losses per sample, and predictions from logits. Shape letters: B batch, K outputs."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch.nn import functional
 
 
-def per_sample(logits_BK: "torch.Tensor", labels_B: "torch.Tensor", loss: str, label_smoothing: float):
+def per_sample(logits_BK: torch.Tensor, labels_B: torch.Tensor, loss: str, label_smoothing: float) -> torch.Tensor:
     """Return the loss of each sample, float32 [B].
 
     Cross-entropy is log-softmax followed by the negative log-likelihood; binary cross-entropy takes one logit, that of
     class 1. Label smoothing moves that share of the target evenly over all classes (Szegedy et al., arXiv 1512.00567).
     """
-    from torch.nn import functional
-
     logits = logits_BK.float()
     if loss == "binary-cross-entropy":
         target = labels_B.to(logits.dtype) * (1 - label_smoothing) + label_smoothing / 2
@@ -21,10 +17,8 @@ def per_sample(logits_BK: "torch.Tensor", labels_B: "torch.Tensor", loss: str, l
     return functional.cross_entropy(logits, labels_B, reduction="none", label_smoothing=label_smoothing)
 
 
-def probabilities(logits_BK: "torch.Tensor") -> "torch.Tensor":
+def probabilities(logits_BK: torch.Tensor) -> torch.Tensor:
     """Return class probabilities, float32 [B, classes]; a single logit becomes two classes."""
-    import torch
-
     logits = logits_BK.float()
     if logits.shape[1] == 1:
         positive = logits.sigmoid()
@@ -32,9 +26,7 @@ def probabilities(logits_BK: "torch.Tensor") -> "torch.Tensor":
     return logits.softmax(dim=1)
 
 
-def predicted(logits_BK: "torch.Tensor") -> "torch.Tensor":
+def predicted(logits_BK: torch.Tensor) -> torch.Tensor:
     """Return the most probable class of each sample, int64 [B]; -1 where the logits are not finite."""
-    import torch
-
     best_B = (logits_BK[:, 0] > 0).long() if logits_BK.shape[1] == 1 else logits_BK.argmax(dim=1)
     return torch.where(logits_BK.isfinite().all(dim=1), best_B, -1)

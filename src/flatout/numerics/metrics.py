@@ -14,18 +14,13 @@ class Counts:
         count: samples seen, without padding.
     """
 
-    loss_sum: float
-    weight_sum: float
-    correct: int
-    count: int
+    loss_sum: float = 0.0
+    weight_sum: float = 0.0
+    correct: int = 0
+    count: int = 0
 
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(
-            loss_sum=self.loss_sum + other.loss_sum,
-            weight_sum=self.weight_sum + other.weight_sum,
-            correct=self.correct + other.correct,
-            count=self.count + other.count,
-        )
+        return Counts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
     @property
     def loss(self) -> float:
@@ -38,4 +33,4 @@ class Counts:
         return self.correct / self.count if self.count else float("nan")
 
 
-NO_COUNTS = Counts(loss_sum=0.0, weight_sum=0.0, correct=0, count=0)
+NO_COUNTS = Counts()

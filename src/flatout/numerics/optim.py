@@ -1,18 +1,19 @@
 """torch optimizers from a recipe, in their fastest form."""
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
 
 from flatout.recipe import Optimizer
-
-if TYPE_CHECKING:
-    import torch
 
 _ANSWER = "__dynamo_disable"
 
 
-def build(optimizer: Optimizer, parameters: "Iterable[torch.Tensor]", *, capturable: bool) -> "torch.optim.Optimizer":
+def build(optimizer: Optimizer, parameters: Iterable[torch.Tensor], *, capturable: bool) -> torch.optim.Optimizer:
     """Return the torch optimizer, fused where torch has that.
 
     Args:
@@ -21,31 +22,20 @@ def build(optimizer: Optimizer, parameters: "Iterable[torch.Tensor]", *, captura
         capturable: whether the steps are to be recorded in a CUDA graph: the learning rate is then a tensor on the
             device, so that it can still change.
     """
-    import torch
-
     parameters = list(parameters)
     assert parameters
     device = parameters[0].device
     lr = torch.tensor(optimizer.lr, device=device) if capturable else optimizer.lr
-    weight_decay, eps, momentum = optimizer.weight_decay, optimizer.eps, optimizer.momentum
-    assert eps is not None
-    assert momentum is not None
-    fused = device.type in ("cpu", "cuda", "mps")
+    options: dict[str, Any] = {"lr": lr, "weight_decay": optimizer.weight_decay}
+    options["fused"] = device.type in (("cpu",) if optimizer.name == "adagrad" else ("cpu", "cuda", "mps"))
     if optimizer.name in ("sgd", "momentum"):
-        return torch.optim.SGD(
-            parameters,
-            lr=lr,
-            momentum=momentum,
-            dampening=optimizer.dampening,
-            nesterov=optimizer.nesterov,
-            weight_decay=weight_decay,
-            fused=fused,
-        )
+        options |= {key: getattr(optimizer, key) for key in ("momentum", "dampening", "nesterov")}
+        return torch.optim.SGD(parameters, **options)
+    options["eps"] = optimizer.eps
     if optimizer.name == "adagrad":
-        return torch.optim.Adagrad(parameters, lr=lr, weight_decay=weight_decay, eps=eps, fused=device.type == "cpu")
-    betas = (optimizer.betas[0], optimizer.betas[1])
+        return torch.optim.Adagrad(parameters, **options)
     cls = torch.optim.Adam if optimizer.name == "adam" else torch.optim.AdamW
-    return cls(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused, capturable=capturable)
+    return cls(parameters, betas=(optimizer.betas[0], optimizer.betas[1]), capturable=capturable, **options)
 
 
 def can_capture(optimizer: Optimizer) -> bool:
@@ -53,10 +43,8 @@ def can_capture(optimizer: Optimizer) -> bool:
     return optimizer.name != "adagrad"
 
 
-def set_learning_rate(optimizer: "torch.optim.Optimizer", learning_rate: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     """Change the learning rate of every group, in place where it is a tensor."""
-    import torch
-
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(learning_rate)
@@ -64,20 +52,12 @@ def set_learning_rate(optimizer: "torch.optim.Optimizer", learning_rate: float) 
             group["lr"] = learning_rate
 
 
-def plain_step(optimizer: "torch.optim.Optimizer") -> Callable[[], None]:
+def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Return the optimizer's step without what torch wraps around it: profiler marks, hooks and differentiability.
 
     The wrapper imports torch's compiler only to tell it to keep out, as the methods in `keep_compiler_out` do.
     """
-    import torch
-
-    step = inspect.unwrap(type(optimizer).step)
-
-    def run() -> None:
-        with torch.no_grad():
-            step(optimizer)
-
-    return run
+    return functools.partial(torch.no_grad()(inspect.unwrap(type(optimizer).step)), optimizer)
 
 
 def keep_compiler_out() -> Callable[[], None]:
@@ -88,14 +68,10 @@ def keep_compiler_out() -> Callable[[], None]:
     of the undecorated function; here that answer is the function itself. Other versions may keep it elsewhere: then
     nothing happens but the import.
     """
-    import sys
-
-    import torch
-
-    if "torch._dynamo" in sys.modules:
-        return lambda: None
     methods = (getattr(torch.optim.Optimizer, name) for name in ("add_param_group", "zero_grad"))
     plain = [method.__wrapped__ for method in methods if hasattr(method, "__wrapped__")]
+    if "torch._dynamo" in sys.modules:
+        plain = []
     for function in plain:
         setattr(function, _ANSWER, function)
 

@@ -33,7 +33,7 @@ from flatout.engine.eager.metric_sums import SUMS, MetricSums
 from flatout.engine.eager.split import Inputs, Source, TorchSplit, place
 from flatout.engine.recorder import Recorder
 from flatout.errors import InputError
-from flatout.models.freeze import set_train_mode
+from flatout.models.layers import set_train_mode
 from flatout.numerics import augment, loss, optim
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe

@@ -17,7 +17,7 @@ from flatout.engine.base import Evaluation
 from flatout.engine.eager.accelerator import Accelerator
 from flatout.engine.eager.device_setup import placement
 from flatout.engine.eager.frozen_prefix import collect_features
-from flatout.models.freeze import set_train_mode
+from flatout.models.layers import set_train_mode
 from flatout.numerics import augment, loss
 
 if TYPE_CHECKING:

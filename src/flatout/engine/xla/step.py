@@ -21,8 +21,8 @@ from flatout.engine.xla.augment import Augmentation
 from flatout.engine.xla.function import Function
 from flatout.engine.xla.keras import KerasFunction
 from flatout.engine.xla.lowerings import SampleMask
-from flatout.models.freeze import set_train_mode
 from flatout.models.keras import KerasModule
+from flatout.models.layers import set_train_mode
 from flatout.numerics import augment, loss
 from flatout.recipe import Recipe
 
