@@ -124,7 +124,7 @@ def test_one_cycle_rises_by_itself() -> None:
     [
         (
             LARGE,
-            "learning rate 2 for batches of 32: 0.5 for batches of 8, scaled (linear); it rises from 0.5 over 1 epoch",
+            "learning rate 2 for batches of 32: 0.5 for batches of 8, scaled (linear); warm-up from 0.5 over 1 epoch",
         ),
         (
             {**LARGE, "schedule.name": "one-cycle", "optimizer.lr_scaling": "sqrt"},

@@ -1,8 +1,7 @@
-"""Write down which samples each step took, and how each was augmented, where FLATOUT_RECORD asks for it.
+"""Record the samples of each step and their augmentation, if FLATOUT_RECORD=1 is set in the environment.
 
-With FLATOUT_RECORD=1 in the environment, every rank writes `logs/rank-N.samples.jsonl`, a line for each step. Put
-together in the order of the ranks, the lines of a step are the same on any number of devices. To write them is to wait
-for the device in every step.
+Every rank writes `logs/rank-N.samples.jsonl`, one line per step. The lines of a step, joined in the order of the ranks,
+are the same on any number of devices. Recording waits for the device in every step.
 """
 
 import json
@@ -15,25 +14,18 @@ if TYPE_CHECKING:
 
     from flatout.run.progress import Progress
 
-VARIABLE = "FLATOUT_RECORD"
-
 
 class Recorder:
-    """Writes the lines of one rank.
-
-    Args:
-        path: the file; lines are added to what is there, as a resumed run goes on.
-        progress: where training stands, kept up to date by the loop.
-    """
+    """Appends the lines of one rank to `path`; `progress` is kept up to date by the training loop."""
 
     def __init__(self, path: Path, progress: "Progress") -> None:
         self._path, self._progress = path, progress
 
     def step(self, samples: "np.ndarray", transforms: "np.ndarray | None") -> None:
-        """Write what one step takes.
+        """Write the line of a step.
 
         Args:
-            samples: int64 [B], positions in the training split, padding left out.
+            samples: int64 [B], positions in the training split, without padding.
             transforms: their rows of `augment.epoch_transforms`, [B, ...]; None where nothing is random.
         """
         line = {"epoch": self._progress.epoch + 1, "step": self._progress.step + 1, "samples": samples.tolist()}
@@ -43,8 +35,8 @@ class Recorder:
             file.write(json.dumps(line) + "\n")
 
 
-def asked_for(logs: Path, rank: int, progress: "Progress") -> Recorder | None:
-    """Return a recorder for a rank if the environment asks for one."""
-    if os.environ.get(VARIABLE, "") in ("", "0"):
+def requested_recorder(logs: Path, rank: int, progress: "Progress") -> Recorder | None:
+    """Return a recorder for a rank if the environment requests one."""
+    if os.environ.get("FLATOUT_RECORD", "") in ("", "0"):
         return None
     return Recorder(logs / f"rank-{rank}.samples.jsonl", progress)

@@ -1,6 +1,6 @@
-"""Random changes to training images: drawn on the host as one table an epoch, applied on the device in one pass.
+"""Random augmentation: drawn on the host as one table per epoch, applied on the device.
 
-Geometry is written as NumPy does the sums in float64, once, so that every engine applies the very same numbers.
+The table is computed by NumPy in float64, so that every engine applies the same numbers.
 Shape letters: N samples, B batch, H height, W width, C channels.
 """
 
@@ -19,12 +19,11 @@ CROP_ASPECTS = (3 / 4, 4 / 3)
 
 
 def epoch_transforms(augment: Augment, seed: int, epoch: int, count: int) -> np.ndarray | None:
-    """Return what happens to each sample in one epoch; row i belongs to sample i, whatever the batches are.
+    """Return the augmentation of every sample in one epoch; row i belongs to sample i.
 
     Returns:
-        None where nothing is random; uint8 [N] of 0 or 1, whether to mirror, where that is all;
-        else float32 [N, 2, 3]: the affine map from a position in the result to the position in the image it is read
-        from, both with x and y running from -1 to 1.
+        None where nothing is random; uint8 [N], 1 to mirror, where only flips are random; else float32 [N, 2, 3], the
+        affine map from a position in the result to one in the image, with x and y from -1 to 1.
     """
     if not augment.is_random:
         return None
@@ -36,7 +35,7 @@ def epoch_transforms(augment: Augment, seed: int, epoch: int, count: int) -> np.
 def affine_maps(augment: Augment, draws: np.ndarray, flip: np.ndarray) -> np.ndarray:
     """Return float32 [N, 2, 3] from uniform draws [N, DRAWS] and mirror flags bool [N].
 
-    The map is crop · rotate · shear · zoom · mirror, then the shift.
+    The map is crop · rotate · shear · zoom · mirror, followed by the shift.
     """
     either_way = 2 * draws - 1
     angle = np.deg2rad(augment.rotate) * either_way[:, ROTATE]
@@ -51,7 +50,7 @@ def affine_maps(augment: Augment, draws: np.ndarray, flip: np.ndarray) -> np.nda
     maps[:, 0, 1] = (cos * shear - sin) * zoom_y
     maps[:, 1, 0] = sin * zoom_x * mirror
     maps[:, 1, 1] = (sin * shear + cos) * zoom_y
-    # A shift by a fraction of the image is twice that in coordinates that run from -1 to 1.
+    # Coordinates run from -1 to 1, so a shift by a fraction of the image is twice that fraction.
     maps[:, 0, 2] = 2 * augment.shift * either_way[:, SHIFT_X]
     maps[:, 1, 2] = 2 * augment.shift * either_way[:, SHIFT_Y]
     if augment.crop:
@@ -66,8 +65,8 @@ def affine_maps(augment: Augment, draws: np.ndarray, flip: np.ndarray) -> np.nda
 def crop_boxes(smallest_area: float, draws: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return width, height (fractions of the image) and centre x, y (-1..1) of random resized crops, each [N].
 
-    Area uniform, aspect log-uniform, place uniform, as Inception's crops (Szegedy et al., arXiv 1409.4842); a side that
-    would be longer than the image is cut to it.
+    Area uniform, aspect ratio log-uniform, position uniform (Szegedy et al., arXiv 1409.4842); sides are at most those
+    of the image.
     """
     area = smallest_area + (1 - smallest_area) * draws[:, CROP_AREA]
     low, high = np.log(CROP_ASPECTS)

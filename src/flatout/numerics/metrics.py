@@ -1,4 +1,4 @@
-"""Results as sums and counts, divided once, so that they are exact however the samples were split up."""
+"""Metrics as sums and counts, which are divided once and so do not depend on how samples are divided."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ class Counts:
     Attributes:
         loss_sum: sum of weight times loss.
         weight_sum: sum of the samples' weights (their number, unless classes are weighted).
-        correct: samples predicted right.
-        count: samples seen, without padding.
+        correct: correct predictions.
+        count: samples without padding.
     """
 
     loss_sum: float = 0.0
@@ -29,7 +29,7 @@ class Counts:
 
     @property
     def accuracy(self) -> float:
-        """Share predicted right, 0..1; NaN without samples."""
+        """Fraction of correct predictions, 0..1; NaN without samples."""
         return self.correct / self.count if self.count else float("nan")
 
 

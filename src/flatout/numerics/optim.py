@@ -1,4 +1,4 @@
-"""torch optimizers from a recipe, in their fastest form."""
+"""torch optimizers of a recipe, in their fastest form."""
 
 import functools
 import inspect
@@ -14,13 +14,13 @@ _ANSWER = "__dynamo_disable"
 
 
 def build(optimizer: Optimizer, parameters: Iterable[torch.Tensor], *, capturable: bool) -> torch.optim.Optimizer:
-    """Return the torch optimizer, fused where torch has that.
+    """Return the torch optimizer of a recipe's section, fused where torch has that.
 
     Args:
-        optimizer: the recipe's section.
+        optimizer: the section.
         parameters: what to train, all on one device.
-        capturable: whether the steps are to be recorded in a CUDA graph: the learning rate is then a tensor on the
-            device, so that it can still change.
+        capturable: whether steps are recorded in a CUDA graph. The learning rate is then a tensor on the device, so
+            that it can change.
     """
     parameters = list(parameters)
     assert parameters
@@ -53,20 +53,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return the optimizer's step without what torch wraps around it: profiler marks, hooks and differentiability.
+    """Return the optimizer's step without torch's wrapper for profiler marks, hooks and differentiability.
 
-    The wrapper imports torch's compiler only to tell it to keep out, as the methods in `keep_compiler_out` do.
+    The wrapper imports torch's compiler, as the methods in `keep_compiler_out` do.
     """
     return functools.partial(torch.no_grad()(inspect.unwrap(type(optimizer).step)), optimizer)
 
 
 def keep_compiler_out() -> Callable[[], None]:
-    """Keep torch's optimizers from importing torch's compiler, and return what undoes that.
+    """Keep torch's optimizers from importing torch's compiler; return a function that undoes this.
 
-    Their methods ask torch._dynamo to leave them out of compiled code, and import it for that alone, which takes a
-    second of every start (`_disable_dynamo` in torch/_compile.py, 2.11 to 2.15). Each keeps the answer in an attribute
-    of the undecorated function; here that answer is the function itself. Other versions may keep it elsewhere: then
-    nothing happens but the import.
+    Their methods import torch._dynamo only to exclude themselves from compiled code, which takes a second of every
+    start (`_disable_dynamo` in torch/_compile.py, 2.11 to 2.15). Each caches the excluded function in an attribute of
+    the undecorated one; here that is the function itself. In other versions of torch this has no effect.
     """
     methods = (getattr(torch.optim.Optimizer, name) for name in ("add_param_group", "zero_grad"))
     plain = [method.__wrapped__ for method in methods if hasattr(method, "__wrapped__")]

@@ -1,9 +1,8 @@
-"""Every random number in flatout: a function of (seed, stream, index), never a state.
+"""Reproducible randomness: every random number is a function of (seed, stream, index), without a state.
 
-Any process can compute any number again at any time, so a run means the same on every engine, on every number of
-devices and after every resume. The generator is NumPy's Philox, a counter-based generator (Salmon et al., "Parallel
-random numbers: as easy as 1, 2, 3", SC 2011). Only its raw 64-bit output is used: NumPy promises that this never
-changes, which it does not promise of shuffles and distributions.
+Any process can compute any number at any time, so results do not depend on the engine, the number of devices or
+resuming. The generator is NumPy's Philox, which is counter-based (Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3", SC 2011). Only its raw 64-bit output is used, which NumPy guarantees never to change.
 """
 
 from enum import IntEnum
@@ -12,7 +11,7 @@ import numpy as np
 
 
 class Stream(IntEnum):
-    """What the numbers are for; streams never overlap."""
+    """The purpose of random numbers; streams never overlap."""
 
     ORDER = 1
     AUGMENT = 2

@@ -1,11 +1,11 @@
-"""Learning-rate schedules, each a pure function of the step or of the validation losses so far."""
+"""Learning-rate schedules: pure functions of the step or of the validation losses."""
 
 import math
 from collections.abc import Sequence
 
 from flatout.recipe import Recipe
 
-# Epochs over which a large batch's rate rises (Goyal et al., section 5.1: 5 of 90), and their largest share of a run.
+# Warm-up epochs for a large batch (Goyal et al., section 5.1: 5 of 90), and their largest fraction of a run.
 LARGE_BATCH_WARMUP_EPOCHS = 5
 LARGE_BATCH_WARMUP_SHARE = 0.1
 
@@ -13,8 +13,8 @@ LARGE_BATCH_WARMUP_SHARE = 0.1
 def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int, valid_losses: Sequence[float] = ()) -> float:
     """Return the learning rate of a step, counted from 0 over the whole run.
 
-    Every schedule but one-cycle, which rises by itself, starts with a linear `warm_up`, and all reach `scaled_rate`.
-    `valid_losses` holds the watched loss of every finished epoch; only the plateau schedule reads it.
+    All schedules reach `scaled_rate`; all but one-cycle start with a linear `warm_up`. `valid_losses` holds the
+    monitored loss of every finished epoch, for the plateau schedule.
     """
     schedule, lr = recipe.schedule, scaled_rate(recipe)
     total = recipe.epochs * steps_per_epoch
@@ -35,10 +35,10 @@ def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int, valid_losses:
 
 
 def scaled_rate(recipe: Recipe) -> float:
-    """Return the learning rate for the recipe's batch size: `lr` itself, unless it was chosen for another batch.
+    """Return the learning rate for the recipe's batch size; `lr` is that for `lr_base_batch`, if given.
 
-    Linear scaling keeps the sum of k small steps of SGD (Goyal et al., arXiv 1706.02677); the square root keeps the
-    variance of a step (Krizhevsky, arXiv 1404.5997), and suits Adam (Malladi et al., arXiv 2205.10287).
+    Linear scaling preserves the sum of k small steps of SGD (Goyal et al., arXiv 1706.02677); the square root preserves
+    the variance of a step (Krizhevsky, arXiv 1404.5997) and suits Adam (Malladi et al., arXiv 2205.10287).
     """
     optimizer = recipe.optimizer
     if optimizer.lr_base_batch == 0:
@@ -48,10 +48,10 @@ def scaled_rate(recipe: Recipe) -> float:
 
 
 def warm_up(recipe: Recipe) -> tuple[float, float]:
-    """Return for how many epochs the learning rate rises to `scaled_rate`, and from where.
+    """Return the number of warm-up epochs and the learning rate at their start.
 
-    It rises from 0 over `warmup_epochs`; where the batch is larger than the one that `lr` was chosen for, from `lr`,
-    and over epochs of its own where `warmup_epochs` is 0.
+    Warm-up rises from 0 over `warmup_epochs`. With a batch larger than `lr_base_batch` it rises from `lr`, and has a
+    default length where `warmup_epochs` is 0.
     """
     epochs, lr = recipe.schedule.warmup_epochs, recipe.optimizer.lr
     if scaled_rate(recipe) <= lr:
@@ -60,7 +60,7 @@ def warm_up(recipe: Recipe) -> tuple[float, float]:
 
 
 def describe_scaling(recipe: Recipe) -> str:
-    """Return a sentence that says what `lr`, chosen for `lr_base_batch`, comes to for the recipe's batch size."""
+    """Return a sentence about the learning rate that `lr`, chosen for `lr_base_batch`, was scaled to."""
     optimizer, rate = recipe.optimizer, scaled_rate(recipe)
     sentence = (
         f"learning rate {rate:.4g} for batches of {recipe.batch_size}: {optimizer.lr:g} for batches of "
@@ -68,14 +68,14 @@ def describe_scaling(recipe: Recipe) -> str:
     )
     epochs, start = warm_up(recipe)
     if start and recipe.schedule.name != "one-cycle":
-        sentence += f"; it rises from {start:g} over {epochs:g} {'epoch' if epochs == 1 else 'epochs'}"
+        sentence += f"; warm-up from {start:g} over {epochs:g} {'epoch' if epochs == 1 else 'epochs'}"
     return sentence
 
 
 def plateau_reductions(losses: Sequence[float], patience: int, threshold: float) -> int:
-    """Return how often a plateau was reached: more than `patience` epochs in a row without a new best loss.
+    """Return how often more than `patience` epochs in a row brought no new best loss.
 
-    A loss is a new best if it is below the best one by the relative `threshold`, as in torch's ReduceLROnPlateau.
+    A new best is lower by the relative `threshold`, as in torch's ReduceLROnPlateau.
     """
     reductions, best, bad_epochs = 0, math.inf, 0
     for loss in losses:

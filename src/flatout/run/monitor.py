@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.data.order import steps_per_epoch
 from flatout.dist.control import Flag
-from flatout.engine import recorder
+from flatout.engine.recorder import requested_recorder
 from flatout.report import run_files
 from flatout.run.checkpoint import Checkpoint
 from flatout.run.loop import Callbacks
@@ -44,7 +44,7 @@ class Monitor(Callbacks):
         self._saved_position: tuple[int, int] | None = None
         self._is_requested = False
         self._good = None if progress.best else engine.snapshot(weights_only=True)
-        engine.recorder = recorder.asked_for(session.out / run_files.LOGS, session.world.rank, progress)
+        engine.recorder = requested_recorder(session.out / run_files.LOGS, session.world.rank, progress)
 
     def flags(self) -> Flag:
         """Return what this process requests of all with the next step."""

@@ -181,7 +181,7 @@ class _Rows:
         def of(rows: torch.Tensor) -> torch.Tensor:
             return rows.sum(0).view(self.tiles, self.channels).sum(0)
 
-        return of(matrix) if exact is None else exact.over_blocks(lambda block: [of(matrix[block])], self.per_sample)[0]
+        return of(matrix) if exact is None else exact.sums(lambda piece: [of(matrix[piece])], self.per_sample)[0]
 
     def tiled(self, per_channel: torch.Tensor) -> torch.Tensor:
         """Return values per channel [C] repeated to a row of the matrix."""

@@ -25,14 +25,13 @@ from flatout.engine.eager.accelerator import Accelerator, accelerator_of
 from flatout.engine.eager.batch_norm import BatchNorm
 from flatout.engine.eager.cuda_graph import CapturedStep
 from flatout.engine.eager.device_setup import MEMORY_SHARE, prepare
-from flatout.engine.eager.exact_sums import exact_sums
+from flatout.engine.eager.exact_sums import exact_sums, unavailable
 from flatout.engine.eager.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.engine.eager.grad_accumulation import COPIES_OF_WEIGHTS, count_micro_batches
 from flatout.engine.eager.grad_reduce import BucketedAllReduce, FSDPGradients, Gradients, LocalGradients
 from flatout.engine.eager.metric_sums import SUMS, MetricSums
 from flatout.engine.eager.split import Inputs, Source, TorchSplit, place
 from flatout.engine.recorder import Recorder
-from flatout.errors import InputError
 from flatout.models.layers import set_train_mode
 from flatout.numerics import augment, loss, optim
 from flatout.numerics.metrics import Counts
@@ -111,7 +110,7 @@ class TorchEngine:
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._exact = None
         if recipe.exact_sums:
-            self._exact = exact_sums(self.model, recipe, world, self.setup.threads, self.setup.precision)
+            self._exact = exact_sums(self.model, recipe, world, self.setup.precision)
         self._batch_norm = BatchNorm(
             world if recipe.norm == "global" else ALONE, self._exact, native=not accelerator.is_host
         )
@@ -220,6 +219,8 @@ class TorchEngine:
         for number in range(self._micro_batches):
             self._gradients.is_last_micro_batch = number == self._micro_batches - 1
             sums += self._backward(source, inputs.micro_batch(number, self._micro_batches), self._batch_norm)
+        if self._exact:
+            self._exact.check(self.parameters)
         sums = self._gradients.all_reduce(torch.cat([sums, self.world.control.outgoing]))
         self.world.control.incoming.copy_(sums[SUMS:])
         self._update()
@@ -289,7 +290,7 @@ class TorchEngine:
             self._report("activations are offloaded to host memory: they do not fit on the device")
         if self._micro_batches > 1:
             if self._exact:
-                raise InputError("exact_sums = true is not available: the batch needs gradient accumulation to fit")
+                raise unavailable("the batch needs gradient accumulation to fit into memory")
             count, samples = self._micro_batches, -(-share // self._micro_batches)
             self._report(f"gradient accumulation: {count} micro-batches of up to {samples}")
 

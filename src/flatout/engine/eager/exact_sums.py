@@ -6,20 +6,14 @@ global batch is cut where the share of a rank could begin, for any of `RANKS`; e
 own, the same one on every rank, on one thread; and the sums of the pieces are added in float64, where 24-bit numbers of
 similar size add up exactly in any order. What a convolution or a linear layer computes per sample has the same bits in
 batches of any length, except very short ones, which are lengthened (observed with oneDNN and MKL; neither promises it).
-
-The gradient of a weight with more numbers than its layer's inputs and output gradients is not summed by pieces: every
-rank receives those of the whole batch and computes the gradient of some outputs by the call that one rank would make.
-
-Shape letters: B this rank's share of the batch, I inputs, O outputs of a linear layer.
 """
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from flatout.data.order import part
@@ -29,15 +23,12 @@ from flatout.recipe import Recipe
 
 # Numbers of ranks among which the batch may be divided without a change in any bit.
 RANKS = (1, 2, 3, 4)
-# Kernels take shortcuts for batches shorter than this, and for the rows that remain of such groups.
-ROWS = 16
+# Convolution kernels take shortcuts for shorter batches.
 CONV_SAMPLES = 2
 # Elements that vectorised loops process at a time; the rest are computed by another exp and log.
 VECTOR = 64
 # Bytes, as torch aligns its tensors.
 ALIGNMENT = 64
-# Outputs of a linear layer from which its weight's gradient can be computed in parts.
-MANY_OUTPUTS = 16 * max(RANKS)
 # Weights of a convolution above which its kernels start too slowly to be called for every piece.
 MOST_WEIGHTS = 1 << 18
 
@@ -46,17 +37,16 @@ aten = torch.ops.aten
 Answer = TypeVar("Answer")
 
 
-def exact_sums(model: torch.nn.Module, recipe: Recipe, world: World, threads: int, precision: str) -> "ExactSums":
+def exact_sums(model: nn.Module, recipe: Recipe, world: World, precision: str) -> "ExactSums":
     """Return the exact sums of a model.
 
     Raises:
         InputError: the device, the recipe or the model does not permit them; the message names the reason.
     """
-    large = [
-        name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 4 and p.numel() > MOST_WEIGHTS
-    ]
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    large = [name for name, p in trained if p.ndim == 4 and p.numel() > MOST_WEIGHTS]
     reasons = {
-        f"device {world.device.type}; only CPUs sum exactly": world.device.type != "cpu",
+        f"only CPUs sum exactly, not {world.device.type}": world.device.type != "cpu",
         f"{world.size} ranks; at most {max(RANKS)} are supported": world.size > max(RANKS),
         f"precision = {precision!r}; it must be 'fp32'": precision != "fp32",
         "norm = 'per-device' depends on the number of devices": recipe.norm != "global",
@@ -66,38 +56,34 @@ def exact_sums(model: torch.nn.Module, recipe: Recipe, world: World, threads: in
     }
     for reason, applies in reasons.items():
         if applies:
-            raise InputError(f"exact_sums = true is not available: {reason}; set exact_sums = false")
-    return ExactSums(world, threads, recipe.batch_size)
+            raise unavailable(reason)
+    return ExactSums(world)
+
+
+def unavailable(reason: str) -> InputError:
+    """Return the error for a run whose sums cannot be exact."""
+    return InputError(f"exact_sums = true is not available: {reason}; set exact_sums = false")
 
 
 class ExactSums:
     """Sums over the samples of one rank's share of a batch, and the layers whose gradients are such sums.
 
-    Args:
-        world: the ranks.
-        threads: compute threads of this rank.
-        batch_size: the most samples in a global batch.
-
     Attributes:
         residues: by id of a parameter, the rounding error of its gradient in float32, float32 of its shape.
     """
 
-    def __init__(self, world: World, threads: int, batch_size: int) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
-        self._batch_size = batch_size
         self.residues: dict[int, torch.Tensor] = {}
-        self.share = slice(0, 0)
-        self.global_batch = 0
-        self._blocks: dict[int, list[slice]] = {}
-        self._threads = threads
-        self._pool = _one_thread_each(threads - 1) if threads > 1 else None
+        self._batch, self._share = 0, slice(0, 0)
+        self._pieces: dict[int, list[slice]] = {}
+        self._exact: set[int] = set()
 
-    def begin(self, global_batch: int) -> dict[Callable[..., Any], Callable[..., Any]]:
-        """Prepare for a step of so many samples in all; return functions of torch with their replacements."""
-        if global_batch != self.global_batch:
-            self._blocks.clear()
-        self.global_batch = global_batch
-        self.share = part(global_batch, self.world.rank, self.world.size)
+    def begin(self, batch: int) -> dict[Callable[..., Any], Callable[..., Any]]:
+        """Prepare for a global batch of so many samples; return functions of torch with their replacements."""
+        if batch != self._batch:
+            self._batch, self._share = batch, part(batch, self.world.rank, self.world.size)
+            self._pieces.clear()
         self.residues.clear()
         return {
             functional.conv2d: self._conv2d,
@@ -105,71 +91,44 @@ class ExactSums:
             functional.binary_cross_entropy_with_logits: self._binary_cross_entropy,
         }
 
-    def blocks(self, per_sample: int = 1) -> list[slice]:
+    def check(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Check after a backward pass that all gradients were summed exactly.
+
+        Raises:
+            InputError: some were computed by another kind of layer.
+        """
+        for name, parameter in parameters.items():
+            if parameter.grad is not None and id(parameter) not in self._exact:
+                raise unavailable(
+                    f"{name} belongs to no 2-D convolution, batch normalisation or linear layer on [B, n]"
+                )
+
+    def pieces(self, per_sample: int = 1) -> list[slice]:
         """Return the pieces of this rank's share: slices of rows, `per_sample` rows for each sample."""
-        if per_sample not in self._blocks:
-            b, own = self.global_batch, self.share
-            cuts = {part(b, rank, ranks).start for ranks in RANKS for rank in range(ranks)}
+        if per_sample not in self._pieces:
+            own = self._share
+            cuts = {part(self._batch, rank, ranks).start for ranks in RANKS for rank in range(ranks)}
             cuts = sorted({own.start, own.stop} | {c for c in cuts if own.start < c < own.stop})
             ends = [per_sample * (c - own.start) for c in cuts]
-            self._blocks[per_sample] = [slice(*pair) for pair in pairwise(ends)]
-        return self._blocks[per_sample]
+            self._pieces[per_sample] = [slice(*pair) for pair in pairwise(ends)]
+        return self._pieces[per_sample]
 
-    def over_blocks(
-        self, of: Callable[[slice], Sequence[torch.Tensor]], per_sample: int = 1, *, is_long: bool = False
-    ) -> list[torch.Tensor]:
-        """Return the sums in float64 of what `of` returns for each piece; long work is divided among the threads."""
-        results = self._each(of, self.blocks(per_sample), is_long=is_long)
+    def sums(self, of: Callable[[slice], Sequence[torch.Tensor]], per_sample: int = 1) -> list[torch.Tensor]:
+        """Return the sums in float64 of what `of` returns for each piece."""
+        results = _each(of, self.pieces(per_sample))
         return [torch.stack(parts).sum(0, dtype=torch.float64) for parts in zip(*results, strict=True)]
 
-    def by_blocks(self, of: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+    def rows(self, of: Callable[[slice], torch.Tensor]) -> torch.Tensor:
         """Return the rows that `of` returns, called once for each piece."""
-        rows = self._each(of, self.blocks(), is_long=False)
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-    def _each(self, of: Callable[[slice], Answer], pieces: list[slice], *, is_long: bool) -> list[Answer]:
-        """Return what `of` returns for each piece, each call on one thread."""
-        if self._pool is None:
-            return [of(piece) for piece in pieces]
-        threads, rows = self._threads, pieces[-1].stop - pieces[0].start
-        groups: list[list[slice]] = [[] for _ in range(threads if is_long else 1)]
-        for piece in pieces:
-            groups[len(groups) * (piece.start - pieces[0].start) // rows].append(piece)
-
-        def each_of(group: list[slice]) -> list[Answer]:
-            return [of(piece) for piece in group]
-
-        futures = [self._pool.submit(each_of, group) for group in groups[1:]]
-        torch.set_num_threads(1)
-        try:
-            answers = each_of(groups[0])
-        finally:
-            torch.set_num_threads(threads)
-        return [*answers, *(answer for future in futures for answer in future.result())]
+        return torch.cat(_each(of, self.pieces()))
 
     def rounded(self, total: torch.Tensor, parameter: int) -> torch.Tensor:
         """Return the gradient of a parameter, given by its id, in float32; its rounding error becomes a residue."""
         high = total.float()
+        self._exact.add(parameter)
         if self.world.is_joined:
-            low = (total - high).float()
-            known = self.residues.get(parameter)
-            self.residues[parameter] = low if known is None else known + low
+            self.residues[parameter] = self.residues.get(parameter, 0) + (total - high).float()
         return high
-
-    def gathers(self, weight: torch.Tensor) -> bool:
-        """Whether a weight [O, I] is so large that the layer's inputs and output gradients are gathered instead."""
-        if weight.ndim != 2:
-            return False
-        outputs, inputs = weight.shape
-        return outputs >= MANY_OUTPUTS and len(RANKS) * outputs * inputs > self._batch_size * (inputs + outputs)
-
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all ranks, [global batch, n]."""
-        if not self.world.is_joined:
-            return rows
-        whole = rows.new_zeros((self.global_batch, rows.shape[1]))
-        whole[self.share] = rows
-        return self.world.all_reduce(whole)
 
     def _replaces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the weight's gradient of a layer, called so, is a sum over the samples of the batch."""
@@ -177,7 +136,7 @@ class ExactSums:
             return False
         x, weight, *settings = args
         return (
-            len(x) == self.share.stop - self.share.start
+            len(x) == self._share.stop - self._share.start
             and x.ndim == weight.ndim
             and x.dtype == weight.dtype == torch.float32
             and weight.requires_grad
@@ -222,7 +181,7 @@ class _Convolution(torch.autograd.Function):
             return functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
 
         if _is_product(weight):
-            return exact.by_blocks(lambda block: convolved(_aligned(x[block])))
+            return exact.rows(lambda piece: convolved(_aligned(x[piece])))
         return convolved(_lengthened(x, CONV_SAMPLES))[: len(x)]
 
     @staticmethod
@@ -237,15 +196,13 @@ class _Convolution(torch.autograd.Function):
         _, of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
         of_x_alone = [True, False, False]
         if of_x and _is_product(weight):
-            grad_x = exact.by_blocks(lambda block: backward(_aligned(grad[block]), x[block], of_x_alone)[0])
+            grad_x = exact.rows(lambda piece: backward(_aligned(grad[piece]), x[piece], of_x_alone)[0])
         elif of_x:
             longer = _lengthened(grad, CONV_SAMPLES)
             grad_x = backward(longer, _lengthened(x, CONV_SAMPLES), of_x_alone)[0][: len(x)]
         if of_weight:
             mask = [False, True, bool(of_bias)]
-            sums = exact.over_blocks(
-                lambda block: backward(grad[block], x[block], mask)[1 : 2 + bool(of_bias)], is_long=True
-            )
+            sums = exact.sums(lambda piece: backward(grad[piece], x[piece], mask)[1 : 2 + bool(of_bias)])
             grad_weight = exact.rounded(sums[0], ctx.ids[0])
             grad_bias = exact.rounded(sums[1], ctx.ids[1]) if of_bias else None
         return None, grad_x, grad_weight, grad_bias, None, None, None, None
@@ -258,9 +215,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.exact, ctx.ids = exact, (id(weight), id(bias))
         ctx.save_for_backward(x, weight)
-        if exact.gathers(weight):
-            return functional.linear(_lengthened(x, ROWS), weight, bias)[: len(x)]
-        return exact.by_blocks(lambda block: functional.linear(_aligned(x[block]), weight, bias))
+        return exact.rows(lambda piece: functional.linear(_aligned(x[piece]), weight, bias))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -268,34 +223,19 @@ class _Linear(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x = grad_weight = grad_bias = None
         _, of_x, of_weight, of_bias = ctx.needs_input_grad
-        if of_x and exact.gathers(weight):
-            grad_x = (_lengthened(grad, ROWS) @ weight)[: len(grad)]
-        elif of_x:
-            grad_x = exact.by_blocks(lambda block: _aligned(grad[block]) @ weight)
-        if of_weight and exact.gathers(weight):
-            grad_weight = _in_parts(exact, exact.gather(grad), exact.gather(x))
-        elif of_weight:
-            grad_weight = exact.rounded(
-                exact.over_blocks(lambda b: [_aligned(grad[b]).t() @ _aligned(x[b])])[0], ctx.ids[0]
-            )
+        if of_x:
+            grad_x = exact.rows(lambda piece: _aligned(grad[piece]) @ weight)
+        if of_weight:
+            sums = exact.sums(lambda piece: [_aligned(grad[piece]).t() @ _aligned(x[piece])])
+            grad_weight = exact.rounded(sums[0], ctx.ids[0])
         if of_bias:
-            grad_bias = exact.rounded(exact.over_blocks(lambda b: [grad[b].sum(0)])[0], ctx.ids[1])
+            grad_bias = exact.rounded(exact.sums(lambda piece: [grad[piece].sum(0)])[0], ctx.ids[1])
         return None, grad_x, grad_weight, grad_bias
 
 
 def _is_product(weight: torch.Tensor) -> bool:
     """Whether the kernel is 1 x 1: a matrix product, whose bits depend on the number of rows."""
     return weight.shape[2:] == (1, 1)
-
-
-def _in_parts(exact: ExactSums, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return a weight's gradient [O, I] for this rank's part of the outputs, zero elsewhere."""
-    if not exact.world.is_joined:
-        return grad.t() @ x
-    total = x.new_zeros((grad.shape[1], x.shape[1]))
-    own = part(grad.shape[1], exact.world.rank, exact.world.size)
-    torch.mm(grad[:, own].t(), x, out=total[own])
-    return total
 
 
 def _lengthened(rows: torch.Tensor, multiple: int) -> torch.Tensor:
@@ -313,17 +253,11 @@ def _pair(value: Any) -> list[int]:
     return [value, value] if isinstance(value, int) else list(value)
 
 
-def _one_thread_each(threads: int) -> ThreadPoolExecutor:
-    """Return threads that compute without further threads; OpenMP keeps its number of threads for each thread."""
-    before, all_there = torch.get_num_threads(), threading.Barrier(threads)
-
-    def alone() -> None:
-        # The first call of the getter sets a thread's number to the process's, so it comes before the setter.
-        torch.get_num_threads()
-        torch.set_num_threads(1)
-
-    pool = ThreadPoolExecutor(threads, initializer=alone)
-    for wait in [pool.submit(all_there.wait) for _ in range(threads)]:
-        wait.result()
-    torch.set_num_threads(before)
-    return pool
+def _each(of: Callable[[slice], Answer], pieces: list[slice]) -> list[Answer]:
+    """Return what `of` returns for each piece, computed on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [of(piece) for piece in pieces]
+    finally:
+        torch.set_num_threads(threads)

@@ -202,9 +202,7 @@ def _partition(parameters: list[torch.nn.Parameter], exact: ExactSums | None) ->
 
 def _dtype(parameter: torch.Tensor, exact: ExactSums | None) -> torch.dtype:
     """Return the type in which a gradient is summed: float64 where the sum is to be exact."""
-    if exact is None or parameter.dtype != torch.float32 or exact.gathers(parameter):
-        return parameter.dtype
-    return torch.float64
+    return torch.float64 if exact and parameter.dtype == torch.float32 else parameter.dtype
 
 
 def _make_buckets(parts: list[_Part], world: World, extras: int) -> list[Bucket]:
