@@ -3,8 +3,8 @@
     pip install flatout "ray[train]"
     python examples/ray_train.py digits --workers 2 --epochs 5 --out runs/ray
 
-Ray places the workers and brings them together in a group of torch.distributed; flatout finds the group and uses it.
-On several machines `--out` and `--data` must name folders that all of them see.
+Ray starts the workers and initialises torch.distributed's process group, which flatout uses.
+On several machines `--out` and `--data` must be on a shared file system.
 """
 
 import argparse
@@ -19,12 +19,12 @@ import flatout
 
 
 def train_on_worker(arguments: dict[str, Any]) -> None:
-    """Run in every worker, which Ray has given its rank."""
+    """Run on every worker."""
     flatout.fit(**arguments)
 
 
 def main() -> None:
-    """Read the command line, have Ray run the workers, and say what came out."""
+    """Read the command line, let Ray run the workers, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job")
     parser.add_argument("--data", type=Path)
@@ -45,8 +45,8 @@ def main() -> None:
     trainer = TorchTrainer(
         train_on_worker,
         train_loop_config=arguments,
-        # Plain objects travel between ranks as well as gradients: NCCL alone cannot carry them. Ray gives a group
-        # half an hour by default, which the first decoding of much data may exceed.
+        # Ranks exchange Python objects as well as gradients, which NCCL cannot transport. Ray's default time-out of
+        # half an hour may be too short for the first decoding of a large data set.
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if args.gpu else "gloo", timeout_s=12 * 3600),
         scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpu),
         run_config=RunConfig(storage_path=str(out.parent / "ray")),

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fashion-MNIST on two hosts with four GPUs each: sbatch examples/slurm.sh [more words of `flatout train`]
-# One Slurm task is one rank. The recipe's batch size stays the global one, whatever the numbers below.
+# One Slurm task is one rank. batch_size stays the global batch.
 #SBATCH --job-name=flatout
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
@@ -19,10 +19,10 @@ INTERFACE=$(ip route get "$(getent ahostsv4 "$(scontrol show hostnames "$SLURM_J
     awk 'NR == 1 { print $1 }')" | sed -n 's/.* dev \([^ ]*\).*/\1/p')
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$INTERFACE} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$INTERFACE}
 
-# Decoded images are kept on each host's own disk. The run folder is one for all, on the shared file system.
+# Decoded images are cached on each host's own disk. The run folder is on the shared file system.
 export FLATOUT_CACHE=${FLATOUT_CACHE:-${TMPDIR:-/tmp}/flatout-$USER}
 
-# --gpus-per-node lets each task see all GPUs of its host; flatout takes the one of the task's number there.
+# --gpus-per-node lets each task see all GPUs of its host; flatout uses the one with the task's local number.
 # --kill-on-bad-exit ends every host's tasks when one task fails.
 srun --kill-on-bad-exit=1 \
     flatout train fashion-mnist --devices 4xcuda --out "runs/slurm-$SLURM_JOB_ID" "$@"
