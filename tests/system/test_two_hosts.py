@@ -238,6 +238,17 @@ def test_hosts_with_different_data_are_told_apart(hosts: tuple[Host, Host]) -> N
     assert "data" in said[0]
 
 
+def test_hosts_without_out_use_the_name_of_the_first_one(hosts: tuple[Host, Host]) -> None:
+    """Default names have the time in them; the hosts once waited for each other in different collectives."""
+    meeting = ("--nodes", "2", "--rendezvous", f"{hosts[0].address}:{PORT}")
+    processes = [host.start(*TRAIN, "--devices", "cpu", *meeting) for host in hosts]
+    said = outputs(processes)
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    first, second = ({path.name for path in (host.folder / "runs").iterdir()} for host in hosts)
+    assert first == second
+    assert len(first) == 1
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_host_that_nobody_joins_says_whom_it_awaited(rank: int, hosts: tuple[Host, Host]) -> None:
     process = start(hosts, rank, *TRAIN, "--devices", "cpu", "--rendezvous-timeout", "2")
