@@ -71,9 +71,7 @@ class Console:
         """Copy every line, those already printed included, to a file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._log = path.open("a", encoding="utf-8")
-        for line in self._pending:
-            self._write(*line)
-        self._pending.clear()
+        self._write_pending()
 
     def hand_over(self) -> list[tuple[str, str]]:
         """Return and forget the messages that wait for a log, which the console of another process writes."""
@@ -93,11 +91,8 @@ class Console:
 
     def note(self, text: str) -> None:
         """Print one line."""
-        stamp = datetime.now().astimezone().isoformat(timespec="seconds")
-        if self._log:
-            self._write(stamp, text)
-        else:
-            self._pending.append((stamp, text))
+        self._pending.append((datetime.now().astimezone().isoformat(timespec="seconds"), text))
+        self._write_pending()
         self._show("line", text)
 
     def is_loss_due(self) -> bool:
@@ -138,11 +133,12 @@ class Console:
         """Show what a console in another process wrote to its `Relay`."""
         self._show(*json.loads(event))
 
-    def _write(self, stamp: str, text: str) -> None:
-        assert self._log
-        device = f" ({self.device})" if self.device else ""
-        self._log.write(f"{stamp} rank {self.rank}{device}  {text}\n")
-        self._log.flush()
+    def _write_pending(self) -> None:
+        if self._log:
+            device = f" ({self.device})" if self.device else ""
+            self._log.writelines(f"{stamp} rank {self.rank}{device}  {text}\n" for stamp, text in self._pending)
+            self._log.flush()
+            self._pending.clear()
 
     def _show(self, event: str, *arguments: Any) -> None:
         """Call the method of the display that an event names."""

@@ -21,15 +21,7 @@ LIMITS = {
 
 
 def draw_plan(path: Path, result: Mapping[str, Any]) -> None:
-    """Write the chart as a PNG; an estimate is labelled as an upper bound.
-
-    Args:
-        path: the PNG to write.
-        result: the content of plan.json.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Write the chart of plan.json as a PNG; an estimate is labelled as an upper bound."""
     how = "estimate, upper bound" if result["estimate"] else "measured"
     title = f"{shorten(result['job'], 40)}: {how}, global batch {result['batch_size']:,}"
     figure = style.new_figure(9.0, 3.9, title=title)
@@ -39,12 +31,13 @@ def draw_plan(path: Path, result: Mapping[str, Any]) -> None:
         _draw_steps(right, result)
     else:
         rows = result["devices"]
-        names, repeats = [row["devices"] for row in rows], max(row["repeats"] for row in rows)
-        style.style_panel(left, "Images per second" + (f", median of {repeats} (least and most)" * (repeats > 1)))
-        style.draw_bars(left, names, [row["images_per_second"] for row in rows], number)
-        style.style_panel(right, f"Time of {counted(result['epochs'], 'epoch')}, seconds")
-        style.draw_bars(right, names, [row["job_seconds"] for row in rows], span)
-        for axes in (left, right):
+        repeats = max(row["repeats"] for row in rows)
+        rate = "Images per second" + f", median of {repeats} (least and most)" * (repeats > 1)
+        job = f"Time of {counted(result['epochs'], 'epoch')}, seconds"
+        panels = ((left, rate, "images_per_second", number), (right, job, "job_seconds", span))
+        for axes, head, figure_name, text in panels:
+            style.style_panel(axes, head)
+            style.draw_bars(axes, [row["devices"] for row in rows], [row[figure_name] for row in rows], text)
             style.start_at_zero(axes, headroom=0.1)
     style.write_png(figure, path)
 
