@@ -42,8 +42,6 @@ class Server(ThreadingHTTPServer):
         return PublicData(
             base_urls=tuple(f"http://127.0.0.1:{self.server_port}/{place}/" for place in places),
             files={name: hashlib.md5(content).hexdigest() for name, content in CONTENT.items()},
-            size_bytes=sum(map(len, CONTENT.values())),
-            terms="made up",
         )
 
 
@@ -100,7 +98,7 @@ def test_all_places_fail(server: Server, tmp_path: Path):
 
 
 def test_no_server_at_all(server: Server, tmp_path: Path):
-    data = PublicData(base_urls=("http://127.0.0.1:1/",), files={"a.bin": "0"}, size_bytes=1, terms="")
+    data = PublicData(base_urls=("http://127.0.0.1:1/",), files={"a.bin": "0"})
     with pytest.raises(InputError, match=r"http://127\.0\.0\.1:1/a\.bin \(.*refused"):
         download(data, tmp_path, lambda _: None)
 

@@ -44,13 +44,7 @@ def limit_bytes(folder: Path) -> int:
 def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
     """Lock a file until the returned descriptor is closed or the process ends; None where another holds it.
 
-    Args:
-        path: the file, made if it is missing and the lock is not shared.
-        shared: whether others may hold a shared lock too.
-        wait: whether to wait for others.
-
-    Raises:
-        OSError: the file cannot be opened or locked.
+    The file is made if it is missing and the lock is not `shared`, that is, compatible with other shared locks.
     """
     descriptor = os.open(path, os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -63,19 +57,15 @@ def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
     return descriptor
 
 
-def temporary_folder(prefix: str = "flatout-") -> tuple[Path, int]:
-    """Make a folder in the system's temporary folder; those of processes that were killed are removed.
-
-    Returns:
-        The folder and a descriptor: close it when the folder is removed.
-    """
+def temporary_folder() -> tuple[Path, int]:
+    """Make a temporary folder and a descriptor to close when it is removed; folders of killed processes are removed."""
     for owner in Path(tempfile.gettempdir()).glob(f"flatout-*/{_OWNER}"):
         with contextlib.suppress(OSError):  # another user's
             descriptor = lock(owner, wait=False)
             if descriptor is not None:
                 shutil.rmtree(owner.parent, ignore_errors=True)
                 os.close(descriptor)
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    folder = Path(tempfile.mkdtemp(prefix="flatout-"))
     descriptor = lock(folder / ".new")
     assert descriptor is not None
     (folder / ".new").rename(folder / _OWNER)  # it gets its name when it is locked
@@ -84,15 +74,7 @@ def temporary_folder(prefix: str = "flatout-") -> tuple[Path, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One thing in the cache.
-
-    Attributes:
-        path: the file or folder.
-        what: a description, such as the data that a pack was made from.
-        size_bytes: of all its files.
-        used: the time of the last use, in seconds since 1970.
-        is_pack: whether it counts towards the limit.
-    """
+    """A file or folder in the cache: what it is, and its last use in seconds since 1970; packs count for the limit."""
 
     path: Path
     what: str
@@ -104,12 +86,10 @@ class Entry:
 def entries(folder: Path | None = None) -> list[Entry]:
     """Return what is in the cache, least recently used first."""
     folder = folder or cache_folder()
-    packs = [path for path in folder.glob("packs/*") if path.is_dir()]
-    others = [
-        path for path in (*folder.glob("downloads/*"), *folder.glob("*")) if path.name not in ("packs", "downloads")
-    ]
-    found = [_entry(path, path in packs) for path in (*packs, *others)]
-    return sorted(found, key=lambda entry: entry.used)
+    packs = [_entry(path, is_pack=True) for path in folder.glob("packs/*") if path.is_dir()]
+    others = (*folder.glob("downloads/*"), *folder.glob("*"))
+    found = [_entry(path, is_pack=False) for path in others if path.name not in ("packs", "downloads")]
+    return sorted(packs + found, key=lambda entry: entry.used)
 
 
 def clear(some: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
@@ -133,8 +113,8 @@ def make_room(folder: Path) -> list[Entry]:
     return removed
 
 
-def _entry(path: Path, is_pack: bool) -> Entry:
-    files = [file for file in (path, *path.rglob("*")) if file.is_file()]
+def _entry(path: Path, *, is_pack: bool) -> Entry:
+    size_bytes = sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
     what = path.parent.name if path.parent.name == "downloads" else path.name
     if is_pack:
         try:
@@ -143,13 +123,7 @@ def _entry(path: Path, is_pack: bool) -> Entry:
             what = f"{about['images']:,} images, {size}, {about['path'] or about['kind']}"
         except (OSError, ValueError, LookupError, TypeError):
             what = "incomplete pack"
-    return Entry(
-        path=path,
-        what=what,
-        size_bytes=sum(file.stat().st_size for file in files),
-        used=path.stat().st_mtime,
-        is_pack=is_pack,
-    )
+    return Entry(path=path, what=what, size_bytes=size_bytes, used=path.stat().st_mtime, is_pack=is_pack)
 
 
 def _remove(entry: Entry) -> bool:

@@ -20,22 +20,14 @@ _CHUNK_BYTES = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class PublicData:
-    """A data set that anyone may download.
-
-    Attributes:
-        base_urls: mirrors, the best first; each ends with a slash.
-        files: file name -> MD5 in hexadecimal digits.
-        size_bytes: of all files together.
-        terms: authors and licence.
-    """
+    """A data set that anyone may download: mirrors, the best first, and file name -> MD5."""
 
     base_urls: tuple[str, ...]
     files: Mapping[str, str]
-    size_bytes: int
-    terms: str
 
 
 PUBLIC = {
+    # Zalando Research, MIT licence
     "fashion-mnist": PublicData(
         base_urls=(
             "https://storage.googleapis.com/tensorflow/tf-keras-datasets/",
@@ -48,9 +40,8 @@ PUBLIC = {
             "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
             "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
         },
-        size_bytes=30_878_645,
-        terms="Fashion-MNIST, Zalando Research, MIT licence",
     ),
+    # Yann LeCun, Corinna Cortes and Christopher Burges, CC BY-SA 3.0
     "mnist": PublicData(
         base_urls=(
             "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -62,8 +53,6 @@ PUBLIC = {
             "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
             "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
         },
-        size_bytes=11_594_722,
-        terms="MNIST, Yann LeCun, Corinna Cortes and Christopher Burges, CC BY-SA 3.0",
     ),
 }
 # Jobs whose data is a public set of another name.
@@ -95,12 +84,7 @@ def download(data: PublicData, folder: Path, report: Callable[[str], None]) -> P
     """Download the files that are missing or damaged into a folder, and return the folder.
 
     Every mirror is tried in turn. A file gets its name only when it is complete and its MD5 is right. Of two processes,
-    the second waits and finds the files.
-
-    Args:
-        data: what to download.
-        folder: where to; created if need be.
-        report: called with one line for each file downloaded.
+    the second waits and finds the files. `report` gets a line for each file.
 
     Raises:
         InputError: a file could not be downloaded from any mirror, or not written.

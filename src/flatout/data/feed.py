@@ -16,13 +16,7 @@ Loaded = TypeVar("Loaded")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Samples:
-    """Some rows of an array with their labels: one split of a pack.
-
-    Attributes:
-        images: [P, ...], in memory or mapped from a file; usually uint8 [P, H, W, C].
-        rows: int64 [N], which of the P rows belong to the split.
-        labels: int64 [N].
-    """
+    """One split of a pack: rows, int64 [N], of images [P, ...], in memory or mapped from a file; labels, int64 [N]."""
 
     images: np.ndarray
     rows: np.ndarray

@@ -113,13 +113,8 @@ def index_labels(
 
     With class names, a label is one of them or a position among them, counted from 0. Without, texts are sorted;
     numbers that start at 0 with fewer gaps than classes stay as they are, so that output k of a model is label k; other
-    numbers are sorted and renumbered from 0.
-
-    Args:
-        labels: int64 or text [N].
-        names: the class names, if known.
-        locate: index -> the place of a label, as the start of a message ("labels.csv: line 7").
-        subject: the place of all labels, as the start of a message ("labels.csv: column 'price'").
+    numbers are sorted and renumbered from 0. `locate(index)` ("labels.csv: line 7") and `subject` ("labels.csv: column
+    'price'") begin messages about one label and about all.
 
     Raises:
         InputError: a label is unknown, negative or empty (ten are listed), or the labels are not classes.
@@ -156,11 +151,8 @@ def index_labels(
 
 
 def _refuse(locate: Callable[[int], str], labels: np.ndarray, wrong: np.ndarray, what: str) -> None:
-    places = np.flatnonzero(wrong).tolist()
-    if places:
-        few = [f"{locate(i)}: {what} {labels[i]}".rstrip() for i in places[:LISTED]]
-        rest = f"; and {len(places) - LISTED:,} more" if len(places) > LISTED else ""
-        raise InputError("; ".join(few) + rest)
+    if places := np.flatnonzero(wrong).tolist():
+        raise InputError(first_few([f"{locate(i)}: {what} {labels[i]}".rstrip() for i in places]))
 
 
 def _refuse_no_classes(texts: list[str], count: int, subject: str) -> None:

@@ -61,11 +61,7 @@ def load(found: DataRef | Source, recipe: Recipe, *, cache: bool, report: Progre
 
 
 def splits_of(pack: Pack, data: Data, seed: int) -> dict[str, Samples]:
-    """Return the splits of a pack; missing ones are taken from the training images.
-
-    A validation split is taken where there is none, a test split only where there is neither. Both are stratified by
-    class and depend on the labels and the seed alone.
-    """
+    """Return the splits of a pack; a missing validation split, or both splits, are taken from the training images."""
     rows = {name: np.arange(start, stop) for name, (start, stop) in pack.splits.items()}
     wanted = {"test": data.test_fraction, "valid": data.valid_fraction}
     if len(rows) > 1:
@@ -79,11 +75,8 @@ def splits_of(pack: Pack, data: Data, seed: int) -> dict[str, Samples]:
         kept, taken = stratified_split(pack.labels[left], fraction * total / len(left), seed, stream=name)
         if len(taken):
             rows["train"], rows[name] = left[kept], left[taken]
-    return {
-        name: Samples(images=pack.images, rows=rows[name], labels=pack.labels[rows[name]])
-        for name in SPLITS
-        if name in rows
-    }
+    rows = {name: rows[name] for name in SPLITS if name in rows}
+    return {name: Samples(images=pack.images, rows=some, labels=pack.labels[some]) for name, some in rows.items()}
 
 
 def measure(samples: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -10,12 +10,9 @@ from flatout.numerics.random import Stream, permutation
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """One global batch of fixed size.
+    """One global batch of fixed size: positions in the split, int64 [B], and weights, float32 [B], 0 for padding.
 
-    Attributes:
-        samples: int64 [B], positions in the split.
-        weights: float32 [B], 1 for a sample, 0 for padding.
-        count: the number of samples that are not padding; they come first.
+    `count` samples are not padding; they come first.
     """
 
     samples: np.ndarray
@@ -23,7 +20,7 @@ class Batch:
     count: int
 
     def part(self, rank: int, ranks: int) -> "Batch":
-        """Return a rank's share: consecutive samples, the first ranks one more where they do not come out even."""
+        """Return a rank's share."""
         share = part(len(self.samples), rank, ranks)
         count = min(max(0, self.count - share.start), share.stop - share.start)
         return Batch(samples=self.samples[share], weights=self.weights[share], count=count)

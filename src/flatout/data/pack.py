@@ -20,24 +20,14 @@ class Progress(Protocol):
 
     def update(self, done: int, total: int, unit: str = "images") -> None:
         """Show how much is done; called often."""
-        ...
 
     def note(self, text: str) -> None:
         """Show one sentence."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackSettings:
-    """How images become a pack.
-
-    Attributes:
-        size: height and width in pixels.
-        channels: 1 or 3.
-        resize: "stretch" or "crop", see `decode_image`.
-        on_bad_image: "stop", or "skip" to leave out what cannot be decoded.
-        max_bad_share: the largest share of bad images that "skip" accepts.
-    """
+    """How images become a pack; the fields are those of a recipe."""
 
     size: int
     channels: int
@@ -53,17 +43,12 @@ class PackSettings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pack:
-    """Decoded images with their labels, in the order train, valid, test.
+    """Decoded images with their labels; `labels`, `classes`, `splits`, `kind` and `notes` as in `Source`.
 
     Attributes:
         folder: its folder; None where it is in memory or has no name.
         images: uint8 [N, H, W, C], mapped from the file, read-only.
-        labels: int64 [N], indices into `classes`.
-        classes: class names.
-        splits: name -> (start, stop), contiguous; "train" is always present.
         resize: how images were made square, "stretch" or "crop".
-        kind: the format of the data, in words.
-        notes: sentences for the user about how the data was read.
         skipped: file -> reason of the bad images that were left out.
         was_cached: whether it was found in the cache.
         build_seconds: the time it took to build, now or then.

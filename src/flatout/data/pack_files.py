@@ -1,10 +1,9 @@
 """The files of a pack: written block by block, so that a killed process can continue, and checked when read.
 
-    images.npy   uint8 [N, size, size, C]
-    labels.npy   int64 [N]
-    pack.json    what the images are and how they were made, with CRC-32s of blocks of rows, of the labels and of itself
-
-While a pack is being written there is also a journal: a line for each block that has reached the disk.
+images.npy     uint8 [N, size, size, C]
+labels.npy     int64 [N]
+pack.json      what the images are and how they were made, with CRC-32s of blocks of rows, of the labels, of itself
+journal.jsonl  while a pack is being written: a line for each block that has reached the disk
 """
 
 import errno
@@ -14,10 +13,10 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,10 +48,7 @@ class DamagedPack(InputError):
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A line of the journal: the samples before `samples` are done and are the rows before `rows`, except the bad.
-
-    The CRC-32 is of the rows since the previous block; `bad` is index -> reason.
-    """
+    """A line of the journal: samples and rows so far, and CRC-32 and bad samples (index -> reason) of the block."""
 
     samples: int
     rows: int
@@ -69,18 +65,11 @@ def write_images(
     """Write `folder/images.npy` from `count` samples, on all cores, continuing where an earlier process was killed.
 
     Blocks are written with ordinary writes: through a map, a full disk would kill the process, and the pages would
-    count as its memory. Samples that `fill` calls bad are left out.
-
-    Returns:
-        The blocks of rows written, and index -> reason of the bad samples.
-
-    Raises:
-        OSError: the disk is full, or cannot be written.
+    count as its memory. Returns the blocks, and index -> reason of the bad samples, which `fill` returns and which are
+    left out.
     """
     header, row_bytes = npy_header((count, *image_shape)), int(np.prod(image_shape))
     done = _read_journal(folder, key, len(header), row_bytes)
-    if not done:
-        (folder / JOURNAL).write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
     with (
         (folder / IMAGES).open("r+b" if done else "w+b") as file,
         (folder / JOURNAL).open("a", encoding="utf-8") as journal,
@@ -177,36 +166,28 @@ def _decoding_threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def _read_journal(folder: Path, key: str, header_bytes: int, row_bytes: int) -> list[Block]:
-    """Return the blocks of the same pack that an earlier process wrote and that are unchanged on the disk."""
-    try:
-        lines = (folder / JOURNAL).read_text(encoding="utf-8").splitlines()
-        if json.loads(lines[0])["key"] != key:
-            return []
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
-        return []
+    """Return the blocks of the same pack that are unchanged on the disk, and leave only these in the journal."""
     done: list[Block] = []
-    for line in lines[1:]:
-        try:
-            block = Block(**json.loads(line))
-        except (ValueError, TypeError):  # the line that was being written
-            break
-        start = done[-1].rows if done else 0
-        offset, length = header_bytes + start * row_bytes, (block.rows - start) * row_bytes
-        if _crc32_of(folder / IMAGES, offset, length) != block.crc32:
-            break
-        done.append(block)
-    if len(done) < len(lines) - 1:
-        kept = "".join(json.dumps(entry) + "\n" for entry in [{"key": key}, *map(asdict, done)])
-        (folder / JOURNAL).write_text(kept, encoding="utf-8")
+    # An error means another journal, or the line that was being written when the process was killed.
+    with suppress(FileNotFoundError, ValueError, LookupError, TypeError):
+        lines = (folder / JOURNAL).read_text(encoding="utf-8").splitlines()
+        is_same = json.loads(lines[0])["key"] == key
+        for line in lines[1:] if is_same else ():
+            block, start = Block(**json.loads(line)), done[-1].rows if done else 0
+            offset, length = header_bytes + start * row_bytes, (block.rows - start) * row_bytes
+            if _crc32_of(folder / IMAGES, offset, length) != block.crc32:
+                break
+            done.append(block)
+    kept = "".join(json.dumps(entry) + "\n" for entry in [{"key": key}, *map(asdict, done)])
+    (folder / JOURNAL).write_text(kept, encoding="utf-8")
     return done
 
 
 def _reserve(file: io.BufferedRandom, size_bytes: int) -> None:
     """Have the system set the room aside, where it can, so that a full disk is known at once."""
-    if not hasattr(os, "posix_fallocate"):
-        return
     try:
-        os.posix_fallocate(file.fileno(), 0, size_bytes)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
@@ -230,17 +211,14 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read_pack(folder: Path, verify: bool) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
-    """Return description, images (mapped) and labels of a pack, checked.
-
-    Without `verify` everything but the CRCs of the images is checked.
-
-    Raises:
-        DamagedPack: a file is missing or not as it was written.
-        InputError: the pack was written by a newer flatout.
-    """
+    """Return description, images (mapped) and labels of a pack, checked; the CRCs of images only with `verify`."""
     description = _read_description(folder / DESCRIPTION)
     images_path, labels_path = folder / IMAGES, folder / LABELS
-    labels, images = _load(labels_path), _load(images_path, mmap_mode="r")
+    try:
+        labels = np.load(path := labels_path)
+        images = np.load(path := images_path, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise _damaged(path, str(error)) from None
     if labels.dtype != np.int64 or zlib.crc32(labels.data) != description["labels_crc32"]:
         raise _damaged(labels_path, "its content has changed")
     shape = (description["images"], description["size"], description["size"], description["channels"])
@@ -251,13 +229,6 @@ def read_pack(folder: Path, verify: bool) -> tuple[dict[str, Any], np.ndarray, n
     if verify:
         _verify_images(images_path, description["blocks"], images[:1].nbytes)
     return description, images, labels
-
-
-def _load(path: Path, mmap_mode: Literal["r"] | None = None) -> np.ndarray:
-    try:
-        return np.load(path, mmap_mode=mmap_mode)
-    except (OSError, ValueError, EOFError) as error:
-        raise _damaged(path, str(error)) from None
 
 
 def _read_description(path: Path) -> dict[str, Any]:

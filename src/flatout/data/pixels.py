@@ -1,7 +1,4 @@
-"""Image arrays of every common layout and range as uint8 [N, H, W, C].
-
-Shape letters: N images, H height, W width, C channels.
-"""
+"""Image arrays of every common layout and range as uint8 [N, H, W, C] (N images, H height, W width, C channels)."""
 
 import numpy as np
 
@@ -47,11 +44,7 @@ def value_range(low: float, high: float, where: object, *, signed: bool = False)
 
 
 def range_of(images: np.ndarray, where: object) -> tuple[float, float]:
-    """Return the range of an array of images: by its type, for floats by its values.
-
-    Raises:
-        InputError: the type is no number, or the values fit no range.
-    """
+    """Return the range of an array of images: by its type, for floats by its values; errors as for `value_range`."""
     if images.dtype.kind == "b":
         return UNIT
     if images.dtype.kind not in "iuf":

@@ -19,13 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedPack:
-    """A pack for other processes of this host.
-
-    Attributes:
-        pack: with its images left out.
-        images: a .npy file of them, uint8 [N, H, W, C].
-        in_memory: whether the file exists only while it is shared.
-    """
+    """A pack without its images, and the .npy file of these; `in_memory` if that exists only while it is shared."""
 
     pack: Pack
     images: str
@@ -42,8 +36,7 @@ class SharedPack:
 def share(pack: Pack) -> Iterator[SharedPack]:
     """Share a pack with other processes of this host while the context lasts.
 
-    Images that are only in memory are copied to a file there; on Linux it has no name in the file system, so nothing is
-    left behind if the process is killed.
+    Images in memory are copied to a file; on Linux it has no name, so that a killed process leaves nothing behind.
     """
     nothing = np.empty((0, *pack.images.shape[1:]), pack.images.dtype)
     rest = dataclasses.replace(pack, images=nothing)

@@ -20,11 +20,11 @@ class Source:
     Attributes:
         kind: the format in words, such as "class folders" or "IDX files".
         path: the file or folder; None for arrays and data sets given in Python.
-        classes: class names; a label is an index into them.
-        labels: int64 [N].
+        classes: class names.
+        labels: int64 [N], indices into `classes`.
         splits: name -> (start, stop), contiguous and covering 0..N; "train" is always present.
-        files: N paths of image files; None where `images` is given.
-        images: uint8 [N, H, W, C] with C 1 or 3; None where `files` is given.
+        files: N image files, or None.
+        images: uint8 [N, H, W, C] with C 1 or 3, or None.
         notes: sentences for the user about how the data was read.
 
     Raises:
@@ -142,10 +142,8 @@ def assemble(
     Args:
         kind, path, notes: as in `Source`.
         splits: images as an array [N, H, W, C] or a list of files; labels as `flat_labels` takes them.
-        names: class names, if known; a label is then a name or an index.
-        class_list: a file of class names to use instead.
-        locate: (split, index) -> the place of a label, as the start of a message.
-        subject: where the labels are, for messages about all of them; by default the path.
+        names, class_list: class names, or a file of them, if known; a label is then a name or an index.
+        locate, subject: the place of a label (split, index) and of all labels, as the start of a message.
 
     Raises:
         InputError: splits are empty, or images and labels do not fit together.
@@ -180,15 +178,15 @@ def assemble(
         labels=labelling.labels,
         splits=spans,
         files=[file for files in images for file in files] if is_files else None,
-        images=None if is_files else _join(dict(zip(splits, images, strict=True)), where),
+        images=None if is_files else _join(images, list(splits), where),
         notes=notes + labelling.notes,
     )
 
 
-def _join(images: Mapping[str, np.ndarray], where: str) -> np.ndarray:
-    shapes = {name: part.shape[1:] for name, part in images.items()}
-    if len(set(shapes.values())) > 1:
-        sizes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
-        raise InputError(f"{where}: the images differ in size (height x width x channels: {sizes}); make them equal")
-    parts = list(images.values())
+def _join(parts: list[np.ndarray], names: list[str], where: str) -> np.ndarray:
+    if len({part.shape[1:] for part in parts}) > 1:
+        sizes = (f"{name} {'x'.join(map(str, part.shape[1:]))}" for name, part in zip(names, parts, strict=True))
+        raise InputError(
+            f"{where}: the images differ in size (height x width x channels: {', '.join(sizes)}); make them equal"
+        )
     return parts[0] if len(parts) == 1 else np.concatenate(parts)  # one split, maybe mapped from a file, is not copied

@@ -49,20 +49,12 @@ def in_order(splits: Mapping[Any, T], where: object) -> dict[str, T]:
 
 
 def stratified_split(labels_N: np.ndarray, fraction: float, seed: int, *, stream: str) -> tuple[np.ndarray, np.ndarray]:
-    """Divide samples into those kept and those taken, with the same share of each class taken.
+    """Return the indices (int64, ascending) of samples kept and of samples taken, the same share of each class.
 
     round(fraction * N) samples are taken. Each class gives its share rounded down; the classes with the largest
     remainders give one more, ties decided by the seed. One sample of each class is always kept, so fewer may be taken
-    where classes are tiny. The choice depends on the arguments alone, on every machine and NumPy version.
-
-    Args:
-        labels_N: class index of each sample, int64 [N], not negative.
-        fraction: the share to take, at least 0 and less than 1.
-        seed: of the run.
-        stream: the name of the split that the samples are taken for; different names give independent choices.
-
-    Returns:
-        The indices kept and the indices taken, int64, each in ascending order.
+    where classes are tiny. The choice depends on the arguments alone, on every machine and NumPy version; `stream`,
+    the split that the samples are taken for, makes choices independent.
     """
     assert 0 <= fraction < 1
     counts_K = np.bincount(labels_N)

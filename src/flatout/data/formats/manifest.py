@@ -62,8 +62,7 @@ class _Columns:
 def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
     """Return a CSV file, the CSV files of a folder that are named after splits, or a folder's only CSV file; or None.
 
-    Many a tree of class folders has a CSV file of something else beside it: there, only one whose first row names an
-    image is taken.
+    Beside class folders, the only CSV file is taken if its first row names an image.
 
     Raises:
         InputError: it is unclear which CSV files are meant, or the only one cannot be read.
@@ -131,13 +130,11 @@ def read(path: Path, files: dict[str, Path], class_list: Path | None, options: D
 
 def _read_text(path: Path) -> str:
     try:
-        content = path.read_bytes()
+        text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    try:
-        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
+        line = error.object.count(b"\n", 0, error.start) + 1
         raise InputError(f"{path}: line {line}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
@@ -179,21 +176,18 @@ def _read_rows(path: Path, split: str, options: Data) -> tuple[str, list[_Row]]:
         raise InputError(
             f"{path}: {width} columns are expected, but {first_few(ragged)}; quote cells that hold the delimiter"
         )
-    return columns.label_name, [_row(path, line, cells, columns) for line, cells in body]
-
-
-def _row(path: Path, line: int, cells: list[str], columns: _Columns) -> _Row:
-    split: str | None = ""
-    if columns.split is not None:
-        cell = cells[columns.split]
+    rows = []
+    for line, cells in body:
+        cell = cells[columns.split] if columns.split is not None else ""
         is_flagged = _FLAGS.get(cell.lower()) if columns.flag else None
-        split = split_of(cell) if is_flagged is None else columns.flag if is_flagged else ""
-        if split is None:
+        named = split_of(cell) if is_flagged is None else columns.flag if is_flagged else ""
+        if named is None and columns.split is not None:
             need = "true or false" if columns.flag else "train, valid or test"
             raise InputError(f"{path}: line {line}: unknown split {cell!r}; write {need}")
-    # Manifests written on Windows have backslashes.
-    file = cells[columns.file].replace("\\", "/")
-    return _Row(line=line, file=file, label=cells[columns.label], split=split)
+        # Manifests written on Windows have backslashes.
+        file = cells[columns.file].replace("\\", "/")
+        rows.append(_Row(line=line, file=file, label=cells[columns.label], split=named or ""))
+    return columns.label_name, rows
 
 
 def _delimiter(text: str) -> str:
@@ -213,8 +207,7 @@ def _columns(path: Path, header: Sequence[str] | None, first: list[str], options
     split = _first_of((*_SPLIT_COLUMNS, *_FLAG_COLUMNS), keys)
     if header is None and width == 3:
         split = next((i for i in range(3) if not is_image_name(first[i]) and split_of(first[i])), None)
-    label = _given(path, header, "label_column", options.label_column)
-    file = _given(path, header, "file_column", options.file_column)
+    label, file = (_given(path, header, key, options) for key in ("label_column", "file_column"))
     if file is None:
         file = _first_of(_FILE_COLUMNS, keys)
     if file is None:
@@ -241,8 +234,9 @@ def _columns(path: Path, header: Sequence[str] | None, first: list[str], options
     )
 
 
-def _given(path: Path, header: Sequence[str] | None, key: str, name: str) -> int | None:
+def _given(path: Path, header: Sequence[str] | None, key: str, options: Data) -> int | None:
     """Return the column that an option names, if it does."""
+    name = getattr(options, key)
     if name and name not in (header or ()):
         columns = f"its columns are {', '.join(header)}" if header else "it has no header"
         raise InputError(f"{path}: has no column {name!r}, which data.{key} names; {columns}")
@@ -254,11 +248,11 @@ def _first_of(wanted: Sequence[str], keys: list[str]) -> int | None:
 
 
 class _Locator:
-    """Finds the image files that the rows of one split name.
+    """Finds the image files that the rows of one split name, with or without suffix.
 
     Paths are relative to `data.images`, the folder of the CSV file, or the folders in it that are named after the split
-    (Kaggle's train.csv beside train_images/) or `images`; the suffix of an image may be left out. Folders are listed
-    once each and links resolved only where there are any: 100,000 rows do not cost 100,000 system calls.
+    (Kaggle's train.csv beside train_images/) or `images`. Folders are listed once each and links resolved only where
+    there are any: 100,000 rows do not cost 100,000 system calls.
     """
 
     def __init__(self, folder: Path, split: str, options: Data) -> None:
@@ -317,11 +311,9 @@ def _locate(rows: dict[str, list[tuple[Path, _Row]]], options: Data) -> dict[str
     missing: list[str] = []
     folder = next(iter(rows.values()))[0][0].parent
     for split, some in rows.items():
-        locator = _Locator(folder, split, options)
-        files[split] = []
+        locator, files[split] = _Locator(folder, split, options), []
         for path, row in some:
-            file = locator.find(row.file)
-            if file is not None:
+            if file := locator.find(row.file):
                 files[split].append(file)
             else:
                 (outside if locator.outside else missing).append(f"{path}: line {row.line}: {row.file or '(empty)'}")
@@ -331,7 +323,7 @@ def _locate(rows: dict[str, list[tuple[Path, _Row]]], options: Data) -> dict[str
             "the images: --set data.images=DIR"
         )
     if missing:
-        where = f"{options.images} and {folder}" if options.images else str(folder)
+        where = f"{options.images} and {folder}" if options.images else folder
         raise InputError(
             f"missing files, {len(missing):,} (paths are relative to {where}; --set data.images=DIR names another "
             f"folder): {first_few(missing)}"

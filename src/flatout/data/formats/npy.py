@@ -149,26 +149,17 @@ def is_pair(value: object) -> bool:
 
 
 def from_arrays(data: object) -> Source:
-    """Return the source of arrays given in Python.
+    """Return the source of a pair (images, labels), or a tuple (train[, valid], test) or dict by split of such pairs.
 
-    Args:
-        data: a pair (images, labels), or a tuple (train, test) or (train, valid, test) or a dict by split of such
-            pairs. Images are [N, H, W], [N, H, W, C] or [N, C, H, W] with C 1 or 3, of uint8, or numbers in 0..1 or
-            0..255; labels are numbers or text [N], [N, 1], or one-hot [N, K].
-
-    Raises:
-        InputError: the data is none of these.
+    Images are [N, H, W], [N, H, W, C] or [N, C, H, W] with C 1 or 3, of uint8, or numbers in 0..1 or 0..255; labels
+    are numbers or text [N], [N, 1], or one-hot [N, K].
     """
     splits = {name: tuple(map(_as_array, pair)) for name, pair in by_split(data, is_pair, "(images, labels)").items()}
     return _source(splits, "arrays", None, None)
 
 
 def by_split(data: object, is_part: Callable[[Any], bool], part_name: str) -> dict[str, Any]:
-    """Return split -> part for a single part (the training data), a tuple of two or three, or a dict.
-
-    Raises:
-        InputError: the data is none of these.
-    """
+    """Return split -> part for a single part (the training data), a tuple of two or three, or a dict."""
     if is_part(data):
         return {"train": data}
     if isinstance(data, Mapping):

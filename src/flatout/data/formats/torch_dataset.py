@@ -31,13 +31,8 @@ def from_dataset(data: object) -> Source:
     """Return the source of map-style data sets whose items are (image, label); every item is read once.
 
     An image is a PIL image, uint8 or float in 0..1 as an array [H, W] or [H, W, C], or as a tensor [H, W] or [C, H, W].
-    The first items are read again to detect a random transform, which becomes a note.
-
-    Args:
-        data: a data set, or a tuple (train, test) or (train, valid, test) or a dict by split of them.
-
-    Raises:
-        InputError: the data is none of these, images differ in size, or pixels are outside 0..1 or no numbers.
+    The first items are read again to detect a random transform, which becomes a note. `data` is a data set, or a tuple
+    (train[, valid], test) or a dict by split of them.
     """
     parts = by_split(data, is_dataset, "(images, labels) as arrays, or a map-style data set (with len() and [i])")
     splits = {name: _read(part, name) for name, part in parts.items()}
