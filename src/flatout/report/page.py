@@ -207,7 +207,7 @@ def _class_rows(shown: Predictions, names: list[str]) -> list[tuple[str, int, in
     rows = []
     for name, right, count, rival, times in zip(names, right_K, count_K, rival_K, times_K, strict=True):
         if count:
-            rows.append((name, right, count, right / count, f"{names[rival]} {times:,}\u00a0×" if times else "—"))
+            rows.append((name, right, count, right / count, f"{names[rival]} ({times:,}\u00a0×)" if times else "—"))
     return sorted(rows, key=lambda row: (row[3], -row[2]))
 
 
