@@ -31,9 +31,8 @@ _EXAMPLES = 20
 def load_pack(data: DataRef | Source, settings: PackSettings, *, cache: Path | None, report: Progress) -> Pack:
     """Return the data as a pack: the user's own, one from the cache, or one made now.
 
-    Cached packs are found by the content of the files and the settings that determine pixels, wherever the files are. A
-    damaged one is rebuilt. Without a cache, or with one that cannot be written, the pack is a temporary file that
-    disappears with the process. Arrays that already have the right size and come from no file stay in memory.
+    Cached packs are found by content and settings. Without a cache that can be written, the pack is a temporary file
+    that disappears with the process. Arrays of the right size stay in memory.
 
     Raises:
         InputError: the data cannot be read; images are bad (all are named); a pack of the user's is damaged or does not
@@ -52,7 +51,7 @@ def load_pack(data: DataRef | Source, settings: PackSettings, *, cache: Path | N
             return _from_cache(key, data, settings, cache, report)
         except _NotWritable as error:
             report.note(f"the cache cannot be used, so the decoded images are not kept: {error}")
-    return _in_temporary_folder(_read(data), settings, report)
+    return _in_temporary_folder(data if isinstance(data, Source) else data.read(), settings, report)
 
 
 def build_pack(data: DataRef | Source, settings: PackSettings, folder: Path, report: Progress) -> Pack:
@@ -64,21 +63,17 @@ def build_pack(data: DataRef | Source, settings: PackSettings, folder: Path, rep
     if isinstance(data, DataRef) and data.kind == "pack":
         raise InputError(f"{data.path}: is a pack already; give the data that it was made from")
     _refuse_existing(folder)
-    source = _read(data)
+    source = data if isinstance(data, Source) else data.read()
     key = _key(source, settings, None, report)
     with _building(folder, report):
         _refuse_existing(folder)
         try:
             return _build(source, settings, key, folder, report)
         except InputError:
-            shutil.rmtree(_partial(folder), ignore_errors=True)
+            shutil.rmtree(_beside(folder, ".partial"), ignore_errors=True)
             raise
         finally:
-            _lock_file(folder).unlink(missing_ok=True)
-
-
-def _read(data: DataRef | Source) -> Source:
-    return data if isinstance(data, Source) else data.read()
+            _beside(folder, ".lock").unlink(missing_ok=True)
 
 
 def _fitting(pack: Pack, settings: PackSettings) -> Pack:
@@ -151,12 +146,9 @@ def _key(data: DataRef | Source, settings: PackSettings, memo: Path | None, repo
         parts.append(json.dumps([data.kind, __version__, *(path.name for path in data.inputs)]).encode())
         return combined_digest([*parts, *digest_files(data.inputs, memo=memo, report=report)])
     parts += [data.labels.tobytes(), json.dumps([data.classes, data.splits]).encode()]
-    if data.files is not None:
-        return combined_digest([*parts, *digest_files(data.files, memo=memo, report=report)])
-    assert data.images is not None
-    return combined_digest(
-        chain([*parts, repr(data.images.shape).encode()], (image.tobytes() for image in data.images))
-    )
+    if data.images is None:
+        return combined_digest([*parts, *digest_files(data.files or (), memo=memo, report=report)])
+    return combined_digest(chain([*parts, repr(data.images.shape).encode()], map(np.ndarray.tobytes, data.images)))
 
 
 def _from_cache(key: str, data: DataRef | Source, settings: PackSettings, folder: Path, report: Progress) -> Pack:
@@ -167,8 +159,9 @@ def _from_cache(key: str, data: DataRef | Source, settings: PackSettings, folder
             pack = _open_cached(target, report)  # the process that held the lock may have made it
             if pack is None:
                 shutil.rmtree(target, ignore_errors=True)
+                source = data if isinstance(data, Source) else data.read()
                 # What an InputError about bad images leaves is kept: `skip` continues from it without decoding again.
-                pack = _in_use(_build(_read(data), settings, key, target, report))
+                pack = _in_use(_build(source, settings, key, target, report))
         for removed in make_room(folder):
             report.note(f"removed the least recently used pack from the cache, which is full: {removed.what}")
     _judge(pack.skipped, len(pack.labels) + len(pack.skipped), settings)
@@ -199,12 +192,8 @@ def _in_use(pack: Pack) -> Pack:
     return pack
 
 
-def _lock_file(target: Path) -> Path:
-    return target.with_name(target.name + ".lock")
-
-
-def _partial(target: Path) -> Path:
-    return target.with_name(target.name + ".partial")
+def _beside(target: Path, suffix: str) -> Path:
+    return target.with_name(target.name + suffix)
 
 
 @contextmanager
@@ -212,10 +201,10 @@ def _building(target: Path, report: Progress) -> Iterator[None]:
     """Hold the right to make one pack, which ends with the process."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = lock(_lock_file(target), wait=False)
+        descriptor = lock(_beside(target, ".lock"), wait=False)
         if descriptor is None:
             report.note("another process is making this pack; waiting for it")
-            descriptor = lock(_lock_file(target))
+            descriptor = lock(_beside(target, ".lock"))
         assert descriptor is not None
     except OSError as error:
         raise _NotWritable(target.parent, error) from None
@@ -236,18 +225,13 @@ class _NotWritable(InputError):
 
 
 def _build(source: Source, settings: PackSettings, key: str, target: Path, report: Progress) -> Pack:
-    """Make the pack beside its place, then rename it.
-
-    Raises:
-        InputError: images are bad; what is decoded stays in `_partial(target)`.
-        DiskFull: the disk is full; nothing stays.
-    """
+    """Make the pack beside its place, then rename it. What is decoded stays if images are bad, not on a full disk."""
     import torch  # noqa: F401 - takes seconds to load, which are no part of the rate of packing
 
     from flatout import __version__
 
     started = time.perf_counter()
-    unfinished = _partial(target)
+    unfinished = _beside(target, ".partial")
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
         blocks, bad = pack_files.write_images(
