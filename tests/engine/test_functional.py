@@ -77,7 +77,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "squeeze and excite": SqueezeExcite,
     "attention": Attention,
     **{
-        type(layer).__name__: (lambda layer=layer: Lambda(layer))
+        str(layer): (lambda layer=layer: Lambda(layer))
         for layer in (
             nn.ReLU(), nn.ReLU6(), nn.LeakyReLU(), nn.ELU(), nn.SELU(), nn.GELU(), nn.GELU("tanh"), nn.SiLU(),
             nn.Mish(), nn.Sigmoid(), nn.Tanh(), nn.Hardswish(), nn.Hardsigmoid(), nn.Softplus(), nn.Softmax(-1),
@@ -119,18 +119,34 @@ def assert_close(found, expected: torch.Tensor, what: str, scale: float = 0.0) -
     np.testing.assert_allclose(np.asarray(found) / scale, expected.numpy() / scale, atol=2e-5, err_msg=what)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_equal_torchs(name: str) -> None:
+class Together(nn.Module):
+    """Layers side by side: one export and one compilation for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(build() for build in LAYERS.values())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([layer(x).flatten(1) for layer in self.layers], dim=1)
+
+
+def test_layers_equal_torchs() -> None:
     torch.manual_seed(0)
-    module, x = LAYERS[name]().train(), torch.randn(IMAGE)
-    found = run(Function(module, (x,), name=name), module, x)
+    module, x = Together().train(), torch.randn(IMAGE)
+    sizes = [layer.eval()(x).flatten(1).shape[1] for layer in module.layers]
+    module.train()
+    found = run(Function(module, (x,), name="layers"), module, x)
     expected = torchs(module, x)
-    assert_close(found[0], expected[0], "output")
-    for names, ours, theirs in zip(("gradient", "buffer"), found[1:], expected[1:], strict=True):
-        assert ours.keys() == theirs.keys()
-        scale = 0.1 * max((float(t.detach().abs().max()) for t in theirs.values()), default=0)
-        for key, value in theirs.items():
-            assert_close(ours[key], value, f"{names} of {key}", scale)
+    ends = np.cumsum(sizes)
+    for number, (name, start, end) in enumerate(zip(LAYERS, ends - sizes, ends, strict=True)):
+        assert_close(found[0][:, start:end], expected[0][:, start:end], f"output of {name}")
+        for what, ours, theirs in zip(("gradient", "buffer"), found[1:], expected[1:], strict=True):
+            own = {key: value for key, value in theirs.items() if key.startswith(f"layers.{number}.")}
+            scale = 0.1 * max((float(t.detach().abs().max()) for t in own.values()), default=0)
+            for key, value in own.items():
+                assert_close(ours[key], value, f"{what} of {name}: {key}", scale)
+    assert found[1].keys() == expected[1].keys()
+    assert found[2].keys() == expected[2].keys()
 
 
 def test_equal_maxima_share_nothing() -> None:

@@ -1,11 +1,14 @@
 """Whole runs on the XLA engine: the same run folder, weights for any engine, several hosts, and what is missing."""
 
+import contextlib
+import io
 import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +17,6 @@ import flatout
 from flatout.cli import main
 from flatout.models.weights import read_weights
 
-# Started in a process of their own: JAX keeps the number of simulated devices that it began with.
 FLATOUT = [sys.executable, "-m", "flatout"]
 NET = ("--model", "fashion-cnn", "--set", "image_size=16", "--batch-size", "50", "--set", "keep=last", "--lr", "0.01")
 SGD = ("--set", "optimizer.name=sgd", "--set", "schedule.name=constant")
@@ -23,11 +25,10 @@ TRAIN = ("train", "digits", *NET, *SGD)
 
 def run(*arguments: str, **environment: str) -> str:
     """Run a command that must succeed; return what it printed."""
-    done = subprocess.run(
-        [*FLATOUT, *arguments], capture_output=True, text=True, env={**os.environ, **environment}, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    printed = io.StringIO()
+    with mock.patch.dict(os.environ, environment), contextlib.redirect_stdout(printed):
+        assert main(arguments) == 0, printed.getvalue()
+    return printed.getvalue()
 
 
 def summary(out: Path) -> dict[str, object]:
@@ -185,7 +186,9 @@ def test_what_jax_says_is_explained(error: str, words: tuple[str, ...]) -> None:
         assert word in said
 
 
-def test_a_model_that_cannot_be_compiled_ends_before_training(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_compiled_ends_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "class Net(torch.nn.Module):\n"
@@ -199,11 +202,9 @@ def test_a_model_that_cannot_be_compiled_ends_before_training(tmp_path: Path) ->
         "def make(**_):\n"
         "    return Net()\n"
     )
-    command = [*FLATOUT, "train", "digits", "--model", "mine:make", "--engine", "xla", "--devices", "2xcpu"]
-    done = subprocess.run(
-        [*command, "--out", "run"], capture_output=True, text=True, cwd=tmp_path, timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
-    )  # fmt: skip
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert f"{tmp_path / 'mine.py'}, line 7" in done.stderr
-    assert "--engine torch" in done.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    command = ["train", "digits", "--model", "mine:make", "--engine", "xla", "--devices", "2xcpu"]
+    assert main([*command, "--out", str(tmp_path / "run")]) == 2
+    errors = capsys.readouterr().err
+    assert f"{tmp_path / 'mine.py'}, line 7" in errors
+    assert "--engine torch" in errors
