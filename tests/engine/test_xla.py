@@ -123,8 +123,9 @@ def _forget(layer: nn.Module) -> None:
 @pytest.mark.parametrize("name", [pytest.param("xla 2", marks=SLOW), "xla 8"])
 def test_slices_change_nothing(name: str) -> None:
     recipe = make_recipe(**{"optimizer.name": "adam", "optimizer.lr": 0.001})
+    torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(144, 64), nn.ReLU(), nn.Linear(64, 5))
-    expected = trained(make_engine("torch", copy.deepcopy(net), recipe), recipe)
+    expected = trained(make_engine(name, copy.deepcopy(net), recipe), recipe)
     engine: Any = make_engine(name, net, recipe.override({"shard": "full"}))
     assert_same(trained(engine, recipe), expected, rtol=1e-4, atol=1e-6)
     weight = engine._state.trained["1.weight"]
@@ -214,7 +215,7 @@ def test_memory_of_other_hosts_devices_is_not_asked_for(monkeypatch: pytest.Monk
         assert input.place(samples, sharding, "auto", world)[1] == table  # pyright: ignore[reportArgumentType]
 
 
-def test_jax_settings_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jax_settings_are_restored() -> None:
     import jax
 
     from flatout.engine.xla.devices import compilation_cache
@@ -224,9 +225,33 @@ def test_jax_settings_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine("xla 1", nn.Sequential(nn.Flatten(), nn.Linear(144, 5)), make_recipe())
     engine.place(make_samples()).compile()
     assert [getattr(jax.config, name) for name in names] == before
-    monkeypatch.setattr(jax.config, "jax_compilation_cache_dir", "mine", raising=False)
-    with compilation_cache():
-        assert jax.config.jax_compilation_cache_dir == "mine", "the user's choice"  # pyright: ignore[reportAttributeAccessIssue]
+    config: Any = jax.config
+    config.update("jax_compilation_cache_dir", "mine")
+    try:
+        with compilation_cache():
+            assert config.jax_compilation_cache_dir == "mine", "the user's choice"
+    finally:
+        config.update("jax_compilation_cache_dir", before[1])
+
+
+def test_a_snapshot_keeps_what_later_steps_change() -> None:
+    recipe = make_recipe(shard="full", **{"optimizer.momentum": 0.9})
+    engine: Any = make_engine("xla 2", nn.Sequential(nn.Flatten(), nn.Linear(144, 6), nn.Linear(6, 5)), recipe)
+    first = trained(engine, recipe.override({"epochs": 1}))
+    whole, weights = engine.snapshot(), engine.snapshot(weights_only=True)
+    later = trained(engine, recipe)
+    assert engine.is_finite()
+    assert_same(engine.state(whole), first, 0, 0)
+    engine.restore(weights)
+    mixed = engine.state()
+    for name, value in mixed.items():
+        assert torch.equal(value, (first if name.startswith("model.") else later)[name]), name
+    engine.restore(whole)
+    assert_same(engine.state(), first, 0, 0)
+    # A snapshot can be restored more than once, also after further steps.
+    trained(engine, recipe)
+    engine.restore(whole)
+    assert_same(engine.state(), first, 0, 0)
 
 
 def test_the_coordinators_port_is_held_until_jax_listens() -> None:

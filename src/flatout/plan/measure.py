@@ -1,7 +1,6 @@
-"""Measure a few real steps of a job on devices of this machine: what `flatout plan --devices` does.
+"""`flatout plan --devices`: measure a few real steps of a job on devices of this machine.
 
-The images are random: what a step computes does not depend on them. Each SPEC is measured in processes of its own,
-with the engine that training would use, for a time that does not depend on the job unless a single step takes longer.
+Images are random, since the time of a step does not depend on them. Each SPEC is measured in new processes.
 """
 
 import time
@@ -25,13 +24,13 @@ if TYPE_CHECKING:
     from flatout.engine.base import DeviceSplit, Engine
     from flatout.engine.devices import Devices
 
-# Random images to train on: at least so many batches, at most so many bytes beyond those.
-FEWEST_BATCHES, SAMPLE_BYTES = 4, 2**26
-# How often the rate is measured, for how long each time, and when no further measurement is begun.
+# The random images: at least this many batches, and more up to this many bytes.
+MIN_BATCHES, SAMPLE_BYTES = 4, 2**26
+# The number of measurements, the duration of each, and the duration after which no other one begins.
 REPEATS, REPEAT_SECONDS, LIMIT_SECONDS = 5, 1.5, 12.0
-# What a measurement must take for the number of steps to be judged by it.
-BELIEVED_SECONDS = 0.3
-# Where one batch takes longer than this, frozen layers included, one batch is all that is measured.
+# The shortest measurement that determines the number of steps of the others.
+RELIABLE_SECONDS = 0.3
+# If one batch takes longer, frozen layers included, only one batch is measured.
 SLOW_SECONDS = 3.0
 
 
@@ -39,7 +38,7 @@ def parse_choices(devices: str, engine: str) -> "dict[str, Devices]":
     """Turn `cpu,2xcpu` into the devices of each SPEC.
 
     Raises:
-        InputError: a SPEC does not parse or names more than there is, or there is no such engine.
+        InputError: a SPEC does not parse or names too many devices, or the engine is unknown.
     """
     from flatout.engine.devices import engine_for, parse_devices
 
@@ -49,11 +48,11 @@ def parse_choices(devices: str, engine: str) -> "dict[str, Devices]":
 def measure(
     work: Work, choices: "Mapping[str, Devices]", *, allow_code: bool, console: Console
 ) -> list[dict[str, Any]]:
-    """Return a row for each SPEC: see `docs/plan.md`.
+    """Return a row for each SPEC; see docs/plan.md.
 
     Raises:
         InputError: the model cannot be built, or the batch is smaller than the number of processes.
-        TrainingFailed: the devices failed, or memory did not suffice.
+        TrainingFailed: the devices failed, or memory was insufficient.
     """
     return [_row(work, spec, devices.engine, allow_code, console) for spec, devices in choices.items()]
 
@@ -124,13 +123,13 @@ def _on_rank(
 
 
 class _Measurement:
-    """Runs steps and takes the time; every process of the run does the same steps.
+    """Runs and times the same steps in every process; the main process's clock counts.
 
     Args:
         work: the job.
-        engine: fresh.
-        world: the processes; the first one's clock decides for all.
-        began: when the process began, by time.perf_counter.
+        engine: new.
+        world: the processes.
+        began: the start of the process, by time.perf_counter.
     """
 
     def __init__(self, work: Work, engine: "Engine", world: "World", began: float) -> None:
@@ -148,7 +147,7 @@ class _Measurement:
         if once + seconds < SLOW_SECONDS:
             images = sample_size(self._work)
             once, seconds = self._warm_up(images), self._step_seconds(1)
-        while steps * seconds < BELIEVED_SECONDS:
+        while steps * seconds < RELIABLE_SECONDS:
             steps *= 2
             seconds = self._step_seconds(steps)
         steps = max(1, round(REPEAT_SECONDS / seconds))
@@ -170,7 +169,7 @@ class _Measurement:
         }
 
     def _warm_up(self, images: int) -> float:
-        """Place so many images and take a step; return the seconds of what the engine does with images only once."""
+        """Place images and take a step; return the seconds of what the engine does only once with each image."""
         placed = self._engine.place(random_samples(self._work, images))
         placed.compile()
         # The output of frozen layers is cached when an epoch begins for the first time.
@@ -203,7 +202,7 @@ class _Measurement:
             placed.begin_epoch(self._transforms(images, epoch))
             batches = training_batches(recipe.seed, epoch, images, recipe.batch_size, recipe.drop_last)
             for number, inputs in enumerate(placed.feed(batches)):
-                # At a rate of 0 the weights stay as they are: random labels could drive them out of bounds.
+                # A rate of 0 keeps the weights, which random labels could make diverge.
                 placed.train_step(inputs, 0.0, number)
                 self._world.control.received()
                 self._world.report_step(epoch, number + 1)
@@ -215,18 +214,18 @@ class _Measurement:
 
 
 def sample_size(work: Work) -> int:
-    """Return how many random images stand for those of the job: whole batches, or as many as the job has."""
+    """Return the number of random images: whole batches, at most the job's number."""
     batch_bytes = work.batch * image_bytes(work)
-    return min(work.images, work.batch * max(FEWEST_BATCHES, SAMPLE_BYTES // batch_bytes))
+    return min(work.images, work.batch * max(MIN_BATCHES, SAMPLE_BYTES // batch_bytes))
 
 
 def image_bytes(work: Work) -> int:
-    """Return the size of one image, as it is kept."""
+    """Return the bytes of one image in memory."""
     return work.recipe.image_size**2 * work.recipe.channels
 
 
 def random_samples(work: Work, images: int) -> "Samples":
-    """Return so many random images of the recipe's shape, and labels."""
+    """Return random images of the recipe's shape, with random labels."""
     from flatout.data.feed import Samples
 
     size, rng = work.recipe.image_size, np.random.default_rng(work.recipe.seed)

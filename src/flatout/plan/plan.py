@@ -1,8 +1,6 @@
-"""`flatout plan`: does a job fit, how fast would it be, and what would it cost, before anything is rented or trained.
+"""`flatout plan`: whether a job fits into memory, how fast it runs, and what it costs, before it is trained.
 
-For TPUs that are not there the real training step is compiled by the real compiler (`compiling.py`), and what the
-compiler counts is turned into time by published figures of the chips (`estimate.py`). On devices that are there a few
-real steps are measured (`measuring.py`). docs/plan.md says what each leaves out.
+Steps are compiled for TPUs (`compile`) or measured on devices of this machine (`measure`); see docs/plan.md.
 """
 
 import math
@@ -42,21 +40,21 @@ def plan(
 
     Args:
         job: a built-in job or a recipe file; or the path of data.
-        data: the path of the data; None takes what is published about the job.
+        data: the path of the data; None uses published figures of the job's data.
         changes: dotted recipe keys to override.
-        topologies: TPUs to compile for, separated by commas, such as `v5e:2x4,v5e:4x4`; or
-        devices: SPECs of devices to measure, separated by commas.
-        engine: what drives those devices.
-        images, classes: of the training data, where they are not to be looked up.
+        topologies: TPUs to compile for, such as `v5e:2x4,v5e:4x4`; or
+        devices: SPECs of devices to measure, such as `cpu,2xcpu`.
+        engine: of those devices.
+        images, classes: of the training data, if they are given.
         price: of one chip for an hour, in any currency.
-        largest_batch: look for the largest batch that fits a topology, even where the job's does.
+        largest_batch: search for the largest batch that fits a topology, even if the job's batch does.
         allow_code: whether a model named as `package.module:factory` may be imported.
         out: a new or empty folder; None for a new one under `runs/`.
-        console: told how far it has come.
+        console: shows progress.
 
     Raises:
-        InputError: something given is wrong, or the model cannot be compiled.
-        TrainingFailed: the devices failed, or memory did not suffice.
+        InputError: an argument is wrong, or the model cannot be compiled.
+        TrainingFailed: the devices or the compiler failed, or memory was insufficient.
     """
     from flatout.scale.scale import check_free, make_folder
 
@@ -101,21 +99,21 @@ def plan(
 def _check_flags(
     topologies: str | None, devices: str | None, engine: str, price: float | None, largest_batch: bool
 ) -> None:
-    """Refuse flags that contradict each other, or say nothing."""
+    """Check the flags: one of --topology and --devices, and only flags that apply to it."""
     if topologies is None and devices is None:
         raise InputError(
-            "plan for what? --topology v5e:2x4 compiles the job for TPUs that are not there, "
-            "--devices cpu measures a few steps on devices that are"
+            "plan needs --topology or --devices: --topology v5e:2x4 compiles the job for TPUs that you don't have, "
+            "--devices cpu measures a few steps on this machine"
         )
     if topologies is not None and devices is not None:
-        raise InputError("--topology and --devices: the first compiles, the second measures; give one of them")
+        raise InputError("--topology compiles, --devices measures: give one of them")
     if price is not None and not (price > 0 and math.isfinite(price)):
         raise InputError(f"--price {price:g}: must be greater than 0")
     only_compiled = {"--price": price is not None, "--largest-batch": largest_batch}
     for flag in (flag for flag, is_given in only_compiled.items() if is_given and devices is not None):
-        raise InputError(f"{flag}: goes with --topology, not with --devices")
+        raise InputError(f"{flag}: requires --topology")
     if topologies is not None and engine == "torch":
-        raise InputError("--engine torch: goes with --devices; --topology compiles by XLA")
+        raise InputError("--engine torch: not available with --topology, which compiles with XLA")
 
 
 def find_work(
@@ -128,12 +126,10 @@ def find_work(
     accelerated: bool,
     console: Console,
 ) -> Work:
-    """Return the recipe, and how many images of how many classes it is for.
-
-    They are what the user says, what the data holds that is named, or what is published about the job.
+    """Return the recipe and the size of its data: given, counted in the data, or published.
 
     Raises:
-        InputError: they cannot be known; or as `resolve`.
+        InputError: the size is unknown; or as `resolve`.
     """
     from flatout.jobs import builtin_jobs, load_job
     from flatout.recipe import load_recipe
@@ -154,9 +150,9 @@ def find_work(
     elif job in PUBLISHED:
         sizes, about = PUBLISHED[job], "as published"
     else:
-        raise InputError(f"{job}: the size of its data is not known; give --images N and --classes K, or --data PATH")
+        raise InputError(f"{job}: the size of its data is unknown; give --images N and --classes K, or --data PATH")
     if not recipe.data.mean:
-        # What the pixels are divided by changes no time.
+        # The values do not affect speed.
         recipe = recipe.override({"data.mean": [0.5] * recipe.channels, "data.std": [0.5] * recipe.channels})
     return Work(recipe=recipe, images=given[0] or sizes[0], classes=given[1] or sizes[1], about=about)
 
@@ -164,7 +160,7 @@ def find_work(
 def _look(
     job: str, data: str | None, changes: Mapping[str, Any], accelerated: bool, console: Console
 ) -> tuple[Recipe, int, int, str]:
-    """Return the recipe for data that is there, its training images and classes, and where it is."""
+    """Return the recipe for existing data, its training images and classes, and its path."""
     from flatout.data.source import Source
     from flatout.run.resolve import resolve
 

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import nn
@@ -192,28 +193,50 @@ class XlaEngine:
 
     def is_finite(self) -> bool:
         """See `Engine.is_finite`."""
-        return all(bool(value.isfinite().all()) for value in self.snapshot().values())
+        self.flush()
+        return self._state is None or bool(_all_finite(self._state))
 
-    def restore(self, snapshot: dict[str, torch.Tensor]) -> None:
+    def snapshot(self, *, weights_only: bool = False) -> State | dict[str, torch.Tensor]:
+        """See `Engine.snapshot`."""
+        self.flush()
+        if self._state is None or not self._has_room(self._state):
+            return {n: v for n, v in self._host_state().items() if not weights_only or n.startswith("model.")}
+        return _copy(self._state._replace(optimizer=None) if weights_only else self._state)
+
+    def restore(self, snapshot: State | dict[str, torch.Tensor]) -> None:
         """See `Engine.restore`."""
-        self.load_state({**self.snapshot(), **snapshot})
+        self.flush()
+        if isinstance(snapshot, State):
+            assert self._state is not None
+            state = _copy(snapshot)
+            if snapshot.optimizer is None:
+                state = state._replace(optimizer=self._state.optimizer)
+            self._state = jax.device_put(state, self.sharding.of_state(state))
+        else:
+            self.load_state({**self._host_state(), **snapshot})
 
-    def state(self, snapshot: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    def state(self, snapshot: State | dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """See `Engine.state`."""
-        found = self.snapshot() if snapshot is None else snapshot
+        found = snapshot if isinstance(snapshot, dict) else self._host_state(snapshot)
         return found if self.world.is_main else {}
 
-    def snapshot(self, *, weights_only: bool = False) -> dict[str, torch.Tensor]:
-        """See `Engine.snapshot`."""
-        return {n: v for n, v in self._host_state().items() if not weights_only or n.startswith("model.")}
+    def _has_room(self, state: State) -> bool:
+        """Return whether every device has memory for a copy of a state, beside the peak of the steps."""
+        if self.platform == "cpu":
+            return True
+        needed = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(state))
+        stats = [device.memory_stats() or {} for device in self.sharding.local_devices]
+        room = min(s.get("bytes_limit", 0) - s.get("peak_bytes_in_use", 0) for s in stats)
+        return needed < min(self.world.all_gather_object(room))
 
-    def _host_state(self) -> dict[str, torch.Tensor]:
+    def _host_state(self, snapshot: State | None = None) -> dict[str, torch.Tensor]:
+        """Return the state, or a snapshot of it, as torch tensors under torch's names; all processes take part."""
+        self.flush()
         if self._state is None and self._waiting_state is not None:
             return dict(self._waiting_state)
         if self._state is None:
             return {f"model.{name}": value.clone() for name, value in self.model.state_dict().items()}
-        self.flush()
-        state: State = jax.tree.map(_fetch, self._state)
+        state: State = jax.tree.map(_fetch, snapshot or self._state)
         values = {**state.trained, **state.frozen, **state.buffers}
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         # A shared weight has several names in torch, and the first of them here.
@@ -221,7 +244,7 @@ class XlaEngine:
         found = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             found[f"model.{name}"] = torch.from_numpy(np.array(values[first_names[id(tensor)]])).to(tensor.dtype)
-        for name, value in optim.to_torch(state.optimizer).items():
+        for name, value in ({} if state.optimizer is None else optim.to_torch(state.optimizer)).items():
             found[f"optimizer.{name}"] = torch.from_numpy(np.array(value))
         return found
 
@@ -375,6 +398,16 @@ def dispatch_limits(batch_bytes: int, steps: int) -> tuple[int, int]:
         steps = max(1, min(steps, IN_FLIGHT_BYTES // (RUN_AHEAD * batch_bytes)))
     fitting = IN_FLIGHT_BYTES // (steps * batch_bytes) if batch_bytes else RUN_AHEAD
     return steps, max(2, min(RUN_AHEAD, fitting))
+
+
+@jax.jit
+def _copy(state: State) -> State:
+    return jax.tree.map(jnp.copy, state)
+
+
+@jax.jit
+def _all_finite(state: State) -> jax.Array:
+    return jnp.stack([jnp.isfinite(array).all() for array in jax.tree.leaves(state)]).all()
 
 
 def _precision(wanted: str, platform: str) -> str:
