@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,6 @@ def first_few(items: Iterable[str], limit: int = LISTED) -> str:
     items = list(items)
     rest = f"; and {len(items) - limit:,} more" if len(items) > limit else ""
     return "; ".join(items[:limit]) + rest
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Labelling:
-    """Class names, labels as indices into them (int64 [N]), and notes for the user."""
-
-    classes: tuple[str, ...]
-    labels: np.ndarray
-    notes: tuple[str, ...] = ()
 
 
 def find_class_list(given: str, folder: Path) -> Path | None:
@@ -108,8 +98,8 @@ def flat_labels(labels: Any, where: object) -> np.ndarray:
 
 def index_labels(
     labels: np.ndarray, names: tuple[str, ...] | None, locate: Callable[[int], str], subject: str
-) -> Labelling:
-    """Return class names and indices for int64 or text labels [N].
+) -> tuple[tuple[str, ...], np.ndarray, tuple[str, ...]]:
+    """Return class names, indices int64 [N] and notes for the user, for int64 or text labels [N].
 
     With class names, a label is one of them or a position among them, counted from 0. Without, texts are sorted;
     numbers that start at 0 with fewer gaps than classes stay as they are, so that output k of a model is label k; other
@@ -127,27 +117,24 @@ def index_labels(
             _refuse(locate, labels, labels == "", "empty label")
             if names is None:
                 _refuse_no_classes(texts.tolist(), len(labels), subject)
-                return Labelling(classes=tuple(texts.tolist()), labels=inverse.astype(np.int64))
+                return tuple(texts.tolist()), inverse.astype(np.int64), ()
             _refuse(locate, labels, np.isin(labels, unknown), "label not in the class list:")
             table = np.array([names.index(text) for text in texts.tolist()], dtype=np.int64)
-            return Labelling(classes=names, labels=table[inverse])
+            return names, table[inverse], ()
         labels = np.array([int(match[1]) for match in numbers if match], dtype=np.int64)[inverse]
     _refuse(locate, labels, labels < 0, "negative label")
     if names is not None:
         need = f"label outside the class list (0 to {len(names) - 1}, counted from 0):"
         _refuse(locate, labels, labels >= len(names), need)
-        return Labelling(classes=names, labels=labels)
+        return names, labels, ()
     used, inverse = np.unique(labels, return_inverse=True)
     _refuse_no_classes(list(map(str, used.tolist())), len(labels), subject)
     if used[0] == 0 and used[-1] < 2 * len(used):
         gaps = sorted(set(range(int(used[-1]) + 1)) - set(used.tolist()))
         notes = (f"no image has label {', '.join(map(str, gaps))}",) if gaps else ()
-        return Labelling(classes=tuple(map(str, range(int(used[-1]) + 1))), labels=labels, notes=notes)
-    return Labelling(
-        classes=tuple(map(str, used.tolist())),
-        labels=inverse.astype(np.int64),
-        notes=("the labels do not count up from 0; they are sorted and renumbered from 0",),
-    )
+        return tuple(map(str, range(int(used[-1]) + 1))), labels, notes
+    notes = ("the labels do not count up from 0; they are sorted and renumbered from 0",)
+    return tuple(map(str, used.tolist())), inverse.astype(np.int64), notes
 
 
 def _refuse(locate: Callable[[int], str], labels: np.ndarray, wrong: np.ndarray, what: str) -> None:

@@ -168,18 +168,18 @@ def assemble(
 
     if class_list is not None:
         names, notes = read_class_list(class_list), (*notes, f"class names from {class_list}")
-    labelling = index_labels(np.concatenate(labels), names, place, subject or where)
+    classes, indices, more = index_labels(np.concatenate(labels), names, place, subject or where)
     images = [images for images, _ in splits.values()]
     is_files = isinstance(images[0], list)
     return Source(
         kind=kind,
         path=path,
-        classes=labelling.classes,
-        labels=labelling.labels,
+        classes=classes,
+        labels=indices,
         splits=spans,
         files=[file for files in images for file in files] if is_files else None,
         images=None if is_files else _join(images, list(splits), where),
-        notes=notes + labelling.notes,
+        notes=notes + more,
     )
 
 
