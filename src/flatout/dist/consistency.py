@@ -1,4 +1,4 @@
-"""What must be the same on all hosts of a run, found out before the first step."""
+"""Checks before the first step that all hosts of a run have the same versions, recipe and data."""
 
 import hashlib
 import platform
@@ -26,9 +26,9 @@ def agree(world: "World", recipe: Recipe, pack: "Pack") -> None:
     """Check that all ranks have the same versions, recipe and data.
 
     Raises:
-        InputError: one has not; the message names it and what differs. Every rank raises the same.
+        InputError: one differs. The message names it and the difference, and is the same on all ranks.
     """
-    mend = {"version": "install the same version on all hosts", "data": "give all hosts the same data"}
+    fixes = {"version": "install the same version on all hosts", "data": "give all hosts the same data"}
     facts: dict[tuple[str, str], Any] = {("version", name): version(name) for name in ("torch", "numpy", "safetensors")}
     facts |= {("version", "flatout"): __version__, ("version", "Python"): platform.python_version()}
     free = {*FREE_KEYS, "data.path"} - {"epochs", "early_stopping", "micro_batch", "shard"}
@@ -43,7 +43,7 @@ def agree(world: "World", recipe: Recipe, pack: "Pack") -> None:
             if value != first[kind, name]:
                 raise InputError(
                     f"rank {rank} (host {host}) has {kind} {name} = {value!r}, but rank 0 (host {first_host}) has "
-                    f"{first[kind, name]!r}: {mend.get(kind, 'start all hosts with the same recipe and flags')}"
+                    f"{first[kind, name]!r}: {fixes.get(kind, 'start all hosts with the same recipe and flags')}"
                 )
 
 

@@ -98,7 +98,7 @@ class Agent(LocalElasticAgent):
         self._ended: dict[int, tuple[float, str]] = {}
         self._killed: dict[int, str] = {}
         self._swept: set[int] = set()
-        self._elsewhere, self._is_forwarded = "", False
+        self._elsewhere, self._elsewhere_at, self._is_forwarded = "", 0.0, False
         # In the main thread torch would replace the signal handlers, for good.
         with ThreadPoolExecutor(1) as thread:
             started = thread.submit(super()._start_workers, worker_group).result()
@@ -153,8 +153,10 @@ class Agent(LocalElasticAgent):
                 self._looked = now
                 self._look(running)
             failed = [self._ended[i][0] for i, process in processes.items() if process.returncode]
+            if self._elsewhere:
+                failed.append(self._elsewhere_at)
             is_late = failed and now - min(failed) > heartbeat.GRACE_SECONDS
-            if is_late or self._elsewhere or self._signals.at_once:
+            if is_late or self._hosts.silent or self._signals.at_once:
                 self._swept |= running.keys()
                 for process in running.values():
                     heartbeat.end_process(process.pid)
@@ -185,7 +187,8 @@ class Agent(LocalElasticAgent):
         if lost and lost[0] in here:
             self._killed.setdefault(local[lost[0].pid], lost[1])
             heartbeat.end_process(lost[0].pid)
-        self._elsewhere = self._elsewhere or self._hosts.look()
+        if not self._elsewhere:
+            self._elsewhere, self._elsewhere_at = self._hosts.look(), time.monotonic()
 
     def _replay(self) -> None:
         """Show what rank 0 has written to its display."""
@@ -246,7 +249,8 @@ class Agent(LocalElasticAgent):
         if self._signals.number:
             # A signal may end a rank that was not ready for it.
             return kind in ("expected", "stop", "unexpected", "memory")
-        return not self._elsewhere and (i in self._killed or (i not in self._swept and kind != "secondary"))
+        is_first = i in self._killed or (i not in self._swept and kind != "secondary")
+        return kind == "expected" or (is_first and not self._elsewhere)
 
     def _explain(self, rank: int, failure: ProcessFailure) -> tuple[str, str]:
         """Return what happened to a rank and where in training, and what may help."""
