@@ -10,15 +10,6 @@ if TYPE_CHECKING:
     from flatout.run.fit import fit
     from flatout.run.folder import Prediction, Run, load
 
-# Where each public name lives. They are imported when first used: torch takes seconds to load.
-_HOMES = {
-    **dict.fromkeys(("InputError", "TrainingFailed"), "flatout.errors"),
-    "fit": "flatout.run.fit",
-    **dict.fromkeys(("SGD", "Momentum", "Adagrad", "Adam", "AdamW"), "flatout.recipe"),
-    **dict.fromkeys(("Augment", "Data", "Optimizer", "Recipe", "Schedule"), "flatout.recipe"),
-    **dict.fromkeys(("Prediction", "Run", "load"), "flatout.run.folder"),
-}
-
 __all__ = [
     "SGD",
     "Adagrad",
@@ -40,8 +31,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: torch takes seconds to load."""
     import importlib
 
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in __all__:
+        for module in map(importlib.import_module, ("flatout.errors", "flatout.recipe", "flatout.run.folder")):
+            if hasattr(module, name):
+                return getattr(module, name)
+        return importlib.import_module("flatout.run.fit").fit
     raise AttributeError(f"module 'flatout' has no attribute {name!r}")

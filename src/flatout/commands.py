@@ -6,15 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from flatout.console import Console
 from flatout.errors import InputError
 from flatout.recipe import MAX_IMAGE_SIZE, Data
 from flatout.settings import parse_setting
-
-if TYPE_CHECKING:
-    from flatout.dist.hosts import Hosts
 
 # The result for --json, and the lines that are printed otherwise.
 Output = tuple[Any, Sequence[str]]
@@ -61,15 +58,17 @@ def _command(operands: str, flags: str, example: str, **changes: dict[str, Any])
 )
 def do_train(args: Namespace, console: Console) -> None:
     """Train a job, a recipe, or your own data."""
+    from flatout.dist.hosts import Hosts
     from flatout.engine.devices import parse_devices
     from flatout.run.fit import train_recipe
     from flatout.run.resolve import resolve
     from flatout.run.session import Options
 
     engine = _engine(args)
+    timeout = {} if args.rendezvous_timeout is None else {"timeout": args.rendezvous_timeout}
     options = Options(
         out=args.out,
-        hosts=_hosts(args),
+        hosts=Hosts(nodes=args.nodes, node_rank=args.node_rank, rendezvous=args.rendezvous, **timeout),
         restarts=args.restarts,
         devices=args.devices,
         engine=engine,
@@ -92,13 +91,6 @@ def _engine(args: Namespace) -> str:
         # The processes of several devices inherit it.
         os.environ[UNTESTED] = "1"
     return engine_for(args.devices, args.engine)
-
-
-def _hosts(args: Namespace) -> "Hosts":
-    from flatout.dist.hosts import Hosts
-
-    timeout = {} if args.rendezvous_timeout is None else {"timeout": args.rendezvous_timeout}
-    return Hosts(nodes=args.nodes, node_rank=args.node_rank, rendezvous=args.rendezvous, **timeout)
 
 
 def _job_to_resume(args: Namespace) -> str | Path:

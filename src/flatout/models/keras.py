@@ -80,19 +80,19 @@ class KerasModule(nn.Module):
             else:
                 owner.register_buffer(last, value)
 
-    def conventions(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the recipe keys that follow from the model, and a sentence for each surprising one."""
-        model, left_out, keys, notes = self._architecture.original, self._architecture.left_out, {}, []
+    def conventions(self, report: Callable[[str], None]) -> dict[str, Any]:
+        """Return the recipe keys that follow from the model; `report` takes a sentence for each surprising one."""
+        model, left_out, keys = self._architecture.original, self._architecture.left_out, {}
         if model.output_shape[-1] == 1:
             keys["loss"] = "binary-cross-entropy"
         if left_out:
-            notes.append(f"the loss takes logits, so the model's last activation, {left_out}, is left out")
+            report(f"the loss takes logits, so the model's last activation, {left_out}, is left out")
         if scale := _rescaling(model):
             # Pixels reach a model as (pixel / 255 - mean) / std.
             top = 255 if scale < 0.1 else 1
             keys |= {"data.mean": (0.0,), "data.std": (1 / top,)}
-            notes.append(f"the model begins with Rescaling, so it gets pixels in 0..{top}, not normalised ones")
-        return keys, notes
+            report(f"the model begins with Rescaling, so it gets pixels in 0..{top}, not normalised ones")
+        return keys
 
     def forward(self, x_NCHW: torch.Tensor) -> torch.Tensor:
         """Return the logits, float32 [B, K]."""

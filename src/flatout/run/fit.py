@@ -88,10 +88,7 @@ def fit(
         flat["model"] = f"python:{type(module).__qualname__}"
     if isinstance(module, KerasModule):
         engine = "xla" if engine == "auto" else engine
-        implied, notes = module.conventions()
-        flat = {**implied, **flat}
-        for sentence in notes:
-            console.note(sentence)
+        flat = {**module.conventions(console.note), **flat}
     engine = engine_for(devices, engine)
     options = Options(
         out=Path(out) if out else None,

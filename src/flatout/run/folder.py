@@ -1,8 +1,10 @@
 """A run folder: what a training run leaves behind, read back as an object."""
 
 import json
+from base64 import b64encode
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,9 +160,6 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return the figures of the run and its pictures, for notebooks."""
-        from base64 import b64encode
-        from html import escape
-
         summary = self.summary
         figures = {
             "model": f"{self.recipe.model}, {summary.get('parameters', 0):,} parameters",
@@ -170,36 +169,30 @@ class Run:
             "devices": summary.get("devices"),
             "folder": self.path,
         }
-        rows = "".join(
-            f"<tr><th>{name}</th><td>{escape(f'{value:.4f}' if isinstance(value, float) else str(value))}</td></tr>"
-            for name, value in figures.items()
-            if value is not None
-        )
-        pictures = [self.path / name for name in ("curves.png", "predictions.png")]
-        shown = "".join(
-            f'<img style="max-width:45%" src="data:image/png;base64,{b64encode(picture.read_bytes()).decode()}">'
-            for picture in pictures
-            if picture.is_file()
-        )
-        return f"<table>{rows}</table>{shown}"
+        rows = pictures = ""
+        for name, value in figures.items():
+            if value is not None:
+                text = f"{value:.4f}" if isinstance(value, float) else str(value)
+                rows += f"<tr><th>{name}</th><td>{escape(text)}</td></tr>"
+        for path in (self.path / "curves.png", self.path / "predictions.png"):
+            if path.is_file():
+                content = b64encode(path.read_bytes()).decode()
+                pictures += f'<img style="max-width:45%" src="data:image/png;base64,{content}">'
+        return f"<table>{rows}</table>{pictures}"
 
     def show(self) -> Any:
         """Show the report: in a notebook in the cell, else its path is printed."""
         from flatout.console import in_notebook
 
         report = self.path / REPORT
-        if in_notebook():
-            from html import escape
+        if not in_notebook():
+            return print(report)
+        from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
 
-            from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
-
-            # A frame of its own keeps the page's style out of the notebook's.
-            page = escape(report.read_text(encoding="utf-8"))
-            frame = f'<iframe srcdoc="{page}" style="width:100%;height:50em;border:0"></iframe>'
-            # IPython warns of what begins with a frame; its own, though, only shows addresses.
-            return display(HTML(f"<div>{frame}</div>"))
-        print(report)
-        return None
+        # A frame of its own keeps the page's style out of the notebook's. IPython warns of what begins with a frame;
+        # its own, though, only shows addresses.
+        page = escape(report.read_text(encoding="utf-8"))
+        return display(HTML(f'<div><iframe srcdoc="{page}" style="width:100%;height:50em;border:0"></iframe></div>'))
 
 
 def load(path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> Run:

@@ -14,8 +14,7 @@ from flatout.errors import InputError
 if TYPE_CHECKING:
     from flatout.run.folder import Prediction, Run
 
-# Decoded images in memory at once.
-MOST_AT_ONCE = 256
+_MOST_AT_ONCE = 256  # decoded images in memory
 
 
 def predict(run: "Run", images: Any, *, top: int) -> "list[Prediction]":
@@ -27,15 +26,15 @@ def predict(run: "Run", images: Any, *, top: int) -> "list[Prediction]":
     named = _named(images, run.recipe.channels)
     results, bad = [], []
     with ThreadPoolExecutor() as pool:
-        while batch := list(islice(named, min(MOST_AT_ONCE, run.recipe.batch_size))):
+        while batch := list(islice(named, min(_MOST_AT_ONCE, run.recipe.batch_size))):
             decoded = list(pool.map(lambda item: _pixels(run, *item), batch))
             bad += [error for error in decoded if isinstance(error, str)]
             if bad:  # the rest is decoded only to name every bad file
                 continue
             for (name, _), row in zip(batch, run.probabilities(np.stack(decoded)), strict=True):
                 best = np.argsort(-row, kind="stable")[:top]
-                classes = tuple(run.classes[i] for i in best)
-                results.append(Prediction(file=name, classes=classes, probabilities=tuple(float(row[i]) for i in best)))
+                classes, probabilities = tuple(run.classes[i] for i in best), tuple(row[best].tolist())
+                results.append(Prediction(file=name, classes=classes, probabilities=probabilities))
     if bad:
         raise InputError("\n".join(["these images cannot be read:", *bad]))
     if not results:
@@ -45,9 +44,7 @@ def predict(run: "Run", images: Any, *, top: int) -> "list[Prediction]":
 
 def _named(images: Any, channels: int) -> Iterator[tuple[str, Any]]:
     """Yield every image with its name: the file's, or its position."""
-    if hasattr(images, "detach"):
-        images = images.detach().cpu().numpy()
-    if isinstance(images, np.ndarray):
+    if isinstance(images, np.ndarray) or hasattr(images, "detach"):
         yield from _rows(images, channels)
         return
     if isinstance(images, str | bytes | Path) or hasattr(images, "convert"):
@@ -63,10 +60,12 @@ def _named(images: Any, channels: int) -> Iterator[tuple[str, Any]]:
             raise InputError(f"images: item {i} is a {type(image).__name__}; give a file, a PIL image or an array")
 
 
-def _rows(images: np.ndarray, channels: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the images of one array, in which values have one range; three axes are one image if they can be."""
+def _rows(images: Any, channels: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the images of one array or tensor, whose values have one range; three axes are one image if they can be."""
     from flatout.data.pixels import channels_last, range_of, to_uint8
 
+    if hasattr(images, "detach"):
+        images = images.detach().cpu().numpy()
     ends = (images.shape[0], images.shape[-1]) if channels == 3 else images.shape[-1:]
     if images.ndim == 2 or (images.ndim == 3 and channels in ends):
         images = images[None]
@@ -79,13 +78,12 @@ def _rows(images: np.ndarray, channels: int) -> Iterator[tuple[str, np.ndarray]]
 def _files(path: Path) -> list[Path]:
     from flatout.data.formats.folders import is_image_name
 
-    if path.is_dir():
-        if inside := sorted(p for p in path.rglob("*") if is_image_name(p.name) and p.is_file()):
-            return inside
-        raise InputError(f"{path}: holds no images")
     if not path.exists():
         raise InputError(f"{path}: there is no such file")
-    return [path]
+    files = sorted(p for p in path.rglob("*") if is_image_name(p.name) and p.is_file()) if path.is_dir() else [path]
+    if not files:
+        raise InputError(f"{path}: holds no images")
+    return files
 
 
 def _pixels(run: "Run", name: str, image: Any) -> np.ndarray | str:
@@ -102,8 +100,6 @@ def _pixels(run: "Run", name: str, image: Any) -> np.ndarray | str:
             image = file.getvalue()
         if isinstance(image, bytes | Path):
             return decode_image(image, **shape)
-        if hasattr(image, "detach"):
-            image = image.detach().cpu().numpy()
         _, pixels = next(_rows(image[None], recipe.channels))
         return resize_images(pixels[None], **shape)[0]
     except (BadImage, InputError, OSError) as error:

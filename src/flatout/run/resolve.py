@@ -41,15 +41,14 @@ def resolve(
     recipe = _named_recipe(job)
     if "data.path" in changes and (data is not None or recipe is None):
         raise InputError(f"data.path = {changes['data.path']!r}: data is given twice; remove one")
-    if recipe is None and job is not None:
-        if data is not None:
-            raise InputError(f"{job} is data, and so is --data {data}: give one of them")
-        data = str(job)
     if recipe is None:
         from flatout.run.advise import advise
 
-        if data is None:
+        if job is not None and data is not None:
+            raise InputError(f"{job} is data, and so is --data {data}: give one of them")
+        if job is None and data is None:
             raise InputError("no job and no data: give one of them")
+        data = str(job) if data is None else data
         options = {key: value for key, value in changes.items() if key.startswith("data.")}
         found = find(data, Recipe(model="any", image_size=1, epochs=1, batch_size=1).override(options).data)
         recipe, reasons = advise(found, _plain(data), accelerated=accelerated)
@@ -82,8 +81,7 @@ def _named_recipe(job: str | Path | Recipe | None) -> Recipe | None:
         return load_job(str(job))
     if path.suffix == ".toml":
         recipe = load_recipe(path)
-        inner = recipe.data.path
-        if inner and not inner.startswith("sklearn:") and not Path(inner).is_absolute():
+        if (inner := recipe.data.path) and not inner.startswith("sklearn:"):
             # Relative to the recipe, not to the current folder.
             return recipe.override({"data.path": str(path.parent / inner)})
         return recipe
