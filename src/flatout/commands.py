@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from flatout.console import Console
 from flatout.errors import InputError
@@ -19,29 +19,20 @@ Output = tuple[Any, Sequence[str]]
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
-
-    Attributes:
-        do: takes the parsed arguments and a console; its docstring is the help text.
-        operands: such as `RUN [DATA]` or `RUN FILE...`.
-        flags: names from the parser's table of flags.
-        example: a command line without `flatout`.
-        changes: what differs for a flag from the table.
-    """
+    """A function, whose docstring is the help text, and its words: `changes` are those to the table of flags."""
 
     do: Callable[[Namespace, Console], Output | None]
-    operands: str
+    operands: str  # such as `RUN [DATA]` or `RUN FILE...`
     flags: str
     example: str
     changes: dict[str, dict[str, Any]]
 
 
 COMMANDS: dict[str, Command] = {}
-_Do = TypeVar("_Do", bound=Callable[[Namespace, Console], Output | None])
 
 
-def _command(operands: str, flags: str, example: str, **changes: dict[str, Any]) -> Callable[[_Do], _Do]:
-    def register(do: _Do) -> _Do:
+def _command(operands: str, flags: str, example: str, **changes: dict[str, Any]) -> Callable[[Any], Any]:
+    def register(do: Any) -> Any:
         COMMANDS[do.__name__.removeprefix("do_")] = Command(do, operands, flags, example, changes)
         return do
 

@@ -73,7 +73,7 @@ def test_patterns_name_parameters():
     [
         ("all-but-last-x", "must be all-but-last-N"),
         ("all-but-last--1", "must be all-but-last-N"),
-        ("all-but-last-99", "freezes nothing, since the model has 6 layers before its head"),
+        ("all-but-last-99", "freezes nothing; the model has 6 layers before its head"),
         ("features.*,encoder.*", "the pattern 'encoder.*' matches no parameter; names look like 'features.0.weight'"),
         ("features", r"the pattern 'features' matches no parameter; did you mean 'features\.\*'"),
         ("features.*,", "the pattern '' matches no parameter"),

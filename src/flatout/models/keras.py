@@ -55,12 +55,9 @@ class KerasModule(nn.Module):
     Keras starts JAX as it makes the first weight, so simulated devices must be asked for before:
     `JAX_NUM_CPU_DEVICES=8` in the environment.
 
-    Args:
-        model: a Sequential or functional `keras.Model`, built, with one input and one output.
-
     Raises:
-        InputError: Keras does not run on JAX; or the model is of another kind, cannot be copied, or is trained by more
-            than a loss of its logits (regularizers, constraints).
+        InputError: Keras does not run on JAX; or the model is not a Sequential or functional `keras.Model`, built, with
+            one input and one output, cannot be copied, or is trained by more than a loss of its logits.
     """
 
     def __init__(self, model: Any) -> None:
@@ -149,15 +146,11 @@ class _Architecture:
         if not (isinstance(shape, tuple) and len(shape) == 2):
             raise InputError(f"model: must have one output [None, K], the K scores of an image; it has {shape}")
         if any(variable.constraint is not None for variable in model.weights) or model.losses:
-            raise InputError(
-                "model: has regularizers or constraints, which are no part of flatout's loss; "
-                "leave them out and set optimizer.weight_decay"
-            )
+            raise InputError("model: has regularizers or constraints; leave them out and set optimizer.weight_decay")
         self.left_out = _activation(model)
         if (self.left_out == "softmax" and shape[-1] == 1) or (self.left_out == "sigmoid" and shape[-1] > 1):
-            raise InputError(
-                f"model: ends in {self.left_out} over {shape[-1]} outputs; softmax is for several, sigmoid is for one"
-            )
+            need = "softmax is for several, sigmoid is for one"
+            raise InputError(f"model: ends in {self.left_out} over {shape[-1]} outputs; {need}")
         try:
             self.original = _copied(model)
         except Exception as error:  # layers of the user's own may raise anything
@@ -195,10 +188,8 @@ def _keras() -> Any:
     """Return Keras, which must run on JAX."""
     import keras  # pyright: ignore[reportMissingImports]
 
-    if keras.backend.backend() != "jax":
-        raise InputError(
-            f"model: Keras runs on {keras.backend.backend()} here; set KERAS_BACKEND=jax before Keras is imported"
-        )
+    if (backend := keras.backend.backend()) != "jax":
+        raise InputError(f"model: Keras runs on {backend} here; set KERAS_BACKEND=jax before Keras is imported")
     return keras
 
 

@@ -18,9 +18,6 @@ def head_modules(model: nn.Module) -> dict[str, nn.Module]:
 
     That is what the model's `get_classifier()` names (timm's convention); else the linear layer registered last; else
     the last module with parameters of its own.
-
-    Raises:
-        InputError: the model has no parameters.
     """
     modules = dict(model.named_modules())
     if callable(get_classifier := getattr(model, "get_classifier", None)):
@@ -78,18 +75,16 @@ def _all_but_last(model: nn.Module, spec: str) -> set[str]:
     kept = {id(parameter) for module in training for parameter in module.parameters(recurse=False)}
     frozen = {name for name, parameter in model.named_parameters() if id(parameter) not in kept}
     if not frozen:
-        raise InputError(
-            f"freeze = {spec!r}: freezes nothing, since the model has {len(layers)} layers before its head"
-        )
+        raise InputError(f"freeze = {spec!r}: freezes nothing; the model has {len(layers)} layers before its head")
     return frozen
 
 
 def _is_layer(module: nn.Module) -> bool:
     """Whether a module counts as a layer: it holds parameters or buffers itself, or is a leaf such as a pooling."""
-    if _has_parameters(module, recurse=False) or any(True for _ in module.buffers(recurse=False)):
+    if _has_parameters(module, recurse=False) or list(module.buffers(recurse=False)):
         return True
     source = type(module).__module__.rpartition(".")[2]
-    is_leaf = not any(True for _ in module.children()) and not isinstance(module, _CONTAINERS)
+    is_leaf = not list(module.children()) and not isinstance(module, _CONTAINERS)
     return is_leaf and not source.startswith(_UNCOUNTED_SOURCES)
 
 
@@ -126,9 +121,6 @@ def set_dropout(model: nn.Module, share: float) -> None:
 
     Only torch's dropout modules and those derived from them are found. What a model drops in its forward pass by
     `nn.functional.dropout`, and stochastic depth, keep their own shares.
-
-    Raises:
-        InputError: there is no such layer, and `share` is greater than 0.
     """
     if share == -1:
         return

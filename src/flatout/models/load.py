@@ -45,22 +45,19 @@ def build_model(
 ) -> "nn.Module":
     """Return the model of a recipe on the CPU, with fresh weights that the seed determines, ready to train.
 
-    It takes float images [N, C, H, W] and returns logits [N, num_classes], or [N, 1] with binary cross-entropy. The
-    caller's random generators are not affected.
+    It takes float images [N, C, H, W] and returns logits [N, num_classes], or [N, 1] with binary cross-entropy. A
+    factory returns a torch.nn.Module and takes `num_classes` (the number of logits), and `image_size` and `channels` if
+    its signature names them.
 
     Args:
-        recipe: its `model` is one of `list_names()`; `timm:NAME`; or `package.module:factory` or `file.py:factory`, a
-            callable that returns a torch.nn.Module and takes `num_classes` (the number of logits), and `image_size`
-            and `channels` if its signature names them.
+        recipe: its `model` is one of `list_names()`, `timm:NAME`, `package.module:factory` or `file.py:factory`.
         num_classes: classes of the data.
         module: the model, where it was given in Python; a copy is returned.
-        allow_code: whether a factory may be imported and called: only for a name from the user's own command line or
-            code, never for one read from a file.
+        allow_code: whether a factory may be called: only if the user's own command line or code names it, never a file.
         report: takes a sentence about outputs that are no logits.
 
     Raises:
-        InputError: there is no such model, it is code and code is not allowed, or it does not fit the images, the
-            classes, or the recipe's `freeze` or `dropout`.
+        InputError: there is no such model, it may not be called, or it does not fit the data or the recipe.
     """
     from flatout.models.layers import freeze, set_dropout
     from flatout.models.outputs import ensure_logits
@@ -111,11 +108,7 @@ def _build(recipe: Recipe, num_outputs: int, allow_code: bool) -> "nn.Module":
 
 
 def copied(module: Any) -> "nn.Module":
-    """Return a copy of a user's module, on the CPU.
-
-    Raises:
-        InputError: it is no module, or cannot be copied.
-    """
+    """Return a copy of a user's module, on the CPU."""
     from torch import nn
 
     if not isinstance(module, nn.Module):

@@ -23,8 +23,7 @@ def _logits(module: nn.Module, arguments: Any, output: Any) -> Any:
 
 
 def _log_of_softmax(module: nn.Module, arguments: Any, output: Any) -> Any:
-    probabilities = _logits(module, arguments, output).float()
-    return probabilities.clamp_min(torch.finfo(torch.float32).tiny).log()
+    return _logits(module, arguments, output).float().clamp_min(torch.finfo(torch.float32).tiny).log()
 
 
 def _logit_of_sigmoid(module: nn.Module, arguments: Any, output: Any) -> Any:
@@ -63,19 +62,15 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
         logits = _logits(model, (), output)
         if not isinstance(logits, torch.Tensor) or logits.shape != (2, num_outputs):
             found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(output).__name__
-            raise InputError(
-                f"model {name!r} must return logits [N, {num_outputs}] for a batch of N {shown}; "
-                f"for N = 2 it returned {found}"
-            )
+            need = f"must return logits [N, {num_outputs}] for a batch of N {shown}"
+            raise InputError(f"model {name!r} {need}; for N = 2 it returned {found}")
     logits = logits.float()
     last = list(model.modules())[-1]
     if num_outputs > 1 and (logits >= 0).all() and torch.allclose(logits.sum(1), logits.new_ones(2), atol=1e-4):
         report(f"model {name!r} returns probabilities: log() undoes its softmax, since the loss takes logits")
         model.register_forward_hook(_log_of_softmax)
     elif num_outputs == 1 and isinstance(last, nn.Sigmoid):
-        report(
-            f"model {name!r} returns a probability: the inverse of its sigmoid is applied, since the loss takes logits"
-        )
+        report(f"model {name!r} returns a probability: logit() undoes its sigmoid, since the loss takes logits")
         model.register_forward_hook(_logit_of_sigmoid)
     elif not all(isinstance(output, torch.Tensor) for output in outputs):
         report(f"model {name!r} returns several outputs: the logits are trained, the others are not")

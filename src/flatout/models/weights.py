@@ -21,11 +21,8 @@ _DIGEST_KEY = "blake2b"
 def save_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
     """Write tensors as safetensors, with a digest that `read_weights` checks.
 
-    They are written contiguous, from wherever they are; one shared under two names is written twice. The file appears
-    whole or not at all, also when the process is killed; an older one is replaced.
-
-    Raises:
-        InputError: it cannot be written, say because the disk is full; nothing is left behind then.
+    They are written contiguous, from wherever they are; one shared under two names is written twice. Errors are those
+    of `write_atomically`.
     """
     import torch
     from safetensors import SafetensorError
@@ -91,11 +88,7 @@ def _digest(tensors: Tensors, metadata: Mapping[str, str]) -> str:
 
 
 def load_exactly(model: "nn.Module", tensors: Tensors, where: object) -> None:
-    """Load tensors into a model, all or nothing.
-
-    Raises:
-        InputError: names or shapes differ; up to six of them are named.
-    """
+    """Load tensors into a model, all or nothing; names and shapes must be equal."""
     if problems := mismatches(model.state_dict(), tensors):
         raise InputError(f"{where}: does not fit the model: {problems}")
     model.load_state_dict(tensors)
@@ -103,15 +96,11 @@ def load_exactly(model: "nn.Module", tensors: Tensors, where: object) -> None:
 
 def mismatches(own: Tensors, tensors: Tensors, most: int = 6) -> str:
     """Return how the tensors of a file differ from a model's in names and shapes, shortened; empty if they do not."""
-    problems = [
-        f"{name} is {list(tensors[name].shape)} in the file but {list(own[name].shape)} in the model"
-        for name in sorted(own.keys() & tensors.keys())
-        if tensors[name].shape != own[name].shape
-    ]
-    problems += [f"{name} {list(own[name].shape)} is not in the file" for name in sorted(own.keys() - tensors.keys())]
-    problems += [
-        f"{name} {list(tensors[name].shape)} is in the file but not in the model"
-        for name in sorted(tensors.keys() - own.keys())
-    ]
+    shapes, given = ({name: list(t.shape) for name, t in state.items()} for state in (own, tensors))
+    both = [name for name in sorted(shapes.keys() & given.keys()) if shapes[name] != given[name]]
+    missing, extra = sorted(shapes.keys() - given.keys()), sorted(given.keys() - shapes.keys())
+    problems = [f"{name} is {given[name]} in the file but {shapes[name]} in the model" for name in both]
+    problems += [f"{name} {shapes[name]} is not in the file" for name in missing]
+    problems += [f"{name} {given[name]} is in the file but not in the model" for name in extra]
     more = [f"and {len(problems) - most} more"] if len(problems) > most else []
     return "; ".join(problems[:most] + more)

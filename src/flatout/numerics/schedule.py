@@ -25,8 +25,7 @@ def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int, valid_losses:
     if step < warmup:
         return start + (lr - start) * (step + 1) / (warmup + 1)
     if schedule.name == "cosine":
-        progress = (step - warmup) / max(1, total - warmup)
-        return lr * _cosine(1.0, schedule.final_factor, progress)
+        return lr * _cosine(1.0, schedule.final_factor, (step - warmup) / max(1, total - warmup))
     if schedule.name == "step":
         return lr * schedule.factor ** (step // steps_per_epoch // schedule.step_epochs)
     if schedule.name == "plateau":
@@ -62,10 +61,8 @@ def warm_up(recipe: Recipe) -> tuple[float, float]:
 def describe_scaling(recipe: Recipe) -> str:
     """Return a sentence about the learning rate that `lr`, chosen for `lr_base_batch`, was scaled to."""
     optimizer, rate = recipe.optimizer, scaled_rate(recipe)
-    sentence = (
-        f"learning rate {rate:.4g} for batches of {recipe.batch_size}: {optimizer.lr:g} for batches of "
-        f"{optimizer.lr_base_batch}, scaled ({optimizer.lr_scaling})"
-    )
+    base = f"{optimizer.lr:g} for batches of {optimizer.lr_base_batch}, scaled ({optimizer.lr_scaling})"
+    sentence = f"learning rate {rate:.4g} for batches of {recipe.batch_size}: {base}"
     epochs, start = warm_up(recipe)
     if start and recipe.schedule.name != "one-cycle":
         sentence += f"; warm-up from {start:g} over {epochs:g} {'epoch' if epochs == 1 else 'epochs'}"

@@ -21,9 +21,6 @@ def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     A section is a `flatout.Optimizer` or the like, a dict, or its name (`optimizer="adam"`). The last part of a dotted
     key will do where only one ends in it: `lr=0.01`, `weight_decay=0.01`, `flip=True`.
-
-    Raises:
-        InputError: a value is an object of another library, or a key is given twice.
     """
     changes: dict[str, Any] = {}
     for key, value in arguments.items():
@@ -49,11 +46,7 @@ def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def join_data(data: Any, labels: Any, validation_data: Any) -> Any:
-    """Return the data of `fit(model, images, labels, validation_data=...)` as one value.
-
-    Raises:
-        InputError: they cannot be combined.
-    """
+    """Return the data of `fit(model, images, labels, validation_data=...)` as one value."""
     for value in (data, validation_data):
         if hasattr(value, "dataset") and hasattr(value, "batch_size"):
             raise InputError("data: give the data set of the DataLoader, loader.dataset, and batch_size=...")

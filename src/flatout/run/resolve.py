@@ -23,18 +23,15 @@ def resolve(
     console: Console,
     words: Callable[[str], str] = str,
 ) -> "tuple[Recipe, DataRef | Source]":
-    """Return the recipe and the recognised data.
+    """Return the recipe, changed, and the recognised data.
 
     Args:
         job: a built-in job, a recipe file, a path of data, a Recipe, or None for a recipe made from the data.
         data: a path or data given in Python; None takes what the recipe names, or downloads what the job is about.
         changes: dotted recipe keys to override.
         accelerated: whether a GPU or TPU trains; a recipe made for data then has a larger model and images.
-        console: takes notes on what was made, found and downloaded.
+        console: takes notes.
         words: puts advice that names flags in the words of the caller.
-
-    Raises:
-        InputError: the job or the data cannot be found, or a change does not fit.
     """
     from flatout.data.load import find
 
