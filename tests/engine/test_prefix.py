@@ -1,5 +1,6 @@
 """The frozen prefix: found where it is, cached, and equal to the uncached run."""
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,15 @@ def test_cached_equals_uncached(placement: str) -> None:
     assert cached.keys() == uncached.keys()
     assert all(torch.equal(cached[key], uncached[key]) for key in cached)
     assert not torch.equal(cached["8.weight"], make_net().state_dict()["8.weight"])
+
+
+def test_the_cache_on_disk_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So nothing remains of it, even if the process is killed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine = TorchEngine(frozen_net(), make_recipe(**{"data.placement": "disk"}))
+    source = engine.place(make_samples()).source
+    assert isinstance(source.samples.images, np.memmap)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_evaluation_through_the_cache_is_the_same() -> None:

@@ -71,8 +71,10 @@ def choose_processes(
         return Processes(devices=chosen, threads=cpu_threads(count), reason=reason)
     if devices.kind != "cpu" or cores == 1 or "OMP_NUM_THREADS" in os.environ or batch < MIN_SHARE * cores:
         return Processes(devices=devices, threads=threads)
+    from flatout.engine.eager.exact_sums import RANKS
     from flatout.engine.eager.probe import seconds_per_image
 
+    cores = min(cores, max(RANKS)) if recipe.exact_sums else cores
     model = build()
     seconds = seconds_per_image(model, recipe) * images * recipe.epochs
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
