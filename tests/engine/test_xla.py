@@ -52,7 +52,7 @@ class Recorder:
 
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param({}, marks=SLOW), AUGMENTED, {**SEPARABLE, "loss": "binary-cross-entropy"}],
+    [pytest.param({}, marks=SLOW), pytest.param(AUGMENTED, marks=SLOW), {**SEPARABLE, "loss": "binary-cross-entropy"}],
     ids=["plain", "affine", "separable, binary"],
 )
 @pytest.mark.parametrize("name", XLA)
@@ -71,7 +71,7 @@ def test_one_step_equals_the_torch_engines(name: str, changes: dict[str, Any]) -
     assert recorders[0] == recorders[1]
 
 
-@pytest.mark.parametrize("placement", ["memory", "device"])
+@pytest.mark.parametrize("placement", [pytest.param("memory", marks=SLOW), "device"])
 @pytest.mark.parametrize("name", XLA)
 def test_evaluation_counts_each_image_once(name: str, placement: str) -> None:
     """101 images on eight devices, and fewer images than devices, by the same weights as the torch engine's."""
@@ -132,7 +132,10 @@ def test_slices_change_nothing(name: str) -> None:
     assert {shard.data.size for shard in weight.addressable_shards} == {144 * 64 // engine.sharding.size}
 
 
-@pytest.mark.parametrize(("steps", "placement"), [pytest.param(2, "memory", marks=SLOW), (3, "memory"), (2, "device")])
+@pytest.mark.parametrize(
+    ("steps", "placement"),
+    [pytest.param(2, "memory", marks=SLOW), (3, "memory"), pytest.param(2, "device", marks=SLOW)],
+)
 def test_many_steps_in_one_program(steps: int, placement: str) -> None:
     """Five steps an epoch: some dispatches are full, the last of an epoch is not."""
     recipe = make_recipe(**SEPARABLE, **{"data.placement": placement})
@@ -268,6 +271,7 @@ def test_the_coordinators_port_is_held_until_jax_listens() -> None:
             socket.create_connection(("127.0.0.1", port)).close()
 
 
+@pytest.mark.slow
 def test_statistics_of_each_device_alone() -> None:
     recipe = make_recipe(norm="per-device", epochs=1, **{"optimizer.lr": 0.05})
     samples = make_samples(64)

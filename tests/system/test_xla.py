@@ -90,7 +90,7 @@ def test_equal_weights_give_equal_counts_on_every_engine(alone: Path) -> None:
         assert result["devices"] == devices
 
 
-@pytest.mark.parametrize("engines", [("torch", "xla"), ("xla", "torch")])
+@pytest.mark.parametrize("engines", [pytest.param(("torch", "xla"), marks=pytest.mark.slow), ("xla", "torch")])
 def test_resume_on_the_other_engine(engines: tuple[str, str], alone: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run(*TRAIN, "--epochs", "1", "--engine", engines[0], "--devices", "cpu", "--out", str(out))
@@ -105,6 +105,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_two_hosts_are_one_mesh(alone: Path, tmp_path: Path) -> None:
     """Two hosts with two simulated devices each; a model in slices, so that weights lie on both."""
     place = ("--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port()}")
