@@ -1,8 +1,9 @@
-"""Ranks against threads on a CPU: a job on one thread, on all threads of one process, and on a rank for each core.
+"""What ranks and exact sums change on a CPU: a job on one thread, on all threads, and on a rank for each core.
 
     python benchmarks/ranks.py --data-root FOLDER [--repeats 3] [--jobs fashion-mnist,caltech101] [--out FILE]
 
-Every run is a fresh `flatout train`; the three take turns, round after round. See README.md beside this file.
+On all threads and on the ranks, the job runs with `exact_sums` as well. Every run is a fresh `flatout train`; the
+variants alternate, round after round. See README.md beside this file.
 """
 
 import argparse
@@ -30,11 +31,14 @@ JOBS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }
 
 
-def run(job: str, data: Path, devices: str, threads: int, folder: Path) -> dict[str, float]:
+EXACT = ("--set", "exact_sums=true")
+
+
+def run(job: str, data: Path, devices: str, threads: int, more: tuple[str, ...], folder: Path) -> dict[str, float]:
     """Train once; return the figures of the run."""
     _, epochs, flags = JOBS[job]
     command = [sys.executable, "-m", "flatout", "train", job, "--data", str(data), "--epochs", str(epochs), *flags]
-    command += ["--devices", devices, "--out", str(folder), "--overwrite", "--set", "early_stopping=0"]
+    command += ["--devices", devices, "--out", str(folder), "--overwrite", "--set", "early_stopping=0", *more]
     seconds, _ = run_process(command, threads)
     summary = json.loads((folder / "summary.json").read_text())
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -49,30 +53,37 @@ def run(job: str, data: Path, devices: str, threads: int, folder: Path) -> dict[
 
 
 def measure(job: str, root: Path, repeats: int, folder: Path) -> dict[str, Any]:
-    """Run the three variants in turn; return all figures, their medians and the ratios of each round."""
+    """Run the variants in turn; return all figures, and medians of the ratios of each round."""
     count, data = physical_cores(), root / JOBS[job][0]
     variants = {
-        "cpu x 1 thread": ("cpu", 1),
-        f"cpu x {count} threads": ("cpu", count),
-        f"{count}xcpu x 1 thread": (f"{count}xcpu", 1),
+        "one thread": ("cpu", 1, ()),
+        "threads": ("cpu", count, ()),
+        "threads exact": ("cpu", count, EXACT),
+        "ranks": (f"{count}xcpu", 1, ()),
+        "ranks exact": (f"{count}xcpu", 1, EXACT),
     }
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     for repeat in range(repeats):
-        for name, (devices, threads) in variants.items():
-            rounds[name].append(run(job, data, devices, threads, folder / f"{job}-{name}".replace(" ", "-")))
+        for name, variant in variants.items():
+            rounds[name].append(run(job, data, *variant, folder / f"{job}-{name}".replace(" ", "-")))
             print(f"{job} {repeat + 1}/{repeats} {name}: {rounds[name][-1]}", file=sys.stderr, flush=True)
-    one, threaded, ranks = rounds.values()
 
-    def ratio(figure: str, against: list[dict[str, float]]) -> float:
-        return statistics.median(a[figure] / b[figure] for a, b in zip(ranks, against, strict=True))
+    def ratio(of: str, over: str) -> float:
+        rates = (
+            (a["images_per_second"], b["images_per_second"]) for a, b in zip(rounds[of], rounds[over], strict=True)
+        )
+        return statistics.median(a / b for a, b in rates)
 
     return {
         "rounds": rounds,
-        "ranks_over_one_thread": ratio("images_per_second", one),
-        "ranks_over_threads": ratio("images_per_second", threaded),
-        "communication_fraction": statistics.median(r["communication_fraction"] for r in ranks),
+        "ranks_over_one_thread": ratio("ranks", "one thread"),
+        "ranks_over_threads": ratio("ranks", "threads"),
+        "default_over_exact_threads": ratio("threads", "threads exact"),
+        "default_over_exact_ranks": ratio("ranks", "ranks exact"),
+        "communication_fraction": statistics.median(r["communication_fraction"] for r in rounds["ranks"]),
         "launch_seconds": statistics.median(
-            a["overhead_seconds"] - b["overhead_seconds"] for a, b in zip(ranks, one, strict=True)
+            a["overhead_seconds"] - b["overhead_seconds"]
+            for a, b in zip(rounds["ranks"], rounds["one thread"], strict=True)
         ),
     }
 
@@ -93,8 +104,9 @@ def main() -> None:
             args.out.write_text(json.dumps(result, indent=2) + "\n")
             print(
                 f"{job:20} ranks over one thread {measured['ranks_over_one_thread']:.2f}, over threads "
-                f"{measured['ranks_over_threads']:.2f}, communication {measured['communication_fraction']:.1%}, "
-                f"launch {measured['launch_seconds']:.1f} s",
+                f"{measured['ranks_over_threads']:.2f}; default over exact sums "
+                f"{measured['default_over_exact_threads']:.2f} on threads, {measured['default_over_exact_ranks']:.2f} on "
+                f"ranks; communication {measured['communication_fraction']:.1%}, launch {measured['launch_seconds']:.1f} s",
                 flush=True,
             )
 
