@@ -103,10 +103,10 @@ def main() -> None:
             result["jobs"][job] = measured = measure(job, args.data_root, args.repeats, Path(folder))
             args.out.write_text(json.dumps(result, indent=2) + "\n")
             print(
-                f"{job:20} ranks over one thread {measured['ranks_over_one_thread']:.2f}, over threads "
-                f"{measured['ranks_over_threads']:.2f}; default over exact sums "
-                f"{measured['default_over_exact_threads']:.2f} on threads, {measured['default_over_exact_ranks']:.2f} on "
-                f"ranks; communication {measured['communication_fraction']:.1%}, launch {measured['launch_seconds']:.1f} s",
+                f"{job:20} ranks: {measured['ranks_over_one_thread']:.2f} x one thread, "
+                f"{measured['ranks_over_threads']:.2f} x threads; default over exact sums: "
+                f"{measured['default_over_exact_threads']:.2f} (threads), {measured['default_over_exact_ranks']:.2f} (ranks); "
+                f"communication {measured['communication_fraction']:.1%}; launch {measured['launch_seconds']:.1f} s",
                 flush=True,
             )
 
