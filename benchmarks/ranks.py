@@ -105,7 +105,8 @@ def main() -> None:
             print(
                 f"{job:20} ranks: {measured['ranks_over_one_thread']:.2f} x one thread, "
                 f"{measured['ranks_over_threads']:.2f} x threads; default over exact sums: "
-                f"{measured['default_over_exact_threads']:.2f} (threads), {measured['default_over_exact_ranks']:.2f} (ranks); "
+                f"{measured['default_over_exact_threads']:.2f} (threads), "
+                f"{measured['default_over_exact_ranks']:.2f} (ranks); "
                 f"communication {measured['communication_fraction']:.1%}; launch {measured['launch_seconds']:.1f} s",
                 flush=True,
             )
