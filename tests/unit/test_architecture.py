@@ -1,0 +1,54 @@
+"""ARCHITECTURE.md says how a folder of images comes to a gradient: its table is compared with a run."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flatout.cli import main
+
+PAGE = Path(__file__).resolve().parents[2] / "ARCHITECTURE.md"
+CALLS = re.findall(r"^\| \d+ \| `([\w.]+)` \|", PAGE.read_text(encoding="utf-8"), re.M)
+
+
+def test_the_path_has_at_most_20_calls() -> None:
+    assert 10 < len(CALLS) <= 20
+
+
+def test_a_run_takes_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for i in range(20):
+            pixels = rng.integers(0, 255, (32, 32, 3), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{i}.png")
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    # Imported before the calls are watched, which makes imports slow.
+    for name in CALLS[:-1]:
+        importlib.import_module("flatout." + re.split(r"\.\w+$|\.[A-Z]", name)[0])
+    seen: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            module = frame.f_globals.get("__name__", "").removeprefix("flatout.")
+            name = f"{module}.{frame.f_code.co_qualname}".replace("torch._tensor.Tensor", "torch.Tensor")
+            if name in CALLS and name not in seen:
+                seen.append(name)
+            if name == CALLS[-1]:
+                sys.setprofile(None)
+
+    sys.setprofile(note)
+    try:
+        code = main(
+            ["train", str(tmp_path / "photos"), "--epochs", "1", "--devices", "cpu", "--out", str(tmp_path / "run")]
+        )
+    finally:
+        sys.setprofile(None)
+    assert code == 0
+    assert seen == CALLS
