@@ -23,9 +23,10 @@ import torch
 from flatout.console import Console
 from flatout.dist import heartbeat
 from flatout.dist.hosts import Hosts
-from flatout.dist.launcher import run_on_devices, spawn
+from flatout.dist.launcher import spawn
 from flatout.dist.world import World
 from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
+from flatout.run.launch import run_on_devices
 
 # What a run may take to end once something is wrong with it; and its start on a busy machine.
 END_SECONDS, START_SECONDS = 15, 60

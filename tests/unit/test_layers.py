@@ -45,7 +45,7 @@ def tree_of(path: Path) -> ast.Module:
     """Return the syntax tree, without what is imported for type checking alone."""
 
     class Runtime(ast.NodeTransformer):
-        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:  # noqa: N802
+        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
             return node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
     return Runtime().visit(ast.parse(path.read_text(encoding="utf-8")))

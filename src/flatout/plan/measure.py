@@ -59,8 +59,8 @@ def measure(
 
 def _row(work: Work, spec: str, engine: str, allow_code: bool, console: Console) -> dict[str, Any]:
     """Measure one SPEC."""
-    from flatout.dist.launcher import run_on_devices
     from flatout.engine.factory import choose_processes
+    from flatout.run.launch import run_on_devices
 
     recipe = work.recipe
     chosen = choose_processes(

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Console) -> dict[str, Any]:
     """See `Run.evaluate`. Several devices have a process each, as in training."""
     from flatout.dist.env import launched
-    from flatout.dist.launcher import run_on_devices
     from flatout.engine.devices import engine_for, parse_devices
+    from flatout.run.launch import run_on_devices
 
     engine = engine_for(devices, engine)
     if devices == "auto" and launched() is None:

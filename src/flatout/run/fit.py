@@ -143,9 +143,9 @@ def train_recipe(
         Stopped: the process was told to end; the run folder is usable and can be resumed.
     """
     from flatout.dist.env import launched
-    from flatout.dist.launcher import run_on_devices
     from flatout.engine.devices import parse_devices
     from flatout.engine.factory import choose_processes
+    from flatout.run.launch import run_on_devices
 
     hosts, engine = options.hosts, options.engine
     if hosts.most > 1 and options.out is None:

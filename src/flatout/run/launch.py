@@ -1,0 +1,69 @@
+"""Run a function on every device: in this process, in a process for each device, or as an already launched rank."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flatout.console import Console
+from flatout.dist.env import launched
+from flatout.dist.hosts import Hosts
+from flatout.dist.launcher import spawn
+from flatout.engine.devices import parse_devices
+from flatout.errors import InputError
+
+
+def run_on_devices(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    spec: str,
+    engine: str,
+    console: Console,
+    hosts: Hosts | None = None,
+    restarts: int | None = None,
+    threads: int | None = None,
+    own_process: bool = False,
+) -> Any:
+    """Call function(console, world, *args) on every rank, with a joined world; return what the first rank returns.
+
+    Args:
+        function, args: they may be defined in `__main__`, such as a notebook.
+        spec, engine: the devices of this host, and what drives them.
+        console: shows what rank 0's console prints.
+        hosts: the hosts of the run; each calls this. Default: this one alone.
+        restarts: how often the ranks are started again after one was lost. Default: as often as hosts may be lost.
+        threads: OMP_NUM_THREADS of each new process, unless the user has set it. Default: all cores, shared evenly.
+        own_process: start a process even for a single device.
+
+    Raises:
+        InputError, TrainingFailed, Stopped, KeyboardInterrupt: as the function raised them.
+        InputError: an argument cannot be pickled; the hosts did not meet.
+        TrainingFailed: a rank died, hung, or raised something else, and all others were ended. The message names it and
+            has the last lines of its log.
+    """
+    from flatout.engine.eager.device_setup import cpu_threads
+
+    if launched() is not None:
+        return _join_and_call(console, spec, engine, function, args)
+    hosts = hosts or Hosts()
+    restarts = hosts.most - hosts.least if restarts is None else restarts
+    if restarts < 0:
+        raise InputError(f"--restarts {restarts}: must be 0 or more")
+    names = parse_devices(spec, engine).ranks.names
+    if len(names) == hosts.most == 1 and restarts == 0 and not own_process:
+        return _join_and_call(console, spec, engine, function, args)
+    threads = threads or cpu_threads(len(names))
+    call = (spec, engine, function, args)
+    return spawn(_join_and_call, call, names=names, threads=threads, console=console, hosts=hosts, restarts=restarts)
+
+
+def _join_and_call(console: Console, spec: str, engine: str, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    from flatout.engine.factory import join
+
+    world = join(spec, engine)
+    try:
+        result = function(console, world, *args)
+        # All hosts end together, so that none takes another one's end for a loss.
+        world.barrier()
+    finally:
+        world.leave()
+    return result
