@@ -126,7 +126,7 @@ class Sequences(nn.Module):
 
 
 def test_layers_whose_sums_are_not_exact_are_refused() -> None:
-    with pytest.raises(InputError, match=r"exact_sums = true is not available: rows\.weight is not of"):
+    with pytest.raises(InputError, match=r"exact_sums = true is not available: rows\.weight belongs to no"):
         state_after(World(), Sequences(), 12, 5, {})
 
 
