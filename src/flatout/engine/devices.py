@@ -9,9 +9,9 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from flatout.engine.xla.devices import tpu_count
 from flatout.errors import InputError
 from flatout.host import processor_name, usable_cores
 from flatout.settings import nearest
@@ -25,10 +25,6 @@ XLA_KINDS = ("tpu", "cuda", "cpu")
 # More processes or simulated devices than this are a typing error that would bring the machine down.
 MAX_PROCESSES_PER_CORE = 16
 MAX_SIMULATED = 64
-# PCI device numbers of TPU chips (Google is vendor 0x1ae0), and how many devices JAX counts on each: v2 and v3, v4,
-# v5p, v5e, v6e, v7x. From jax/_src/hardware_utils.py.
-_GOOGLE = "0x1ae0"
-_TPUS = {"0x0027": 2, "0x005e": 1, "0x0056": 1, "0x0062": 1, "0x0063": 1, "0x006f": 1, "0x0076": 2}
 _SPEC = re.compile(r"(?:(?P<count>[1-9]\d*)x)?(?P<kind>[a-z]+)(?::(?P<indices>\d+(?:,\d+)*))?")
 
 
@@ -69,17 +65,6 @@ def spec_of(names: Sequence[str]) -> str:
     if is_choice and kind == "cuda":
         return f"{kind}:{','.join(name.partition(':')[2] for name in names)}"
     return f"{len(names)}x{kind}"
-
-
-def tpu_count(root: Path = Path("/")) -> int:
-    """Return the number of TPU devices of this host as JAX counts them, without starting JAX."""
-    nodes = [*root.glob("dev/accel[0-9]*"), *root.glob("dev/vfio/[0-9]*")]
-    folders = root.glob("sys/bus/pci/devices/*") if nodes else ()
-    numbers = [tuple((folder / name).read_text().strip() for name in ("vendor", "device")) for folder in folders]
-    chips = [_TPUS[device] for vendor, device in numbers if vendor == _GOOGLE and device in _TPUS]
-    chips = chips or [1 for node in nodes if node.name.startswith("accel")]
-    visible = os.environ.get("TPU_VISIBLE_CHIPS") or os.environ.get("TPU_VISIBLE_DEVICES")
-    return sum(chips[: visible.count(",") + 1] if visible else chips)
 
 
 def available() -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 import json
 from base64 import b64encode
-from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -13,24 +12,11 @@ import numpy as np
 from flatout.errors import InputError
 from flatout.recipe import Recipe, load_recipe
 from flatout.report.run_files import RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
+from flatout.run.predict import Prediction, predict
 from flatout.settings import in_python
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """The most probable classes of one image, best first."""
-
-    file: str
-    classes: tuple[str, ...]
-    probabilities: tuple[float, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        pairs = zip(self.classes, self.probabilities, strict=True)
-        return {"file": self.file, "predictions": [{"class": c, "probability": p} for c, p in pairs]}
 
 
 class Run:
@@ -139,8 +125,6 @@ class Run:
         Raises:
             InputError: an image is missing or cannot be read.
         """
-        from flatout.run.predict import predict
-
         return predict(self, images, top=top)
 
     def probabilities(self, pixels_NHWC: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,15 +13,27 @@ import numpy as np
 from flatout.errors import InputError
 
 if TYPE_CHECKING:
-    from flatout.run.folder import Prediction, Run
+    from flatout.run.folder import Run
 
 _MOST_AT_ONCE = 256  # decoded images in memory
 
 
-def predict(run: "Run", images: Any, *, top: int) -> "list[Prediction]":
-    """See `Run.predict`."""
-    from flatout.run.folder import Prediction
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The most probable classes of one image, best first."""
 
+    file: str
+    classes: tuple[str, ...]
+    probabilities: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        pairs = zip(self.classes, self.probabilities, strict=True)
+        return {"file": self.file, "predictions": [{"class": c, "probability": p} for c, p in pairs]}
+
+
+def predict(run: "Run", images: Any, *, top: int) -> list[Prediction]:
+    """See `Run.predict`."""
     if not top >= 1:
         raise InputError(f"--top {top}: must be at least 1")
     named = _named(images, run.recipe.channels)

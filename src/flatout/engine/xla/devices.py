@@ -8,10 +8,10 @@ import os
 import socket
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.data.cache import cache_folder
-from flatout.engine.devices import tpu_count
 from flatout.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,6 +22,22 @@ INSTALL = "pip install 'flatout[tpu]'"
 _PLATFORMS = {"cpu": "cpu", "tpu": "tpu,cpu", "cuda": "cuda,cpu"}
 # Programs that compile faster are not cached.
 CACHED_SECONDS = 0.5
+
+# PCI device numbers of TPU chips (Google is vendor 0x1ae0), and how many devices JAX counts on each: v2 and v3, v4,
+# v5p, v5e, v6e, v7x. From jax/_src/hardware_utils.py.
+_GOOGLE = "0x1ae0"
+_TPUS = {"0x0027": 2, "0x005e": 1, "0x0056": 1, "0x0062": 1, "0x0063": 1, "0x006f": 1, "0x0076": 2}
+
+
+def tpu_count(root: Path = Path("/")) -> int:
+    """Return the number of TPU devices of this host as JAX counts them, without starting JAX."""
+    nodes = [*root.glob("dev/accel[0-9]*"), *root.glob("dev/vfio/[0-9]*")]
+    folders = root.glob("sys/bus/pci/devices/*") if nodes else ()
+    numbers = [tuple((folder / name).read_text().strip() for name in ("vendor", "device")) for folder in folders]
+    chips = [_TPUS[device] for vendor, device in numbers if vendor == _GOOGLE and device in _TPUS]
+    chips = chips or [1 for node in nodes if node.name.startswith("accel")]
+    visible = os.environ.get("TPU_VISIBLE_CHIPS") or os.environ.get("TPU_VISIBLE_DEVICES")
+    return sum(chips[: visible.count(",") + 1] if visible else chips)
 
 
 def require() -> None:
