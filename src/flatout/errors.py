@@ -34,6 +34,11 @@ class Stopped(Exception):
         self.signal_number = signal_number
         self.exit_code = _SIGNALLED + signal_number
 
+    @property
+    def how(self) -> str:
+        """Return what happened to the run, in a word."""
+        return "interrupted" if self.signal_number == signal.SIGINT else "terminated"
+
 
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a process that an exception ends."""

@@ -259,7 +259,7 @@ def ending(*last: Any) -> Any:
         (Own, "must be a Sequential or functional keras.Model, not Own"),
         (lambda: keras.Sequential([layers.Flatten(), layers.Dense(5)]), "begin it with keras.Input"),
         (lambda: ending(layers.Dense(5, kernel_regularizer="l2")), "optimizer.weight_decay"),
-        (lambda: ending(layers.Dense(5, activity_regularizer="l2")), "adds to the loss by itself"),
+        (lambda: ending(layers.Dense(5, activity_regularizer="l2")), "adds terms to the loss"),
         (lambda: ending(layers.Dense(5, kernel_constraint="non_neg")), "regularizers or constraints"),
         (lambda: ending(layers.Dense(5, activation="sigmoid")), "sigmoid over 5 outputs"),
         (ending_in_an_operation, "keras.ops.softmax: end it in a layer"),
@@ -273,7 +273,7 @@ def test_models_that_cannot_be_trained(build: Any, message: str, tmp_path: Path)
 
 
 def test_torch_does_not_train_them(tmp_path: Path) -> None:
-    with pytest.raises(flatout.InputError, match="--engine xla"):
+    with pytest.raises(flatout.InputError, match="engine='xla'"):
         fitted(pets_net(), splits(2), tmp_path / "run", engine="torch", devices="cpu")
 
 

@@ -102,7 +102,7 @@ def test_a_script_trains_on_a_path_and_is_interrupted(shared_data: Path, tmp_pat
     assert len(ranks) == 2
     assert not any(rank.is_running() for rank in ranks)
     assert list((tmp_path / "run" / "checkpoints").iterdir())
-    assert flatout.load(tmp_path / "run").summary["stopped"].startswith("SIGINT")
+    assert flatout.load(tmp_path / "run").summary["stopped"].startswith("interrupted")
 
 
 class Interpreter:

@@ -139,8 +139,7 @@ def test_auto_on_a_tpu_host_is_xla_on_its_tpus(host: Host, monkeypatch: pytest.M
     from flatout.engine.xla import devices as xla
 
     host(tpu=8)
-    monkeypatch.setattr(xla, "has_tpu", lambda: True)
-    monkeypatch.setattr(xla, "kinds", lambda: pytest.fail("JAX was started"))
+    monkeypatch.setattr(xla, "gpu_count", lambda: pytest.fail("JAX was started"))
     assert engine_for("auto", "auto") == "xla"
     assert engine_for("cpu", "auto") == engine_for("auto", "torch") == "torch"
     assert str(parse_devices("auto", "xla")) == "8xtpu"

@@ -94,7 +94,7 @@ class KerasModule(nn.Module):
     def forward(self, x_NCHW: torch.Tensor) -> torch.Tensor:
         """Return the logits, float32 [B, K]."""
         if self.training:
-            raise InputError("a Keras model is trained by XLA alone: --engine xla, or engine='xla' in Python")
+            raise InputError("a Keras model is trained by XLA alone: --engine xla")
         network = self._architecture.evaluated
         values = {name: tensor.detach().cpu().numpy() for name, tensor in self.state_dict(keep_vars=True).items()}
         logits, _ = network.model.stateless_call(

@@ -67,7 +67,7 @@ def finish(
                 results[name] = placed[name].evaluate(with_probabilities=name == shown)
     except Stopped as stopped:
         failure = failure or stopped
-        ended = ended or f"{signal.Signals(stopped.signal_number).name} during evaluation"
+        ended = ended or f"{stopped.how} during evaluation"
         session.note(ended)
     progress.evaluate_seconds += time.perf_counter() - began
     state = engine.state()

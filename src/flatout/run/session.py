@@ -338,8 +338,7 @@ class Session:
             monitor.restore()
             ended, failure = f"failed: {error}", error
         except Stopped as stopped:
-            how = "interrupted" if stopped.signal_number == signal.SIGINT else "terminated"
-            ended, failure = f"{how} in epoch {progress.epoch + 1}, step {progress.step}", stopped
+            ended, failure = f"{stopped.how} in epoch {progress.epoch + 1}, step {progress.step}", stopped
         self.console.finish()
         if not isinstance(failure, TrainingFailed):
             monitor.checkpoint()
