@@ -1,10 +1,10 @@
 # Both commands do all the set-up on a fresh machine with Python >= 3.11.
 PYTHON ?= python3
 BIN := .venv/bin
-# The tests that take long, such as waiting for a rank that hangs, run in .ci/run alone.
-TESTS ?= not slow
+# Two test processes: many tests wait for processes of their own. The slow tests run in .ci/run alone.
+TESTS ?= -n 2 --dist worksteal -m 'not slow'
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-slow lint clean
 
 demo: .venv/installed
 	@$(BIN)/flatout train digits --out runs/demo --overwrite
@@ -14,7 +14,10 @@ test: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -m '$(TESTS)'
+	$(BIN)/python -m pytest $(TESTS)
+
+test-slow: .venv/installed-dev
+	$(BIN)/python -m pytest -m slow
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("flatout needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'

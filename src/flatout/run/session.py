@@ -2,7 +2,6 @@
 
 import contextlib
 import shlex
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
