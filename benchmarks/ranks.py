@@ -55,7 +55,7 @@ def run(job: str, data: Path, devices: str, threads: int, more: tuple[str, ...],
 def measure(job: str, root: Path, repeats: int, folder: Path) -> dict[str, Any]:
     """Run the variants in turn; return all figures, and medians of the ratios of each round."""
     count, data = physical_cores(), root / JOBS[job][0]
-    variants = {
+    variants: dict[str, tuple[str, int, tuple[str, ...]]] = {
         "one thread": ("cpu", 1, ()),
         "threads": ("cpu", count, ()),
         "threads exact": ("cpu", count, EXACT),
