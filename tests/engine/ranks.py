@@ -1,21 +1,42 @@
-"""Run a function on several CPU ranks, as a real run does, and bring every rank's answer back."""
+"""Run a function on several CPU ranks and bring every rank's answer back.
 
-import dataclasses
+The ranks are forked from a server that has imported torch once. Ranks of the product's launcher import it anew, which
+takes longer than most of these tests; the launcher has tests of its own (tests/system/test_launch.py).
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 import torch
 
-from flatout.console import Console
-from flatout.dist.env import launched
-from flatout.dist.launcher import spawn
+from flatout.dist.env import launched, serve_store
 from flatout.dist.world import World
+from flatout.errors import RankLost
 
 Backend = Literal["memory", "gloo"]
+
+HOST = "127.0.0.1"
+# Ranks that take longer hang.
+SECONDS = 300.0
+
+_SERVER = multiprocessing.get_context("forkserver")
+# What ranks would import themselves: pytest with the module of the test, torch._dynamo with the first DTensor.
+_SERVER.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch._dynamo", "pytest", "flatout.engine.eager.engine", "tests.engine.ranks"]
+)
 
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any, backend: Backend = "memory") -> list[Any]:
     """Call function(world, *args) on each rank, with one thread; return all answers, in the order of the ranks.
+
+    What a rank raises is raised here.
 
     Args:
         size: ranks; one is this process.
@@ -25,39 +46,109 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any, backend: Backe
     """
     if size == 1:
         return [function(World(), *args)]
-    return _launch(size, _answers_of_all, function, args, backend)
+    return _run(size, _answer_together, function, args, backend)
 
 
-def on_ranks_that_part(size: int, function: Callable[..., Any], *args: Any, backend: Backend = "memory") -> Any:
-    """As `on_ranks`, for ranks that cannot speak to each other afterwards; return the first one's answer."""
-    return _launch(size, _answer_of_one, function, args, backend)
+def on_ranks_that_part(size: int, function: Callable[..., Any], *args: Any, backend: Backend = "memory") -> list[Any]:
+    """As `on_ranks`, for ranks that do not wait for each other at the end."""
+    return _run(size, _answer, function, args, backend)
 
 
-def _launch(size: int, call: Callable[..., Any], function: Callable[..., Any], args: Sequence[Any], backend: str):
-    return spawn(call, (function, args, backend), names=["cpu"] * size, threads=1, console=Console())
+# --- the process that asks --------------------------------------------------------------------------------------------
 
 
-def _answers_of_all(console: Console, function: Callable[..., Any], args: Sequence[Any], backend: str) -> list[Any]:
-    world = _join(backend)
-    answers = world.all_gather_object(function(world, *args))
-    world.leave()
-    return answers
+def _run(size: int, call: Callable[..., Any], function: Callable[..., Any], args: Sequence[Any], backend: Backend):
+    # As pickled bytes, since torch would send tensors through shared memory of the rank, which ends.
+    asked = pickle.dumps((call, function, args, backend))
+    store = serve_store(HOST, 0)
+    with contextlib.ExitStack() as stack:
+        connections = []
+        for rank in range(size):
+            # With gloo as if every rank were a host of its own.
+            place = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size} if backend == "memory" else {}
+            numbers = {"RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": store.port, **place}
+            own = {"MASTER_ADDR": HOST, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            variables = {**os.environ, **own, **{name: str(number) for name, number in numbers.items()}}
+            connections.append(_start(stack, variables, asked))
+        return _collect(connections)
 
 
-def _answer_of_one(console: Console, function: Callable[..., Any], args: Sequence[Any], backend: str) -> Any:
-    world = _join(backend)
+def _start(stack: contextlib.ExitStack, variables: dict[str, str], asked: bytes) -> Connection:
+    """Start a rank, which ends with the stack; return where its answer arrives."""
+    receiver, sender = _SERVER.Pipe(duplex=False)
+    stack.callback(receiver.close)
+    with sender:
+        process = _SERVER.Process(target=_rank_main, args=(sender, variables, asked))
+        process.start()
+    stack.callback(process.join)
+    stack.callback(process.kill)
+    return receiver
+
+
+def _collect(connections: list[Connection]) -> list[Any]:
+    """Return the ranks' answers; raise the first error, unless it is but the loss of a rank that has one too."""
+    answers: dict[int, Any] = {}
+    lost: list[RankLost] = []
+    waiting = {connection: rank for rank, connection in enumerate(connections)}
+    deadline = time.monotonic() + SECONDS
+    while waiting:
+        ready = wait(list(waiting), deadline - time.monotonic())
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer in {SECONDS:g} s")
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
+            try:
+                answers[rank], error = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                raise RuntimeError(f"rank {rank} ended without an answer") from None
+            if isinstance(error, RankLost):
+                lost.append(error)
+            elif error is not None:
+                raise error
+    if lost:
+        raise lost[0]
+    return [answers[rank] for rank in range(len(connections))]
+
+
+# --- a rank -----------------------------------------------------------------------------------------------------------
+
+
+def _rank_main(sender: Connection, variables: dict[str, str], asked: bytes) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    torch.set_num_threads(1)
     try:
-        return function(world, *args)
-    finally:
-        world.leave()
+        call, function, args, backend = pickle.loads(asked)
+        world = _join(backend)
+        try:
+            told = pickle.dumps((call(world, function, args), None))
+        finally:
+            world.leave()
+    except BaseException as error:
+        where = traceback.format_exc()
+        error.add_note(f"Rank {variables['RANK']}:\n{where}")
+        try:
+            told = pickle.dumps((None, error))
+            pickle.loads(told)
+        except Exception:  # what an error holds may be anything
+            told = pickle.dumps((None, RuntimeError(where)))
+    sender.send_bytes(told)
 
 
-def _join(backend: str) -> World:
+def _answer(world: World, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    return function(world, *args)
+
+
+def _answer_together(world: World, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    answer = function(world, *args)
+    world.barrier()
+    return answer
+
+
+def _join(backend: Backend) -> World:
     found = launched()
     assert found is not None
-    if backend == "gloo":
-        # As if every rank were a host of its own.
-        found = dataclasses.replace(found, local_rank=0, local_size=1)
     world = World(found, torch.device("cpu"))
     world.join(found)
     assert world.backend == backend

@@ -1,12 +1,7 @@
-"""Slices of parameters and optimizer state on several ranks, against a plain loop in one process.
+"""Slices of parameters and optimizer state on several ranks, against a plain loop in one process."""
 
-Run as a script, this file is one of the ranks.
-"""
-
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,11 +19,13 @@ from flatout.errors import InputError
 from flatout.models.layers import set_train_mode
 from flatout.numerics import optim
 from flatout.recipe import Optimizer
+from tests.engine.ranks import on_ranks
 
 CPU = torch.device("cpu")
 SAMPLES, STEPS, SAVED_AT = 23, 5, 3
 SGD, AdamW, Adagrad = torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad
 
+State = dict[str, torch.Tensor]
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, tuple[Optimizer, Make]] = {
     "momentum": (
@@ -117,93 +114,80 @@ def held_bytes(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum(t.to_local().nbytes for t in tensors if isinstance(t, DTensor))
 
 
-def rank_main(folder: Path, resumed: Path | None) -> None:
-    """Train with every optimizer; rank 0 writes the states, each rank what it holds."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=size)
-    held = {}
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a rank has for each optimizer: the whole state after some steps, on rank 0 alone, and the bytes it holds."""
+
+    states: dict[str, dict[int, State]]
+    held: dict[str, int]
+
+
+def train_all(world: World, resumed: dict[str, State] | None) -> Trained:
+    """Train with every optimizer, from the beginning or from a state after SAVED_AT steps."""
+    answer = Trained(states={}, held={})
     for name, (section, _) in OPTIMIZERS.items():
         net = make_net()
         shard(net, CPU)
         parameters = trained(net)
         optimizer = build_optimizer(section, parameters.values())
-        update, first = optim.plain_step(optimizer), 0
+        update, first, states = optim.plain_step(optimizer), 0, {}
         if resumed:
-            load(torch.load(resumed / f"{name}-{SAVED_AT}.pt"), net, optimizer, parameters, World())
+            load(resumed[name], net, optimizer, parameters, World())
             first = SAVED_AT
         for steps in (range(first, SAVED_AT), range(SAVED_AT, STEPS)):
-            train_steps(net, update, steps, rank, size)
+            train_steps(net, update, steps, world.rank, world.size)
             state = full_state(net, optimizer, parameters)
-            if rank == 0:
-                torch.save(state, folder / f"{name}-{steps.stop}.pt")
-        held[name] = held_bytes(net, optimizer)
-    torch.save(held, folder / f"held-{rank}.pt")
-    dist.destroy_process_group()
-
-
-def run_ranks(size: int, folder: Path, resumed: Path | None = None) -> Path:
-    folder.mkdir()
-    arguments = [sys.executable, __file__, str(folder), *([str(resumed)] if resumed else [])]
-    own = {**os.environ, "WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(arguments, env={**own, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(size)
-    ]
-    try:
-        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert not any(rank.returncode for rank in ranks), "\n".join(errors)
-    return folder
+            if world.is_main:
+                states[steps.stop] = state
+        answer.states[name], answer.held[name] = states, held_bytes(net, optimizer)
+    return answer
 
 
 @pytest.fixture(scope="module")
-def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_ranks(3, tmp_path_factory.mktemp("ranks") / "three")
+def three_ranks() -> list[Trained]:
+    return on_ranks(3, train_all, None)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(three_ranks: Path) -> Path:
+def two_ranks(three_ranks: list[Trained]) -> list[Trained]:
     """Two ranks that go on where three were after three steps."""
-    return run_ranks(2, three_ranks.parent / "two", three_ranks)
+    return on_ranks(2, train_all, {name: states[SAVED_AT] for name, states in three_ranks[0].states.items()})
 
 
-def assert_equal_states(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal_states(found: State, expected: State) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_slices_train_as_a_plain_loop(three_ranks: Path, name: str) -> None:
+def test_slices_train_as_a_plain_loop(three_ranks: list[Trained], name: str) -> None:
     for steps in (SAVED_AT, STEPS):
-        assert_equal_states(torch.load(three_ranks / f"{name}-{steps}.pt"), plain_loop(OPTIMIZERS[name][1], steps))
+        assert_equal_states(three_ranks[0].states[name][steps], plain_loop(OPTIMIZERS[name][1], steps))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_state_of_three_ranks_goes_on_with_two(two_ranks: Path, name: str) -> None:
-    assert_equal_states(torch.load(two_ranks / f"{name}-{STEPS}.pt"), plain_loop(OPTIMIZERS[name][1], STEPS))
+def test_a_state_of_three_ranks_goes_on_with_two(two_ranks: list[Trained], name: str) -> None:
+    assert_equal_states(two_ranks[0].states[name][STEPS], plain_loop(OPTIMIZERS[name][1], STEPS))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_state_of_three_ranks_goes_on_with_one_that_holds_all(three_ranks: Path, name: str) -> None:
+def test_a_state_of_three_ranks_goes_on_with_one_that_holds_all(three_ranks: list[Trained], name: str) -> None:
     section, make = OPTIMIZERS[name]
     net = make_net()
     parameters = trained(net)
     optimizer = optim.build(section, parameters.values(), capturable=False)
-    load(torch.load(three_ranks / f"{name}-{SAVED_AT}.pt"), net, optimizer, parameters, World())
+    load(three_ranks[0].states[name][SAVED_AT], net, optimizer, parameters, World())
     train_steps(net, optim.plain_step(optimizer), range(SAVED_AT, STEPS))
     assert_equal_states(full_state(net, optimizer, parameters), plain_loop(make, STEPS))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_rank_holds_its_slices_alone(three_ranks: Path, name: str) -> None:
+def test_each_rank_holds_its_slices_alone(three_ranks: list[Trained], name: str) -> None:
     """Together the ranks hold everything once, and none more than its share, in rows rounded up."""
     net, kept = make_net(), {"adamw": 2}.get(name, 1)
     times = {parameter: 1 + kept * parameter.requires_grad for parameter in net.parameters()}
-    held = [torch.load(three_ranks / f"held-{rank}.pt")[name] for rank in range(3)]
+    held = [rank.held[name] for rank in three_ranks]
     assert sum(held) == sum(parameter.nbytes * n for parameter, n in times.items())
     assert max(held) <= sum(-(-len(parameter) // 3) * parameter[0].nbytes * n for parameter, n in times.items())
 
@@ -315,7 +299,3 @@ def test_a_parameter_without_rows_is_refused() -> None:
     net.register_parameter("gain", nn.Parameter(torch.ones(())))
     with pytest.raises(InputError, match="the parameter gain is a single number"):
         shard(net, CPU)
-
-
-if __name__ == "__main__":
-    rank_main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)

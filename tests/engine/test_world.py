@@ -1,6 +1,8 @@
 """Numbers of several ranks become one: the same bits on each, through shared memory and through gloo."""
 
 import itertools
+import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from flatout.dist.world import World
 from flatout.engine.eager.grad_reduce import ALIGNMENT
 from flatout.errors import RankLost
+from tests.engine import ranks
 from tests.engine.ranks import Backend, on_ranks, on_ranks_that_part
 
 RANKS: dict[str, tuple[int, Backend]] = {"memory": (3, "memory"), "gloo": (2, "gloo")}
@@ -166,5 +169,33 @@ def part(world: World, how: str) -> str:
 
 @pytest.mark.parametrize(("backend", "how"), [("memory", "sum"), ("memory", "bucket"), ("gloo", "bucket")])
 def test_who_waits_for_a_rank_that_left_is_told(backend: Backend, how: str) -> None:
-    told = on_ranks_that_part(2, part, how, backend=backend)
+    told, _ = on_ranks_that_part(2, part, how, backend=backend)
     assert "rank 1 is gone" in told or "rank 0 lost touch with the others" in told
+
+
+def fail(world: World, how: str) -> None:
+    """Rank 1 ends in a way that no test expects; rank 0 waits for it."""
+    if world.rank == 1:
+        if how == "dies":
+            os._exit(3)
+        assert how != "fails", "of rank 1"
+        threading.Event().wait()
+    world.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "said"),
+    [
+        ("fails", AssertionError, "of rank 1"),
+        ("dies", RuntimeError, "rank 1 ended without an answer"),
+        ("hangs", TimeoutError, r"ranks \[0, 1\] did not answer in 2 s"),
+    ],
+    ids=["fails", "dies", "hangs"],
+)
+def test_these_tests_see_what_happens_to_a_rank(
+    how: str, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "hangs":
+        monkeypatch.setattr(ranks, "SECONDS", 2.0)
+    with pytest.raises(error, match=said):
+        on_ranks(2, fail, how)
