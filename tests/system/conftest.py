@@ -1,6 +1,17 @@
-"""Every system test keeps its packs in a cache of the test session's own."""
+"""Fixtures of the system tests. Each of these tests keeps its packs in a cache of the test session's own."""
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
 import pytest
+
+from flatout.dist import heartbeat
+from tests.system.launchers import LauncherServer, eventually
+
+# A rank that is gone need not be waited for where the others wait for ever.
+SHORT_LIMITS = {"SILENT_SECONDS": 2.5, "STALLED_SECONDS": 2.5, "GRACE_SECONDS": 0.5}
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +23,40 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out pictures and report, which take longer than a small run."""
     monkeypatch.setattr("flatout.report.page.draw_all", lambda run: None)
+
+
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the launcher in this process take ranks for lost sooner."""
+    for name, seconds in SHORT_LIMITS.items():
+        monkeypatch.setattr(heartbeat, name, seconds)
+
+
+@pytest.fixture(scope="module")
+def launchers() -> Iterator[LauncherServer]:
+    server = LauncherServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Check that no process, no temporary file and no listening socket outlives a test."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    before, listened = children(), listening()
+    yield
+    assert eventually(lambda: children() <= before)
+    assert eventually(lambda: not list(temporary.iterdir())), list(temporary.iterdir())
+    assert eventually(lambda: listening() <= listened)
+
+
+def children() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def listening() -> set[int]:
+    """Return the ports on which this process listens; groups of torch's that other tests made may be among them."""
+    return {c.laddr.port for c in psutil.Process().net_connections() if c.status == "LISTEN"}

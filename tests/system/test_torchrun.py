@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,13 +18,25 @@ from flatout.models.weights import read_weights
 # is a step of its own.
 NET = ("--model", "fashion-cnn", "--set", "image_size=16", "--batch-size", "25", "--epochs", "1", "--set", "keep=last")
 CONSTANT = ("--set", "schedule.name=constant", "--set", "optimizer.name=sgd", "--lr", "0.01")
-TRAIN = ("train", "digits", *NET, *CONSTANT, "--set", "exact_sums=true")
+SETTINGS = (*NET, *CONSTANT, "--set", "exact_sums=true")
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def train(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The command that trains on images of three classes that differ in brightness."""
+    labels = np.arange(200) % 3
+    pixels = np.random.default_rng(0).integers(0, 40, (200, 16, 16)) + 90 * labels[:, None, None]
+    path = tmp_path_factory.mktemp("data") / "images.npz"
+    np.savez(path, images=pixels.astype(np.uint8), labels=labels)
+    return ("train", str(path), *SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def alone(train: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "alone"
-    assert main([*TRAIN, "--devices", "cpu", "--out", str(out)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatout.report.page.draw_all", lambda run: None)
+        assert main([*train, "--devices", "cpu", "--out", str(out)]) == 0
     return out
 
 
@@ -55,10 +68,10 @@ def assert_same_answer(run: Path, alone: Path) -> None:
         assert f"rank {rank} (cpu)" in (run / "logs" / f"rank-{rank}.log").read_text()
 
 
-def test_torchrun_gives_the_answer_of_one_process(alone: Path, tmp_path: Path) -> None:
+def test_torchrun_gives_the_answer_of_one_process(train: tuple[str, ...], alone: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = run_of([*torchrun, "-m", "flatout", *TRAIN, "--devices", "2xcpu", "--out", str(out)])
+    process = run_of([*torchrun, "-m", "flatout", *train, "--devices", "2xcpu", "--out", str(out)])
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
     assert_same_answer(out, alone)
@@ -66,7 +79,7 @@ def test_torchrun_gives_the_answer_of_one_process(alone: Path, tmp_path: Path) -
     assert said.count("epoch 1/1") == 1
 
 
-def test_slurm_tasks_give_the_answer_of_one_process(alone: Path, tmp_path: Path) -> None:
+def test_slurm_tasks_give_the_answer_of_one_process(train: tuple[str, ...], alone: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     step = {
         "SLURM_STEP_ID": "0",
@@ -75,7 +88,7 @@ def test_slurm_tasks_give_the_answer_of_one_process(alone: Path, tmp_path: Path)
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    command = ["-m", "flatout", *TRAIN, "--devices", "2xcpu", "--out", str(out)]
+    command = ["-m", "flatout", *train, "--devices", "2xcpu", "--out", str(out)]
     tasks = [run_of(command, **step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)]
     said = [task.communicate(timeout=120)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], "\n".join(said)

@@ -27,7 +27,8 @@ from flatout.errors import RankLost, Stopped, TrainingFailed
 
 # Another host may take this long to tell why its ranks are gone.
 _TELLING_SECONDS = 3.0
-_TAIL_LINES = 20
+# Room for what Python prints about the threads of a process that crashed.
+_TAIL_LINES = 30
 # torch logs what it starts and ends; flatout's messages say the same in one line.
 for _name in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing", "rendezvous"):
     logging.getLogger(f"torch.distributed.elastic.{_name}").setLevel(logging.CRITICAL)

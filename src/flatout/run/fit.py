@@ -9,7 +9,7 @@ from flatout.console import Console
 from flatout.errors import Stopped
 from flatout.recipe import Recipe
 from flatout.run.folder import Run
-from flatout.run.session import Options, Session
+from flatout.run.session import Options, Session, check_batch
 from flatout.settings import in_python, python_words
 
 if TYPE_CHECKING:
@@ -154,7 +154,10 @@ def train_recipe(
     session = Session(recipe, data, options, module)
     if launched() is not None:
         return run_on_devices(_run, (session,), spec=options.devices, engine=engine, console=console)
-    parse_devices(options.devices, engine)
+    devices = parse_devices(options.devices, engine)
+    if options.devices != "auto":
+        # Before the data is read and the ranks start.
+        check_batch(recipe.batch_size, len(devices.ranks.names))
     with session.prepared(console) as pack:
         start, stop = pack.splits["train"]
         chosen = choose_processes(options.devices, recipe, stop - start, lambda: session.build_model(pack), engine)

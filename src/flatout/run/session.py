@@ -62,6 +62,15 @@ class Options:
     began: float = field(default_factory=time.perf_counter)
 
 
+def check_batch(batch: int, ranks: int) -> None:
+    """Raise InputError if a batch has not one sample for each rank."""
+    if batch < ranks:
+        raise InputError(
+            f"batch_size = {batch} is less than one sample for each of the {ranks} ranks: "
+            "use a larger batch or fewer devices"
+        )
+
+
 class Session:
     """A training run: `prepared` for all ranks of a host, then `run` on each.
 
@@ -206,12 +215,7 @@ class Session:
         if not self.recipe.data.mean:
             mean, std = measure(splits["train"])
             self.recipe = self.recipe.override({"data.mean": mean, "data.std": std})
-        ranks, batch = self.world.size, min(self.recipe.batch_size, len(splits["train"]))
-        if batch < ranks:
-            raise InputError(
-                f"batch_size = {batch} is less than one sample for each of the {ranks} ranks: "
-                "use a larger batch or fewer devices"
-            )
+        check_batch(min(self.recipe.batch_size, len(splits["train"])), self.world.size)
         if self.recipe.optimizer.lr_base_batch:
             self.note(describe_scaling(self.recipe))
         self._time("read")
