@@ -82,7 +82,9 @@ def differing(states: dict[str, State], others: dict[str, State]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("size", "backend"), [(2, "gloo"), (3, "memory"), (4, "memory")])
+@pytest.mark.parametrize(
+    ("size", "backend"), [(2, "gloo"), pytest.param(3, "memory", marks=pytest.mark.slow), (4, "memory")]
+)
 def test_any_number_of_ranks(size: int, backend: Backend, alone: dict[str, State]) -> None:
     """On one host or, by gloo, between several."""
     for states in on_ranks(size, trained, backend=backend):
