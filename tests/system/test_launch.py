@@ -69,10 +69,18 @@ SCRIPT = """
 """
 
 
-def test_classes_of_a_script_without_a_guard_go_and_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["a file", pytest.param("standard input", marks=pytest.mark.slow)])
+def test_classes_of_a_script_without_a_guard_go_and_come_back(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=START_SECONDS, check=False)
+    done = subprocess.run(
+        [sys.executable, script if how == "a file" else "-"],
+        input="" if how == "a file" else script.read_text(),
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+        check=False,
+    )
     assert (done.stdout, done.stderr) == ("True 4\n", "")
 
 

@@ -11,6 +11,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -73,7 +74,16 @@ def environment(folder: Path, mark: str = "") -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder), MARK: mark}
 
 
-def train(folder: Path, mishap: str, ranks: str, devices: str = "2xcpu", restarts: int = 0) -> Ended:
+def digits(folder: Path) -> tuple[str, ...]:
+    """Return the arguments for digits in a file: no process needs scikit-learn, which takes long to import."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    np.savez(folder / "digits.npz", images=(images * 15).astype(np.uint8).reshape(-1, 8, 8), labels=labels)
+    return ("digits", "--data", str(folder / "digits.npz"))
+
+
+def train(folder: Path, mishap: str, ranks: str, *options: str, devices: str = "2xcpu") -> Ended:
     """Run until the mishaps, and to the end; check that nothing is left."""
     temporary, file, out, mark = folder / "tmp", folder / "mishap", folder / "run", str(uuid.uuid4())
     temporary.mkdir()
@@ -81,8 +91,8 @@ def train(folder: Path, mishap: str, ranks: str, devices: str = "2xcpu", restart
     shared_before = shared_files()
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "flatout", *TRAIN, "digits", *LENGTH, "--devices", devices),
-            *("--out", str(out), "--restarts", str(restarts)),
+            *(sys.executable, "-m", "flatout", *TRAIN, *digits(folder), *LENGTH),
+            *("--devices", devices, "--out", str(out), *options),
         ],
         capture_output=True,
         text=True,
@@ -129,7 +139,9 @@ def test_nothing_outlives_the_launcher(tmp_path: Path) -> None:
     assert ended.seconds < END_SECONDS
 
 
-def test_a_run_that_lost_a_rank_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_lost_a_rank_goes_on_from_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On three ranks, so that two of them wait; on one device afterwards."""
     ended = train(tmp_path, "kill", "2", devices="3xcpu")
     assert ended.code == 1
@@ -138,25 +150,27 @@ def test_a_run_that_lost_a_rank_goes_on_from_its_checkpoint(tmp_path: Path) -> N
     assert re.search(said, ended.said)
     assert re.search(r"The last lines of \S*rank-2\.log:\n", ended.said)
     assert "rank 2 (cpu)  epoch 1/3" in ended.said
-    command = [sys.executable, "-m", "flatout", *TRAIN, "--devices", "cpu", "--out", str(ended.out), "--resume"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT, env=environment(tmp_path), check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "resumed after epoch 1, step 0" in done.stdout
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main([*TRAIN, "--devices", "cpu", "--out", str(ended.out), "--resume"]) == 0
+    assert "resumed after epoch 1, step 0" in capsys.readouterr().out
     assert len((ended.out / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_two_restarts_give_the_result_of_an_undisturbed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = train(tmp_path, "kill", "1,0", restarts=2)
+def test_a_restarted_run_gives_the_result_of_an_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank is lost. With exact sums the uninterrupted run may have one device."""
+    ended = train(tmp_path, "kill", "0", "--restarts", "1", "--set", "exact_sums=true")
     assert ended.code == 0, ended.said
     log = (ended.out / "logs" / "rank-0.log").read_text()
-    assert log.count("resumed after epoch") == 2
+    assert log.count("resumed after epoch") == 1
     monkeypatch.syspath_prepend(tmp_path)
-    undisturbed = tmp_path / "undisturbed"
-    assert main([*TRAIN, "digits", *LENGTH, "--devices", "2xcpu", "--out", str(undisturbed)]) == 0
-    runs = (ended.out, undisturbed)
+    uninterrupted = tmp_path / "uninterrupted"
+    options = ("--set", "exact_sums=true", "--devices", "cpu", "--out", str(uninterrupted))
+    assert main([*TRAIN, *digits(tmp_path), *LENGTH, *options]) == 0
+    runs = (ended.out, uninterrupted)
     (weights, _), (expected, _) = (read_weights(run / "weights.safetensors") for run in runs)
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     found, wanted = ((run / "metrics.jsonl").read_text().splitlines() for run in runs)
-    assert [json.loads(line)["train_loss"] for line in found] == [json.loads(line)["train_loss"] for line in wanted]
+    losses = [[json.loads(line)["train_loss"] for line in lines] for lines in (found, wanted)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -1,11 +1,8 @@
-"""Only `--devices` changes; results stay the same. Whole runs on one to four ranks, by the command line."""
+"""Only `--devices` changes; results stay the same. Whole runs on one to three ranks."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,8 +14,7 @@ import torch
 from flatout.cli import main
 from flatout.models.weights import read_weights
 
-TIMEOUT = 180
-SPECS = ("cpu", "2xcpu", "3xcpu")
+SPECS = ("cpu", "3xcpu")
 # 600 images in batches of 100, which three ranks cannot share evenly; batch normalisation; a plateau that acts at once.
 TRAIN_IMAGES, TEST_IMAGES, EPOCHS = 600, 101, 3
 RECIPE = {
@@ -37,19 +33,8 @@ RECIPE = {
 SAME = ("train_images", "images_trained", "batch_size", "epochs", "seed", "parameters", "test_count", "best_epoch")
 
 
-def flatout(*arguments: object, code: int = 0, **environment: str) -> str:
-    """Run the command; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "flatout", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env={**os.environ, **environment},
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout if code == 0 else done.stderr
+def flatout(*arguments: object) -> None:
+    assert main([str(argument) for argument in arguments]) == 0
 
 
 def sets(recipe: dict[str, Any]) -> list[str]:
@@ -58,7 +43,7 @@ def sets(recipe: dict[str, Any]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Real handwritten digits in one file; and some of the test images alone, in another."""
+    """Real handwritten digits in one file; and two images of them, in another."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -66,20 +51,21 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train, test = slice(0, TRAIN_IMAGES), slice(TRAIN_IMAGES, TRAIN_IMAGES + TEST_IMAGES)
     path = tmp_path_factory.mktemp("data") / "digits.npz"
     np.savez(path, x_train=images[train], y_train=labels[train], x_test=images[test], y_test=labels[test])
-    np.savez(path.with_name("three.npz"), images=images[:3], labels=labels[:3])
+    np.savez(path.with_name("two.npz"), images=images[:2], labels=labels[:2])
     return path
 
 
 @pytest.fixture(scope="module")
 def runs(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same run on each SPEC, with samples and augmentation recorded; and one with the default, faster sums."""
+    """The same run on each SPEC, with samples and augmentation recorded."""
     folder = tmp_path_factory.mktemp("runs")
-    specs = {**{spec: spec for spec in SPECS}, "default": "2xcpu"}
-    for name, spec in specs.items():
-        recipe = RECIPE | ({"exact_sums": "false"} if name == "default" else {})
-        command = ("train", digits, "--model", "fashion-cnn", "--epochs", EPOCHS, "--devices", spec, *sets(recipe))
-        flatout(*command, "--out", folder / name, FLATOUT_RECORD="1", FLATOUT_CACHE=str(folder / "cache"))
-    return {name: folder / name for name in specs}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLATOUT_RECORD", "1")
+        patch.setenv("FLATOUT_CACHE", str(folder / "cache"))
+        for spec in SPECS:
+            command = ("train", digits, "--model", "fashion-cnn", "--epochs", EPOCHS, "--devices", spec, *sets(RECIPE))
+            flatout(*command, "--out", folder / spec)
+    return {spec: folder / spec for spec in SPECS}
 
 
 def summary(run: Path) -> dict[str, Any]:
@@ -117,8 +103,7 @@ def test_every_step_takes_the_same_samples_and_draws(runs: dict[str, Path]) -> N
         taken = [sample for _, _, samples, _ in expected[epoch * per_epoch :][:per_epoch] for sample in samples]
         assert sorted(taken) == list(range(summary(runs["cpu"])["train_images"]))
     assert len({json.dumps(transforms) for *_, transforms in expected}) == len(expected)
-    for name in (*SPECS[1:], "default"):
-        assert recorded(runs[name]) == expected, name
+    assert recorded(runs["3xcpu"]) == expected
 
 
 @pytest.mark.slow
@@ -128,7 +113,7 @@ def test_the_result_is_the_same(runs: dict[str, Path]) -> None:
     assert expected["images_trained"] == EPOCHS * expected["train_images"]
     assert expected["test_correct"] > TEST_IMAGES / 5
     assert [line["learning_rate"] for line in epochs(runs["cpu"])] == [0.05, 0.05, 0.025]
-    for number, spec in enumerate(SPECS, 1):
+    for number, spec in zip((1, 3), SPECS, strict=True):
         found = summary(runs[spec])
         assert {key: found[key] for key in SAME} == {key: expected[key] for key in SAME}
         assert (found["world_size"], found["devices"]) == (number, spec)
@@ -141,17 +126,8 @@ def test_the_result_is_the_same(runs: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
-def test_the_default_differs_by_summation_order_alone(runs: dict[str, Path]) -> None:
-    found, expected = summary(runs["default"]), summary(runs["cpu"])
-    assert {key: found[key] for key in SAME} == {key: expected[key] for key in SAME}
-    assert found["test_correct"] == expected["test_correct"]
-    for name, value in weights(runs["default"]).items():
-        torch.testing.assert_close(value, weights(runs["cpu"])[name], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.slow
 def test_each_rank_keeps_a_log_that_names_it(runs: dict[str, Path]) -> None:
-    for number, spec in enumerate(SPECS, 1):
+    for number, spec in zip((1, 3), SPECS, strict=True):
         logs = sorted(path.name for path in (runs[spec] / "logs").glob("rank-?.log"))
         assert logs == [f"rank-{rank}.log" for rank in range(number)]
         for rank, name in enumerate(logs):
@@ -161,38 +137,42 @@ def test_each_rank_keeps_a_log_that_names_it(runs: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", SPECS[1:])
-def test_the_same_weights_get_the_same_count(spec: str, runs: dict[str, Path]) -> None:
-    found = json.loads(flatout("evaluate", runs["cpu"], "--devices", spec, "--json"))
+def test_the_same_weights_get_the_same_count(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    flatout("evaluate", runs["cpu"], "--devices", "2xcpu", "--json")
+    found = json.loads(capsys.readouterr().out)
     assert (found["test_correct"], found["test_count"]) == (summary(runs["cpu"])["test_correct"], TEST_IMAGES)
-    assert found["devices"] == spec
+    assert found["devices"] == "2xcpu"
 
 
 @pytest.mark.slow
-def test_a_rank_without_an_image_changes_nothing(runs: dict[str, Path], digits: Path) -> None:
-    alone, four = (
-        json.loads(
-            flatout("evaluate", runs["cpu"], "--data", digits.with_name("three.npz"), "--devices", spec, "--json")
-        )
-        for spec in ("cpu", "4xcpu")
-    )
-    assert (four["test_correct"], four["test_count"]) == (alone["test_correct"], 3)
-    assert four["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-6)
+def test_a_rank_without_an_image_changes_nothing(
+    runs: dict[str, Path], digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    answers = []
+    for spec in ("cpu", "3xcpu"):
+        flatout("evaluate", runs["cpu"], "--data", digits.with_name("two.npz"), "--devices", spec, "--json")
+        answers.append(json.loads(capsys.readouterr().out))
+    alone, three = answers
+    assert (three["test_correct"], three["test_count"]) == (alone["test_correct"], 2)
+    assert three["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-6)
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_devices(runs: dict[str, Path], tmp_path: Path) -> None:
-    """After the first epoch on two ranks, the others on three: the weights of an uninterrupted run, to the bit."""
+    """The last epochs on two ranks instead of three: the weights of an uninterrupted run, to the bit."""
     out = tmp_path / "run"
-    shutil.copytree(runs["2xcpu"], out)
+    shutil.copytree(runs["3xcpu"], out)
     (first, *_) = sorted((out / "checkpoints").glob("epoch-*"))
     for path in (out / "checkpoints").iterdir():
         if path != first:
             path.unlink()
-    assert first.name.startswith("epoch-00001-")
-    flatout("train", "--devices", "3xcpu", "--resume", "--out", out)
+    # How many epochs have one depends on how long it takes to write.
+    assert first.name.startswith(("epoch-00001-", "epoch-00002-"))
+    flatout("train", "--devices", "2xcpu", "--resume", "--out", out)
     assert summary(out)["images_trained"] == summary(runs["cpu"])["images_trained"]
-    assert summary(out)["devices"] == "3xcpu"
+    assert summary(out)["devices"] == "2xcpu"
     assert all(torch.equal(value, weights(out)[name]) for name, value in weights(runs["cpu"]).items())
 
 

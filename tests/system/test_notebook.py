@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +12,10 @@ import nbclient
 import nbformat
 import psutil
 import pytest
-from nbclient.exceptions import DeadKernelError
 
 pytestmark = pytest.mark.slow
 
-END_SECONDS, CELL_SECONDS = 15, 90
+CELL_SECONDS = 90
 EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "several_devices.ipynb"
 SETUP = """
 import threading, time
@@ -203,26 +201,6 @@ def test_an_interrupt_while_the_ranks_start(notebook: Notebook) -> None:
     assert notebook.cell("1 + 1").value == "2"
 
 
-def test_an_exception_in_the_model_names_its_rank(notebook: Notebook) -> None:
-    failed = notebook.cell("""
-class Failing(Net):
-    def forward(self, x):
-        if self.training and self.calls > 4 and os.environ["RANK"] == "1":
-            raise ValueError("these shapes do not fit")
-        return super().forward(x)
-
-import os
-flatout.fit(Failing(), (images, labels), out="failing", **settings)
-""")
-    assert failed.error is not None
-    name, message = failed.error
-    assert name == "TrainingFailed"
-    first, *log = message.splitlines()
-    assert re.match(r"rank 1 \(cpu, process \d+\) failed in epoch 1, step \d+: ValueError: these shapes", first)
-    assert "failing/logs/rank-1.log" in first
-    assert log[-1].strip() == "ValueError: these shapes do not fit"
-
-
 def test_a_model_that_other_processes_cannot_have(notebook: Notebook) -> None:
     held = notebook.cell("""
 class Held(Net):
@@ -247,25 +225,6 @@ flatout.fit(Locking(), (images, labels), **settings)
     assert outside.error is not None
     assert outside.error[0] == "InputError"
     assert "lock" in outside.error[1]
-
-
-def test_a_killed_kernel_leaves_no_rank(tmp_path: Path) -> None:
-    ranks: list[psutil.Process] = []
-    opened = Notebook(tmp_path)
-
-    def kill() -> None:
-        process = opened.kernel
-        ranks.extend(process.children(recursive=True))
-        process.send_signal(signal.SIGKILL)
-
-    with (
-        pytest.raises(DeadKernelError),
-        opened.setup_kernel(env=os.environ | {"IPYTHONDIR": str(tmp_path / "ipython")}),
-    ):
-        opened.cell(SETUP)
-        opened.cell('flatout.fit(Net(0.1), (images, labels), out="run", **settings | {"epochs": 999})', ("epoch", kill))
-    assert len(ranks) == 2
-    assert not psutil.wait_procs(ranks, timeout=END_SECONDS)[1]
 
 
 def test_the_example_runs(tmp_path: Path) -> None:

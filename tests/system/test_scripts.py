@@ -1,4 +1,4 @@
-"""Several devices from a plain script, from standard input and from the interactive interpreter."""
+"""Several devices from a plain script and from the interactive interpreter."""
 
 import os
 import pty
@@ -41,8 +41,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
-@pytest.mark.parametrize("how", ["a file", "standard input"])
-def test_a_script_without_a_main_guard_runs_once(how: str, tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("from torch import nn\nclass Head(nn.Linear):\n    pass\n")
     text = (
         f"{DEFINITIONS}\nfrom beside import Head\nprint('top level')\n"
@@ -53,13 +52,9 @@ def test_a_script_without_a_main_guard_runs_once(how: str, tmp_path: Path) -> No
     (tmp_path / "script.py").write_text(text)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    folder, command, given = (elsewhere, [str(tmp_path / "script.py")], "")
-    if how == "standard input":
-        folder, command, given = tmp_path, ["-"], text
     done = subprocess.run(
-        [sys.executable, *command],
-        input=given,
-        cwd=folder,
+        [sys.executable, str(tmp_path / "script.py")],
+        cwd=elsewhere,
         env=environment(),
         capture_output=True,
         text=True,
@@ -71,7 +66,7 @@ def test_a_script_without_a_main_guard_runs_once(how: str, tmp_path: Path) -> No
     assert lines.count("top level") == 1
     assert lines[-1] == "<class '__main__.Net'> <class 'beside.Head'> 2xcpu"
     for rank in (0, 1):
-        assert "top level" not in (folder / "run" / "logs" / f"rank-{rank}.log").read_text()
+        assert "top level" not in (elsewhere / "run" / "logs" / f"rank-{rank}.log").read_text()
 
 
 def test_a_script_trains_on_a_path_and_is_interrupted(shared_data: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 PORT = 29500
 LISTENING = "0A"  # the state of a socket in /proc/net/tcp
-# Batch normalisation, and 50 images a step: 13, 13, 12 and 12 on four ranks. Exact sums, since rounding
+# Batch normalisation, and 50 images a step: 17, 17 and 16 on three ranks. Exact sums, since rounding
 # that decides a near tie of a ReLU or a pool is a step of its own.
 NET = ("--model", "fashion-cnn", "--set", "image_size=16", "--batch-size", "50", "--epochs", "1", "--set", "keep=last")
 CONSTANT = ("--set", "schedule.name=constant", "--set", "optimizer.name=sgd", "--lr", "0.01")
@@ -145,15 +145,21 @@ def as_the_kernel_writes(address: str) -> str:
 
 
 def test_two_hosts_give_the_answer_of_one_process(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    processes = on_both(hosts, *TRAIN, "--devices", "2xcpu")
+    """On three ranks. Without --out, both hosts use the name that the first one chooses."""
+    meeting = ("--nodes", "2", "--rendezvous", f"{hosts[0].address}:{PORT}")
+    processes = [
+        host.start(*TRAIN, "--devices", spec, *meeting) for host, spec in zip(hosts, ("2xcpu", "cpu"), strict=True)
+    ]
     said = outputs(processes)
     assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
-    alone, together = tmp_path / "alone", hosts[0].folder / "run"
+    alone = tmp_path / "alone"
     data = ["--data", str(hosts[0].folder / "digits.npz")]
     assert main([*TRAIN, *data, "--devices", "cpu", "--out", str(alone)]) == 0
 
+    (together,), (other,) = (list((host.folder / "runs").iterdir()) for host in hosts)
+    assert together.name == other.name
     expected, figures = summary(alone), summary(together)
-    assert figures["world_size"] == 4
+    assert figures["world_size"] == 3
     for key in ("images_trained", "test_count", "test_correct", "batch_size"):
         assert figures[key] == expected[key], key
     assert losses(together) == pytest.approx(losses(alone), rel=1e-4)
@@ -164,14 +170,11 @@ def test_two_hosts_give_the_answer_of_one_process(hosts: tuple[Host, Host], tmp_
     # Packs and logs are local to each host; the run itself is written once, by rank 0.
     assert all(list((host.folder / "cache" / "packs").glob("*/images.npy")) for host in hosts)
     assert {log.name for log in (together / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
-    assert {str(p.relative_to(hosts[1].folder)) for p in (hosts[1].folder / "run").rglob("*") if p.is_file()} == {
-        "run/logs/rank-2.log",
-        "run/logs/rank-3.log",
-    }
+    assert {str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()} == {"logs/rank-2.log"}
 
 
 def test_losing_a_host_ends_the_other_one(hosts: tuple[Host, Host]) -> None:
-    processes = on_both(hosts, *TRAIN, "--devices", "2xcpu", "--epochs", "10000")
+    processes = on_both(hosts, *TRAIN, "--devices", "cpu", "--epochs", "10000")
     wait_for_an_epoch(hosts[0].folder / "run", processes)
     # While it runs, only the address that the hosts meet on can be reached from outside.
     for host, process in zip(hosts, processes, strict=True):
@@ -213,8 +216,8 @@ def test_elastic_hosts_continue_without_a_lost_one_and_take_a_new_one(hosts: tup
 
     alone = tmp_path / "alone"
     data = ["--data", str(hosts[0].folder / "digits.npz")]
-    assert main([*TRAIN, *data, *length, "--devices", "cpu", "--out", str(alone)]) == 0
-    assert summary(run)["images_trained"] == summary(alone)["images_trained"]
+    assert main([*TRAIN, *data, *length, "--epochs", "3", "--devices", "cpu", "--out", str(alone)]) == 0
+    assert summary(run)["images_trained"] * 3 == summary(alone)["images_trained"] * 40
     assert losses(run)[:3] == pytest.approx(losses(alone)[:3], rel=1e-3)
 
 
@@ -236,24 +239,3 @@ def test_hosts_with_different_data_are_told_apart(hosts: tuple[Host, Host]) -> N
     said = outputs(processes)
     assert [process.returncode for process in processes] == [2, 2], "\n".join(said)
     assert "data" in said[0]
-
-
-def test_hosts_without_out_use_the_name_of_the_first_one(hosts: tuple[Host, Host]) -> None:
-    """Default names have the time in them; the hosts once waited for each other in different collectives."""
-    meeting = ("--nodes", "2", "--rendezvous", f"{hosts[0].address}:{PORT}")
-    processes = [host.start(*TRAIN, "--devices", "cpu", *meeting) for host in hosts]
-    said = outputs(processes)
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
-    first, second = ({path.name for path in (host.folder / "runs").iterdir()} for host in hosts)
-    assert first == second
-    assert len(first) == 1
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_host_that_nobody_joins_says_whom_it_awaited(rank: int, hosts: tuple[Host, Host]) -> None:
-    process = start(hosts, rank, *TRAIN, "--devices", "cpu", "--rendezvous-timeout", "2")
-    said = outputs([process])[0]
-    assert process.returncode == 2, said
-    assert f"{hosts[0].address}:{PORT}" in said
-    assert "2 s" in said
-    assert ("node 1" if rank == 0 else "--node-rank 0") in said
