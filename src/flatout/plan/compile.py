@@ -158,13 +158,15 @@ def serve(descriptor: int) -> None:
     while True:
         topology, batch = requests.recv()
         try:
+            # Before JAX is started, which takes seconds: a model that cannot be built is reported without it.
+            from flatout.models.load import build_model
+
+            model = model or build_model(work.recipe, work.classes, allow_code=allow_code)
             from flatout.engine.xla.devices import require
 
             require()
-            from flatout.models.load import build_model
             from flatout.plan.topology import compile_step, devices_of
 
-            model = model or build_model(work.recipe, work.classes, allow_code=allow_code)
             if topology.name not in devices:
                 devices[topology.name] = devices_of(topology)
             recipe = work.recipe.override({"batch_size": batch})
