@@ -70,14 +70,21 @@ class Evaluated(NamedTuple):
 class LossHead(nn.Module):
     """Losses [B], predicted classes [B] and probabilities [B, classes] from logits."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, name: str, label_smoothing: float) -> None:
         super().__init__()
-        self._recipe = recipe
+        self._name, self._label_smoothing = name, label_smoothing
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return them; `labels` int64 [B]."""
-        losses = loss.per_sample(logits, labels, self._recipe.loss, self._recipe.label_smoothing)
+        losses = loss.per_sample(logits, labels, self._name, self._label_smoothing)
         return losses, loss.predicted(logits), loss.probabilities(logits)
+
+
+@functools.lru_cache(maxsize=16)
+def _exported_head(name: str, label_smoothing: float, logits_shape: tuple[int, ...]) -> Function:
+    """Return a `LossHead` as a function. Training and evaluation share one where their batches have the same size."""
+    examples = _example(*logits_shape), _example(logits_shape[0], dtype=torch.int64)
+    return Function(LossHead(name, label_smoothing), examples, name="loss")
 
 
 class Program:
@@ -210,8 +217,7 @@ class _Network:
         kind = KerasFunction if isinstance(model, KerasModule) else Function
         x = _example(batch, recipe.channels, recipe.image_size, recipe.image_size)
         self.model: Any = kind(model, (x,), name=recipe.model, precision=precision)  # pyright: ignore[reportArgumentType]
-        logits, labels = _example(*self.model.output_shapes[0]), _example(batch, dtype=torch.int64)
-        self._head = Function(LossHead(recipe), (logits, labels), name="loss")
+        self._head = _exported_head(recipe.loss, recipe.label_smoothing, tuple(self.model.output_shapes[0]))
 
     def losses(self, logits: jax.Array, labels: Array) -> tuple[jax.Array, ...]:
         return self._head({}, {}, logits.astype(jnp.float32), labels)[0]
