@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +20,17 @@ hypothesis.settings.load_profile("flatout")
 os.environ["OMP_NUM_THREADS"] = "1"
 # JAX keeps the number of simulated devices that it starts with: enough for every test.
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+# Programs of tests run for milliseconds, and LLVM's optimisations are half of the time that compiling them takes.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give this process's tests a cache of their own: packs, compiled programs and plans are made once for all."""
+    folder = tempfile.TemporaryDirectory(prefix="flatout-tests-")
+    config.add_cleanup(folder.cleanup)
+    os.environ["FLATOUT_CACHE"] = folder.name
 
 
 @pytest.fixture(scope="session")

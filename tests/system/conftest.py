@@ -1,4 +1,4 @@
-"""Fixtures of the system tests. Each of these tests keeps its packs in a cache of the test session's own."""
+"""Fixtures of the system tests."""
 
 import tempfile
 from collections.abc import Iterator
@@ -12,11 +12,6 @@ from tests.system.launchers import LauncherServer, eventually
 
 # A rank that is gone need not be waited for where the others wait for ever.
 SHORT_LIMITS = {"SILENT_SECONDS": 2.5, "STALLED_SECONDS": 2.5, "GRACE_SECONDS": 0.5}
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture
