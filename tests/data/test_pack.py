@@ -631,6 +631,7 @@ def test_arrays_mapped_from_a_file_of_another_layout_are_read_right(tmp_path):
     assert np.array_equal(read, pixels[[5, 1]].transpose(0, 2, 3, 1))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_images(tmp_path, start):
     class_folders(tmp_path / "data")
     count, size = 200, 256  # already more than the two blocks that are in memory at once

@@ -42,6 +42,13 @@ def assert_same(found: State, expected: State, rtol: float = 1e-3, atol: float =
         torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def small_net() -> nn.Module:
+    """Weights and batch statistics without convolutions, which take XLA long to compile."""
+    torch.manual_seed(3)
+    # A bias before a normalisation has gradients of nothing but rounding, which Adam scales to whole steps.
+    return nn.Sequential(nn.Flatten(), nn.Linear(144, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5))
+
+
 class Recorder:
     def __init__(self) -> None:
         self.steps: list[tuple[list[int], Any]] = []
@@ -76,7 +83,7 @@ def test_one_step_equals_the_torch_engines(name: str, changes: dict[str, Any]) -
 def test_evaluation_counts_each_image_once(name: str, placement: str) -> None:
     """101 images on eight devices, and fewer images than devices, by the same weights as the torch engine's."""
     recipe = make_recipe(batch_size=64, **{"data.placement": placement})
-    engines = [make_engine(engine_name, make_net(), recipe) for engine_name in ("torch", name)]
+    engines = [make_engine(engine_name, small_net(), recipe) for engine_name in ("torch", name)]
     for count in (101, 64, 8, 3):
         samples = make_samples(count)
         theirs, ours = (engine.place(samples).evaluate(with_probabilities=True) for engine in engines)
@@ -100,14 +107,14 @@ def test_evaluation_counts_each_image_once(name: str, placement: str) -> None:
 def test_either_engine_goes_on_from_the_other(way: tuple[str, str], optimizer: str) -> None:
     changes = {f"optimizer.{k}": v for k, v in vars(OPTIMIZERS[optimizer][0]).items()}
     recipe = make_recipe(**changes)
-    expected = trained(make_engine("torch", make_net(), recipe.override({"epochs": 2})), recipe)
+    expected = trained(make_engine("torch", small_net(), recipe.override({"epochs": 2})), recipe)
     count, progress = 70, Progress()
-    first = make_engine(way[0], make_net(), recipe)
+    first = make_engine(way[0], small_net(), recipe)
     placed = first.place(make_samples(count))
     placed.compile()
     train(first, World(), recipe.override({"epochs": 1}), {"train": placed}, progress, SILENT)
     # Other weights at first, so that what is loaded counts.
-    second = make_engine(way[1], nn.Sequential(*make_net().children()).apply(_forget), recipe)
+    second = make_engine(way[1], nn.Sequential(*small_net().children()).apply(_forget), recipe)
     second.load_state(first.state())
     placed = second.place(make_samples(count))
     placed.compile()
@@ -139,8 +146,8 @@ def test_slices_change_nothing(name: str) -> None:
 def test_many_steps_in_one_program(steps: int, placement: str) -> None:
     """Five steps an epoch: some dispatches are full, the last of an epoch is not."""
     recipe = make_recipe(**SEPARABLE, **{"data.placement": placement})
-    expected = trained(make_engine("torch", make_net(), recipe), recipe)
-    engine = make_engine("xla 2", make_net(), recipe, steps_per_dispatch=steps)
+    expected = trained(make_engine("torch", small_net(), recipe), recipe)
+    engine = make_engine("xla 2", small_net(), recipe, steps_per_dispatch=steps)
     assert_same(trained(engine, recipe), expected)
     placed = engine.place(make_samples())
     placed.begin_epoch(epoch_transforms(recipe.augment, recipe.seed, 0, 70))
@@ -294,8 +301,8 @@ def test_nothing_is_compiled_after_the_first_epoch() -> None:
 
     compilations: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compilations.append(event))
-    recipe = make_recipe(epochs=1, **AUGMENTED)
-    engine = make_engine("xla 8", make_net(), recipe)
+    recipe = make_recipe(epochs=1, **SEPARABLE)
+    engine = make_engine("xla 8", small_net(), recipe)
     placed = engine.place(make_samples())
     placed.compile()
     before = sum("backend_compile" in event for event in compilations)
@@ -305,8 +312,8 @@ def test_nothing_is_compiled_after_the_first_epoch() -> None:
     first = sum("backend_compile" in event for event in compilations)
     train(engine, World(), recipe.override({"epochs": 3}), splits, Progress(), SILENT)
     engine.state()
-    # The evaluation was compiled in the first epoch.
-    assert first - before <= 1
+    # The evaluation was compiled in the first epoch, and the search for numbers that are not finite.
+    assert first - before <= 2
     assert sum("backend_compile" in event for event in compilations) == first
 
 
@@ -342,7 +349,7 @@ def test_frozen_weights_stay() -> None:
 def test_a_loss_that_is_not_finite_names_its_step() -> None:
     recipe = make_recipe(**{"optimizer.lr": 1e30})
     with pytest.raises(Exception, match=r"epoch 1: the loss is not finite in step [2-5]"):
-        trained(make_engine("xla 2", make_net(), recipe, steps_per_dispatch=3), recipe)
+        trained(make_engine("xla 2", small_net(), recipe, steps_per_dispatch=3), recipe)
 
 
 def test_the_cost_of_padding_is_told() -> None:

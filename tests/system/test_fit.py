@@ -290,6 +290,7 @@ def test_wrong_arguments(call, message: str, tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_training_does_not_load_the_compiler(tmp_path: Path) -> None:
     """torch's compiler takes a second to import, and nothing here compiles; what keeps it out is undone afterwards."""
     code = (

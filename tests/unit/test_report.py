@@ -142,10 +142,9 @@ def blue_and_red(image: np.ndarray) -> tuple[int, int]:
     return int((difference > 60).sum()), int((difference < -60).sum())
 
 
-def test_page_holds_every_section_in_order(tmp_path: Path):
-    run = write_run(
-        tmp_path / "run", ["cat", "dog", "owl"], skipped_images={"a/b.jpg": "truncated"}, verdict=["Too low."]
-    )
+def test_page_holds_every_section_in_order_and_is_self_contained(tmp_path: Path):
+    extras = {"skipped_images": {"a/b.jpg": "truncated"}, "verdict": ["Too low."]}
+    run = write_run(tmp_path / "run", ["cat", "dog", "owl"], size=128, channels=3, **extras)
     draw_all(run)
     page = Page(run / "report.html")
     assert list(page.sections)[1:] == [
@@ -161,11 +160,6 @@ def test_page_holds_every_section_in_order(tmp_path: Path):
     assert page.tags.count("svg") == 2
     assert {"predictions.png", "curves.png", "confusion.png", "report.html"} <= {path.name for path in run.iterdir()}
     assert not list(run.glob(".*"))
-
-
-def test_page_is_self_contained(tmp_path: Path):
-    draw_all(write_run(tmp_path / "run", ["cat", "dog"], size=128, channels=3))
-    page = Page(tmp_path / "run" / "report.html")
     assert all(address.startswith(("data:image/", "#")) for address in page.addresses)
     assert not {"script", "link", "iframe", "object", "form"} & set(page.tags)  # the filter is for many classes
     assert len(page.ids) == len(set(page.ids))
