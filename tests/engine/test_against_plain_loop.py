@@ -159,7 +159,8 @@ def small_net() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(144, 16), nn.Tanh(), nn.Linear(16, 5))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+# The update is the same program on any number of devices.
+@pytest.mark.parametrize("engine", ["torch", "xla 8"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_equal_torchs(name: str, engine: str) -> None:
     section, make = OPTIMIZERS[name]

@@ -21,6 +21,7 @@ from flatout.run.progress import Progress
 from tests.engine.ranks import on_ranks
 from tests.engine.tape import FakeAccelerator, HostSynchronisation
 from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples
+from tests.engine.test_prefix import frozen_net
 
 BATCH, COUNT, CLASSES, EPOCHS = 8, 20, 4, 3
 # In each epoch two full batches and a padded one: three eager steps, then three that replay the fourth.
@@ -75,7 +76,11 @@ def net_recipe(**changes: Any) -> Recipe:
     return make_recipe(epochs=EPOCHS, batch_size=BATCH, **{"schedule.name": "cosine", "optimizer.lr": 0.05, **changes})
 
 
-@pytest.mark.parametrize("job", builtin_jobs())
+# Sixteen layers take ten times as long as those of the other jobs.
+SLOW = {"oct-vgg16": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("job", [pytest.param(job, marks=SLOW.get(job, ())) for job in builtin_jobs()])
 def test_built_in_jobs(job: str) -> None:
     recipe = job_recipe(job)
     assert differences(recipe, lambda: job_net(recipe)) == []
@@ -116,6 +121,10 @@ def test_class_weights() -> None:
 def test_timm_models(model: str) -> None:
     recipe = net_recipe(model=model, image_size=32)
     assert differences(recipe, lambda: build_model(recipe, CLASSES)) == []
+
+
+def test_a_cached_prefix() -> None:
+    assert differences(net_recipe(), frozen_net) == []
 
 
 def test_dropout_is_drawn_anew_in_every_step() -> None:
