@@ -132,18 +132,22 @@ def test_other_generations_and_sizes(tmp_path: Path) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_batch_that_does_not_fit_is_reported_with_the_largest_that_does(tmp_path: Path) -> None:
-    """A batch of 25 GB of pixels, as floats 100 GB."""
-    job = ["cats-dogs", "--set", "image_size=64", "--images", "60000000", "--classes", "2", "--topology", "v5e:2x2"]
-    result, errors = run(*job, "--batch-size", "2000000", out=tmp_path / "plan")
+def test_a_batch_that_does_not_fit_is_reported_with_the_largest_that_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real compiler's refusal leads to a batch that it accepts. Programs this large take it a minute each."""
+    monkeypatch.setattr("flatout.plan.compile.MAX_COMPILATIONS", 2)
+    job = ["digits", "--images", "60000000", "--classes", "10", "--topology", "v5e:2x2"]
+    result, errors = run(*job, "--batch-size", "40000000", out=tmp_path / "plan")
     (row,) = result["topologies"]
     assert row["fits"] is False
     assert "images_per_second" not in row
     assert row["needed_bytes"] > row["memory_bytes"]
     assert result["scaling"] == []
-    assert 1 < errors.count("compiling") <= MAX_COMPILATIONS
+    # Once for the step itself, and twice in the search.
+    assert errors.count("compiling") <= 3
     assert row["largest_batch"] % 4 == 0
-    assert 20_000 < row["largest_batch"] < 2_000_000
+    assert 20_000 < row["largest_batch"] < 40_000_000
 
 
 @pytest.mark.parametrize("batch", [64, 5_000, 90_000, 40_000_000])
