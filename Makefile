@@ -1,8 +1,10 @@
 # Both commands do all the set-up on a fresh machine with Python >= 3.11.
 PYTHON ?= python3
 BIN := .venv/bin
-# Two test processes: many tests wait for processes of their own. The slow tests run in .ci/run alone.
-TESTS ?= -n 2 --dist worksteal -m 'not slow'
+# Two test processes, one for each file: its fixtures and compiled programs are made once. The largest files are not at
+# the end. The slow tests run in .ci/run alone.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+TESTS ?= $(WORKERS) -m 'not slow'
 
 .PHONY: demo test test-slow lint clean
 
@@ -17,7 +19,7 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest $(TESTS)
 
 test-slow: .venv/installed-dev
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest $(WORKERS) -m slow
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("flatout needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'

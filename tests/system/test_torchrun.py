@@ -68,6 +68,7 @@ def assert_same_answer(run: Path, alone: Path) -> None:
         assert f"rank {rank} (cpu)" in (run / "logs" / f"rank-{rank}.log").read_text()
 
 
+@pytest.mark.slow
 def test_torchrun_gives_the_answer_of_one_process(train: tuple[str, ...], alone: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

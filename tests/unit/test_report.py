@@ -86,6 +86,13 @@ def replace_predictions(run: Path, **changes: Any) -> None:
     np.savez(run / "predictions.npz", **(content | changes))
 
 
+@pytest.fixture
+def page_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the PNG files out: they take seconds, and the page has pictures of its own."""
+    for name in ("draw_curves", "draw_predictions", "draw_confusion"):
+        monkeypatch.setattr(pictures, name, lambda path, *args: path.write_bytes(b"\x89PNG\r\n\x1a\n"))
+
+
 class Page(HTMLParser):
     """The elements of a page, their addresses, and the text under each heading."""
 
@@ -165,6 +172,7 @@ def test_page_holds_every_section_in_order_and_is_self_contained(tmp_path: Path)
     assert len(page.ids) == len(set(page.ids))
 
 
+@pytest.mark.usefixtures("page_alone")
 def test_names_from_data_are_escaped(tmp_path: Path):
     run = write_run(tmp_path / "run", HOSTILE, skipped_images={"<img src=x onerror=alert(1)>": "<b>bad</b>"})
     draw_all(run)
@@ -176,6 +184,7 @@ def test_names_from_data_are_escaped(tmp_path: Path):
         assert name in page.sections["Accuracy of each class"]
 
 
+@pytest.mark.usefixtures("page_alone")
 def test_class_table_is_worst_first_and_short(tmp_path: Path):
     classes = [f"class {i:02}" for i in range(30)]
     draw_all(write_run(tmp_path / "run", classes, count=90))
@@ -274,6 +283,7 @@ def test_drawing_leaves_pyplot_and_settings_alone(tmp_path: Path):
     assert ("matplotlib.pyplot" in sys.modules) == had_pyplot
 
 
+@pytest.mark.usefixtures("page_alone")
 def test_a_failed_run_still_has_a_page(tmp_path: Path):
     metrics = [epoch_line(1), epoch_line(2, train_loss=math.nan, valid_accuracy=None)]
     run = write_run(
@@ -301,6 +311,7 @@ def test_a_failed_run_still_has_a_page(tmp_path: Path):
         ("summary.json", b"{", "", "summary.json cannot be read"),
     ],
 )
+@pytest.mark.usefixtures("page_alone")
 def test_a_missing_or_damaged_piece_is_named(
     tmp_path: Path, name: str, content: bytes | None, section: str, sentence: str
 ):
@@ -331,6 +342,7 @@ def test_a_page_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Pat
     assert not list(run.glob(".*"))
 
 
+@pytest.mark.usefixtures("page_alone")
 def test_page_of_real_images(tmp_path: Path, shared_data: Path):
     run = write_run(tmp_path / "run", [f"class {i}" for i in range(10)])
     with gzip.open(shared_data / "fashion-mnist" / "t10k-images-idx3-ubyte.gz") as file:
@@ -349,6 +361,7 @@ def test_duration(seconds: float, text: str):
     assert duration(seconds) == text
 
 
+@pytest.mark.usefixtures("page_alone")
 def test_the_only_script_filters_the_classes_and_is_allowed_by_its_hash(tmp_path: Path):
     draw_all(write_run(tmp_path / "run", [f"</script>{i}" for i in range(30)]))
     html = (tmp_path / "run" / "report.html").read_text()
@@ -357,6 +370,7 @@ def test_the_only_script_filters_the_classes_and_is_allowed_by_its_hash(tmp_path
     assert allowed == [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()]
 
 
+@pytest.mark.usefixtures("page_alone")
 def test_stored_predictions_decide_ties(tmp_path: Path):
     run = write_run(tmp_path / "run", ["cat", "dog"], count=40, test_correct=40, test_count=40, test_accuracy=1.0)
     tied, labels = np.full((40, 2), 0.5, np.float32), np.arange(40) % 2
@@ -391,6 +405,7 @@ def test_a_value_of_another_type_is_named(tmp_path: Path, capsys: Any, key: str,
     assert re.fullmatch(rf"flatout: .*summary\.json: {message}: .*\n", capsys.readouterr().err)
 
 
+@pytest.mark.usefixtures("page_alone")
 def test_a_run_of_an_older_version_has_a_page(tmp_path: Path):
     run = write_run(tmp_path / "run", ["cat", "dog"])
     new = ("train_loss_by_step", "kept_epoch", "notes", "verdict", "time_seconds", "date", "machine", "versions")
@@ -401,6 +416,7 @@ def test_a_run_of_an_older_version_has_a_page(tmp_path: Path):
 
 
 @pytest.mark.parametrize("file", ["run/class_names.csv", "data/LOC_synset_mapping.txt"])
+@pytest.mark.usefixtures("page_alone")
 def test_readable_names_of_classes(tmp_path: Path, file: str):
     (tmp_path / "data").mkdir()
     run = write_run(tmp_path / "run", ["n01440764", "n02102040"])
@@ -449,6 +465,7 @@ def test_the_legend_names_the_kept_epoch_and_its_score():
     assert "kept: epoch 2, valid 0.820" in labels
 
 
+@pytest.mark.usefixtures("page_alone")
 def test_many_classes_have_a_list_of_the_most_confused(tmp_path: Path):
     draw_all(write_run(tmp_path / "run", [f"class {i:02}" for i in range(20)], count=240))
     assert re.search(
@@ -591,6 +608,7 @@ def test_verdict_on_photos_without_pretraining():
     assert verdict(summary_of(["a", "b"], test_accuracy=0.95), STEADY, photos) == []
 
 
+@pytest.mark.usefixtures("page_alone")
 def test_notes_about_devices_are_not_part_of_the_verdict(tmp_path: Path):
     draw_all(write_run(tmp_path / "run", ["a", "b"], notes=["using 2 processes"], runs_on=["cpu: 2 threads"]))
     sections = Page(tmp_path / "run" / "report.html").sections

@@ -78,7 +78,8 @@ def main() -> int:
     os.dup2(2, 1)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-    faulthandler.enable()
+    # Of the thread that crashed alone: the stacks of all would hide the last lines of the log.
+    faulthandler.enable(all_threads=False)
     payload: Payload = pickle.loads((folder / "payload").read_bytes())
     sys.path[:] = payload.path
     os.environ.pop("PYTHONPATH")
