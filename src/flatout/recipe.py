@@ -123,7 +123,10 @@ class Augment(_Checked):
 
     flip: mirror left-right with probability 1/2. shear, zoom, shift: the largest amount in either direction, as a
     fraction of the image size. rotate: the largest angle in either direction, in degrees. crop: the smallest area of a
-    random resized crop, as a fraction of the image; its aspect ratio is between 3/4 and 4/3.
+    random resized crop, as a fraction of the image; its aspect ratio is between 3/4 and 4/3. color_jitter: the largest
+    change of brightness, contrast and saturation, as a factor. policy: one random operation of TrivialAugment, or two
+    of RandAugment. erase: the probability that a random rectangle gets the mean colour. mixup, cutmix: the parameter of
+    the Beta distribution by which images are mixed with others; where both are given, each applies to half of them.
     """
 
     section = "augment."
@@ -133,16 +136,21 @@ class Augment(_Checked):
     rotate: Annotated[float, "[0, 180]"] = 0.0
     shift: Annotated[float, "[0, 1]"] = 0.0
     crop: Annotated[float, "[0, 1]"] = 0.0
+    color_jitter: Annotated[float, "[0, 1)"] = 0.0
+    policy: Literal["none", "trivialaugment", "randaugment"] = "none"
+    erase: Annotated[float, "[0, 1]"] = 0.0
+    mixup: Annotated[float, "[0, inf)"] = 0.0
+    cutmix: Annotated[float, "[0, inf)"] = 0.0
 
     @property
     def is_affine(self) -> bool:
         """Whether images are resampled."""
-        return any((self.shear, self.zoom, self.rotate, self.shift, self.crop))
+        return any((self.shear, self.zoom, self.rotate, self.shift, self.crop, self.policy != "none"))
 
     @property
     def is_random(self) -> bool:
         """Whether training images differ between epochs."""
-        return self.flip or self.is_affine
+        return any((self.flip, self.is_affine, self.color_jitter, self.erase, self.mixup, self.cutmix))
 
 
 @dataclass(frozen=True, kw_only=True)

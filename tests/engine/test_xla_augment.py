@@ -12,23 +12,28 @@ from tests.engine.engines import make_engine
 from tests.engine.test_against_plain_loop import make_recipe
 
 FLIP, CROP = {"augment.flip": True}, {"augment.crop": 0.25}
+COLORS = {"augment.color_jitter": 0.4, "augment.policy": "trivialaugment", "augment.erase": 0.5, "augment.mixup": 0.3}
 SEPARABLE = {**FLIP, **CROP, "augment.zoom": 0.3, "augment.shift": 0.1}
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, FLIP, CROP, SEPARABLE, {**SEPARABLE, "augment.rotate": 20.0, "augment.shear": 0.2}],
-    ids=["none", "flip", "crop", "separable", "affine"],
+    "changes", [{}, FLIP, CROP, SEPARABLE, {**SEPARABLE, "augment.rotate": 20.0, "augment.shear": 0.2}, COLORS],
+    ids=["none", "flip", "crop", "separable", "affine", "colors"],
 )  # fmt: skip
 def test_pixels_equal_torchs(changes: dict[str, Any]) -> None:
-    from flatout.engine.xla.augment import Augmentation
+    from flatout.engine.xla.augment import Augmentation, mix
 
     recipe = make_recipe(**changes)
-    images = np.random.default_rng(0).integers(0, 256, (16, 11, 14, 1), dtype=np.uint8)
-    table = augment.epoch_transforms(recipe.augment, 1, 0, 16)
+    images = np.random.default_rng(0).integers(0, 256, (64, 11, 14, 1), dtype=np.uint8)
+    tables = augment.epoch_transforms(recipe.augment, 1, 0, len(images)) or {}
     mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
-    transforms = None if table is None else torch.from_numpy(table)
+    transforms = {name: torch.from_numpy(table) for name, table in tables.items()}
     expected = augment.apply(torch.from_numpy(images), transforms, 1 / (255 * std), -mean / std)
-    np.testing.assert_allclose(Augmentation(recipe)(images, table), expected, atol=2e-5)
+    found = Augmentation(recipe)(images, tables)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    if "mix" in tables:
+        expected = augment.mix(expected, expected[tables["partner"]], transforms["mix"])
+        np.testing.assert_allclose(mix(found, found[tables["partner"]], tables["mix"]), expected, atol=2e-5)
 
 
 def test_crops_and_flips_fetch_no_single_pixels() -> None:

@@ -1,10 +1,14 @@
 """Augmentation: the geometry against exact operations, and independence of how batches are cut."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageEnhance, ImageOps
 
-from flatout.numerics import augment
+from flatout.numerics import augment, pixels
 from flatout.recipe import Augment
 
 ONE, ZERO = torch.ones(3), torch.zeros(3)
@@ -20,7 +24,7 @@ def transformed(images: torch.Tensor, draws: dict[int, float], flip: bool = Fals
     for column, value in draws.items():
         table[:, column] = value
     maps = augment.affine_maps(Augment(**settings), table, np.full(len(images), flip))  # type: ignore[arg-type]
-    return augment.apply(images, torch.from_numpy(maps), ONE, ZERO)
+    return augment.apply(images, {"affine": torch.from_numpy(maps).float()}, ONE, ZERO)
 
 
 def plain(images: torch.Tensor) -> torch.Tensor:
@@ -38,7 +42,7 @@ def test_normalisation_is_mean_and_std() -> None:
 
 def test_mirror_alone_is_exact() -> None:
     images, flags = pictures(), torch.tensor([0, 1, 0, 1, 1, 0], dtype=torch.uint8)
-    found = augment.apply(images, flags, ONE, ZERO)
+    found = augment.apply(images, {"flip": flags}, ONE, ZERO)
     for i, flag in enumerate(flags):
         assert torch.equal(found[i], plain(images)[i].flip(2) if flag else plain(images)[i])
 
@@ -98,19 +102,130 @@ def test_rows_belong_to_samples_and_epochs_differ() -> None:
     again = augment.epoch_transforms(settings, 1, 0, 100)
     later = augment.epoch_transforms(settings, 1, 1, 100)
     assert first is not None
-    assert first.shape == (100, 2, 3)
-    assert np.array_equal(first, again)  # type: ignore[arg-type]
-    assert not np.array_equal(first, later)  # type: ignore[arg-type]
+    assert again is not None
+    assert later is not None
+    assert first["affine"].shape == (100, 2, 3)
+    assert np.array_equal(first["affine"], again["affine"])
+    assert not np.array_equal(first["affine"], later["affine"])
     flips = augment.epoch_transforms(Augment(flip=True), 1, 0, 1000)
     assert flips is not None
-    assert flips.dtype == np.uint8
-    assert 400 < flips.sum() < 600
+    assert flips["flip"].dtype == np.uint8
+    assert 400 < flips["flip"].sum() < 600
     assert augment.epoch_transforms(Augment(), 1, 0, 100) is None
+
+
+ALL = Augment(
+    flip=True, rotate=20.0, zoom=0.2, color_jitter=0.4, policy="trivialaugment", erase=0.5, mixup=0.2, cutmix=1.0
+)
 
 
 def test_the_split_into_batches_does_not_matter() -> None:
     images = pictures(8)
-    maps = torch.from_numpy(augment.epoch_transforms(Augment(flip=True, rotate=20.0, zoom=0.2), 1, 0, 8))
-    whole = augment.apply(images, maps, ONE, ZERO)
-    parts = torch.cat([augment.apply(images[i : i + 3], maps[i : i + 3], ONE, ZERO) for i in range(0, 8, 3)])
-    assert torch.equal(whole, parts)
+    tables = rows_of(ALL, 8)
+    whole = augment.apply(images, tables, ONE, ZERO)
+    parts = [
+        augment.apply(images[i : i + 3], {name: table[i : i + 3] for name, table in tables.items()}, ONE, ZERO)
+        for i in range(0, 8, 3)
+    ]
+    torch.testing.assert_close(whole, torch.cat(parts), atol=1e-4, rtol=1e-6)
+
+
+def rows_of(settings: Augment, count: int, epoch: int = 0) -> dict[str, torch.Tensor]:
+    tables = augment.epoch_transforms(settings, 1, epoch, count)
+    assert tables is not None
+    return {name: torch.from_numpy(table) for name, table in tables.items()}
+
+
+def test_what_existed_before_is_drawn_as_before() -> None:
+    """Other ingredients have draws of their own."""
+    before = rows_of(Augment(flip=True, crop=0.3), 50)
+    after = rows_of(Augment(flip=True, crop=0.3, color_jitter=0.4, erase=0.5, mixup=0.2), 50)
+    assert torch.equal(before["affine"], after["affine"])
+
+
+# --- colours: Pillow is the oracle, which rounds to whole numbers after each operation --------------------------------
+
+
+def recolored(images: torch.Tensor, **columns: float) -> np.ndarray:
+    names = ["brightness", "contrast", "saturation", "sharpness", "posterize", "solarize", "autocontrast"]
+    row = pixels.UNCHANGED.copy()
+    for name, value in columns.items():
+        row[names.index(name)] = value
+    rows = torch.from_numpy(np.tile(row, (len(images), 1))).float()
+    found = augment.apply(images, {"color": rows}, ONE, ZERO)
+    return found.permute(0, 2, 3, 1).numpy()
+
+
+@pytest.mark.parametrize(
+    ("columns", "by_pillow"),
+    [
+        ({"brightness": 1.4}, lambda image: ImageEnhance.Brightness(image).enhance(1.4)),
+        ({"contrast": 0.3}, lambda image: ImageEnhance.Contrast(image).enhance(0.3)),
+        ({"saturation": 1.8}, lambda image: ImageEnhance.Color(image).enhance(1.8)),
+        ({"sharpness": 1.9}, lambda image: ImageEnhance.Sharpness(image).enhance(1.9)),
+        ({"sharpness": 0.1}, lambda image: ImageEnhance.Sharpness(image).enhance(0.1)),
+        ({"posterize": 2.0**5}, lambda image: ImageOps.posterize(image, 3)),
+        ({"solarize": 100.0}, lambda image: ImageOps.solarize(image, 100)),
+        ({"autocontrast": 1.0}, ImageOps.autocontrast),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_colors_are_pillows(columns: dict[str, float], by_pillow: Callable[[Image.Image], Image.Image]) -> None:
+    images = pictures(4) // 2 + 40
+    found = recolored(images, **columns)
+    for image, ours in zip(images.numpy(), found, strict=True):
+        theirs = np.asarray(by_pillow(Image.fromarray(image)), np.float32)
+        assert np.abs(ours - theirs).max() <= 1.5
+
+
+def test_neutral_factors_change_nothing() -> None:
+    torch.testing.assert_close(torch.from_numpy(recolored(pictures())), pictures().float(), atol=1e-3, rtol=0)
+
+
+def test_color_jitter_stays_within_its_bounds() -> None:
+    rows = rows_of(Augment(color_jitter=0.4), 2000)["color"]
+    assert rows.shape == (2000, 3)
+    assert float(rows.min()) >= 0.6
+    assert float(rows.max()) <= 1.4
+    assert torch.allclose(rows.mean(0), torch.ones(3), atol=0.03)
+
+
+# --- policies, rectangles, mixtures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["trivialaugment", "randaugment"])
+def test_a_policy_draws_every_operation(policy: Any) -> None:
+    tables = rows_of(Augment(policy=policy), 4000)
+    moved = (tables["affine"] != torch.eye(2, 3)).flatten(1).any(1)
+    recolored = (tables["color"] != torch.from_numpy(pixels.UNCHANGED).float()).any(1)
+    operations = len(augment.POLICY)
+    if policy == "trivialaugment":
+        # One operation each: a map or a colour. Five of thirteen move pixels; magnitude 0, of 31, does nothing.
+        assert not (moved & recolored).any()
+        assert float(moved.float().mean()) == pytest.approx(5 / operations * 30 / 31, abs=0.03)
+    else:
+        assert float(moved.float().mean()) == pytest.approx(1 - (1 - 5 / operations) ** 2, abs=0.03)
+    assert recolored.any(0 if recolored.ndim > 1 else -1)
+
+
+def test_erased_rectangles_get_the_mean_and_have_their_share() -> None:
+    mean, std = torch.full((3,), 0.5), torch.full((3,), 0.25)
+    images = torch.full((400, 32, 32, 3), 255, dtype=torch.uint8)
+    found = augment.apply(images, rows_of(Augment(erase=0.25), 400), 1 / (255 * std), -mean / std)
+    erased = (found == 0).all(1)
+    assert torch.equal(erased | (found == 2).all(1), torch.ones_like(erased))
+    share = erased.flatten(1).float().mean(1)
+    assert float((share > 0).float().mean()) == pytest.approx(0.25, abs=0.06)
+    assert float(share.max()) < 0.4
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.8, 1.0)])
+def test_mixtures_have_the_labels_share_of_the_pixels(mixup: float, cutmix: float) -> None:
+    count, size = 600, 24
+    tables = rows_of(Augment(mixup=mixup, cutmix=cutmix), count)
+    ones, zeros = torch.ones(count, 1, size, size), torch.zeros(count, 1, size, size)
+    mixed = augment.mix(zeros, ones, tables["mix"])
+    torch.testing.assert_close(mixed.mean((1, 2, 3)), tables["mix"][:, 5], atol=0.1, rtol=0)
+    whole = (mixed == mixed[:, :, :1, :1]).flatten(1).all(1).float().mean()
+    assert float(whole) == pytest.approx(1.0 if not cutmix else 0.5 if mixup else 0.0, abs=0.12)
+    assert torch.equal(tables["partner"].long().sort().values, torch.arange(count))

@@ -9,6 +9,7 @@ import numpy as np
 from flatout.data.feed import Samples
 from flatout.data.order import Batch
 from flatout.engine.recorder import Recorder
+from flatout.numerics.augment import Transforms
 from flatout.numerics.metrics import Counts
 
 
@@ -50,8 +51,8 @@ class DeviceSplit(Protocol):
     def compile(self) -> None:
         """Compile the training step, before the clock of training starts."""
 
-    def begin_epoch(self, transforms: np.ndarray | None) -> None:
-        """Set the epoch's augmentation table (see `augment.epoch_transforms`)."""
+    def begin_epoch(self, transforms: Transforms | None) -> None:
+        """Set the epoch's augmentation, from `augment.epoch_transforms`."""
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Any]:
         """Yield the inputs of the training step for each batch, prepared ahead of time."""

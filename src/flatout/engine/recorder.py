@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
 
     from flatout.run.progress import Progress
@@ -21,16 +23,16 @@ class Recorder:
     def __init__(self, path: Path, progress: "Progress") -> None:
         self._path, self._progress = path, progress
 
-    def step(self, samples: "np.ndarray", transforms: "np.ndarray | None") -> None:
+    def step(self, samples: "np.ndarray", transforms: "Mapping[str, np.ndarray]") -> None:
         """Write the line of a step.
 
         Args:
             samples: int64 [B], positions in the training split, without padding.
-            transforms: their rows of `augment.epoch_transforms`, [B, ...]; None where nothing is random.
+            transforms: their rows of the tables of `augment.epoch_transforms`, [B, ...] each.
         """
         line = {"epoch": self._progress.epoch + 1, "step": self._progress.step + 1, "samples": samples.tolist()}
-        if transforms is not None:
-            line["transforms"] = transforms.tolist()
+        if transforms:
+            line["transforms"] = {name: rows.tolist() for name, rows in transforms.items()}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -1,6 +1,7 @@
-"""Random augmentation: drawn on the host as one table per epoch, applied on the device.
+"""Random augmentation: drawn on the host as tables for each epoch, applied on the device.
 
-The table is computed by NumPy in float64, so that every engine applies the same numbers.
+NumPy computes the tables in float64, so that every engine applies the same numbers; row i belongs to sample i. What
+happens to the pixels is in `pixels.py`, once for both engines, except for the resampling.
 Shape letters: N samples, B batch, H height, W width, C channels.
 """
 
@@ -8,32 +9,86 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flatout.numerics.random import Stream, uniform
+from flatout.numerics import pixels
+from flatout.numerics.random import Stream, permutation, uniform
 from flatout.recipe import Augment
 
 if TYPE_CHECKING:
     import torch
 
+Transforms = dict[str, np.ndarray]
 FLIP, SHEAR, ZOOM_X, ZOOM_Y, ROTATE, SHIFT_X, SHIFT_Y, CROP_AREA, CROP_ASPECT, CROP_X, CROP_Y, DRAWS = range(12)
 CROP_ASPECTS = (3 / 4, 4 / 3)
 
+# The operations of TrivialAugment and RandAugment, with the strongest magnitude of each (torchvision's wide ranges).
+# Their `Equalize` is missing: a histogram of each image is slow on TPUs.
+POLICY = {
+    "identity": 0.0,
+    "shear_x": 0.99,
+    "shear_y": 0.99,
+    "shift_x": 32 / 224,
+    "shift_y": 32 / 224,
+    "rotate": 135.0,
+    "brightness": 0.99,
+    "saturation": 0.99,
+    "contrast": 0.99,
+    "sharpness": 0.99,
+    "posterize": 6.0,
+    "solarize": 255.0,
+    "autocontrast": 0.0,
+}
+# RandAugment: operations for each image, and their magnitude (Cubuk et al., arXiv 1909.13719, for ImageNet).
+RAND_OPERATIONS, RAND_MAGNITUDE = 2, 9 / 30
+# TrivialAugment draws one of this many magnitudes (Müller and Hutter, arXiv 2103.10158).
+TRIVIAL_MAGNITUDES = 31
+# Random erasing: area and aspect ratio of the rectangle (Zhong et al., arXiv 1708.04896).
+ERASE_AREAS, ERASE_ASPECTS = (0.02, 1 / 3), (0.3, 10 / 3)
 
-def epoch_transforms(augment: Augment, seed: int, epoch: int, count: int) -> np.ndarray | None:
-    """Return the augmentation of every sample in one epoch; row i belongs to sample i.
+
+def epoch_transforms(augment: Augment, seed: int, epoch: int, count: int) -> Transforms | None:
+    """Return the augmentation of every sample in one epoch; None where nothing is random.
 
     Returns:
-        None where nothing is random; uint8 [N], 1 to mirror, where only flips are random; else float32 [N, 2, 3], the
-        affine map from a position in the result to one in the image, with x and y from -1 to 1.
+        The tables that the recipe needs, of these:
+        flip: uint8 [N], 1 to mirror; where images are not resampled.
+        affine: float32 [N, 2, 3], the map from a position in the result to one in the image, x and y from -1 to 1.
+        color: float32 [N, 3] or [N, 7], see `pixels.recolor`.
+        erase: float32 [N, 4], a box, see `pixels.inside`.
+        partner: int32 [N], the sample that this one is mixed with.
+        mix: float32 [N, 6]: the partner's share of each pixel, a box that is the partner's alone, and its share of
+            the label.
     """
     if not augment.is_random:
         return None
+    found: Transforms = {}
+    colors = np.tile(pixels.UNCHANGED, (count, 1))
     draws = uniform(seed, Stream.AUGMENT, epoch, (count, DRAWS))
     flip = (draws[:, FLIP] < 0.5) & augment.flip
-    return affine_maps(augment, draws, flip) if augment.is_affine else flip.astype(np.uint8)
+    if augment.is_affine:
+        maps = affine_maps(augment, draws, flip)
+        if augment.policy != "none":
+            moves, colors = policy_operations(augment.policy, seed, epoch, count)
+            maps[:, :, 2] += (maps[:, :, :2] @ moves[:, :, 2:])[..., 0]
+            maps[:, :, :2] = maps[:, :, :2] @ moves[:, :, :2]
+        found["affine"] = maps.astype(np.float32)
+    elif augment.flip:
+        found["flip"] = flip.astype(np.uint8)
+    if augment.color_jitter:
+        jitter = uniform(seed, Stream.COLOR, epoch, (count, 3))
+        colors[:, :3] *= 1 + augment.color_jitter * (2 * jitter - 1)
+    if augment.color_jitter or augment.policy != "none":
+        found["color"] = colors[:, : 3 if augment.policy == "none" else None].astype(np.float32)
+    if augment.erase:
+        erase = uniform(seed, Stream.ERASE, epoch, (count, 5))
+        found["erase"] = np.where(erase[:, 4:] < augment.erase, erase_boxes(erase), 0).astype(np.float32)
+    if augment.mixup or augment.cutmix:
+        found["partner"] = permutation(seed, Stream.PARTNER, epoch, count).astype(np.int32)
+        found["mix"] = mixtures(augment, uniform(seed, Stream.MIX, epoch, (count, 4))).astype(np.float32)
+    return found
 
 
 def affine_maps(augment: Augment, draws: np.ndarray, flip: np.ndarray) -> np.ndarray:
-    """Return float32 [N, 2, 3] from uniform draws [N, DRAWS] and mirror flags bool [N].
+    """Return float64 [N, 2, 3] from uniform draws [N, DRAWS] and mirror flags bool [N].
 
     The map is crop · rotate · shear · zoom · mirror, followed by the shift.
     """
@@ -59,7 +114,7 @@ def affine_maps(augment: Augment, draws: np.ndarray, flip: np.ndarray) -> np.nda
         maps[:, 1] *= height[:, None]
         maps[:, 0, 2] += x
         maps[:, 1, 2] += y
-    return maps.astype(np.float32)
+    return maps
 
 
 def crop_boxes(smallest_area: float, draws: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -69,15 +124,87 @@ def crop_boxes(smallest_area: float, draws: np.ndarray) -> tuple[np.ndarray, ...
     of the image.
     """
     area = smallest_area + (1 - smallest_area) * draws[:, CROP_AREA]
-    low, high = np.log(CROP_ASPECTS)
-    aspect = np.exp(low + (high - low) * draws[:, CROP_ASPECT])
-    width = np.minimum(1, np.sqrt(area * aspect))
-    height = np.minimum(1, np.sqrt(area / aspect))
+    width, height = _sides(area, draws[:, CROP_ASPECT], CROP_ASPECTS)
     return width, height, (1 - width) * (2 * draws[:, CROP_X] - 1), (1 - height) * (2 * draws[:, CROP_Y] - 1)
 
 
-def apply(images_BHWC: "torch.Tensor", transforms: "torch.Tensor | None", scale: "torch.Tensor", bias: "torch.Tensor"):
-    """Normalise a batch and apply its transforms, on the device where the batch is.
+def _sides(area: np.ndarray, draws: np.ndarray, aspects: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Return width and height of rectangles of an area, all as fractions of the image's; aspect ratio log-uniform."""
+    low, high = np.log(aspects)
+    aspect = np.exp(low + (high - low) * draws)
+    return np.minimum(1, np.sqrt(area * aspect)), np.minimum(1, np.sqrt(area / aspect))
+
+
+def policy_operations(policy: str, seed: int, epoch: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return what a policy draws: maps [N, 2, 3] from the moved image to the unmoved one, and rows for `recolor`."""
+    names, strongest = list(POLICY), np.array(list(POLICY.values()))
+    maps, colors = np.tile(np.eye(2, 3), (count, 1, 1)), np.tile(pixels.UNCHANGED, (count, 1))
+    for number in range(RAND_OPERATIONS if policy == "randaugment" else 1):
+        draws = uniform(seed, Stream.POLICY, RAND_OPERATIONS * epoch + number, (count, 3))
+        operation = (draws[:, 0] * len(POLICY)).astype(np.int64)
+        share = RAND_MAGNITUDE
+        if policy == "trivialaugment":
+            share = np.floor(draws[:, 1] * TRIVIAL_MAGNITUDES) / (TRIVIAL_MAGNITUDES - 1)
+        amount = share * strongest[operation]
+        signed = np.where(draws[:, 2] < 0.5, -amount, amount)
+
+        def drawn(name: str, operation: np.ndarray = operation) -> np.ndarray:
+            return operation == names.index(name)
+
+        shear_x, shear_y, shift_x, shift_y, angle = (
+            np.where(drawn(name), signed, 0.0) for name in ("shear_x", "shear_y", "shift_x", "shift_y", "rotate")
+        )
+        cos, sin = np.cos(np.deg2rad(angle)), np.sin(np.deg2rad(angle))
+        # At most one of the five is not zero.
+        step = np.stack([cos, shear_x - sin, 2 * shift_x, shear_y + sin, cos, 2 * shift_y], axis=1).reshape(-1, 2, 3)
+        maps[:, :, 2] += (maps[:, :, :2] @ step[:, :, 2:])[..., 0]
+        maps[:, :, :2] = maps[:, :, :2] @ step[:, :, :2]
+        for column, name in enumerate(("brightness", "contrast", "saturation", "sharpness")):
+            colors[:, column] *= np.where(drawn(name), 1 + signed, 1.0)
+        colors[:, pixels.POSTERIZE] = np.where(drawn("posterize"), 2 ** np.rint(amount), colors[:, pixels.POSTERIZE])
+        colors[:, pixels.SOLARIZE] = np.where(drawn("solarize"), 255 - amount, colors[:, pixels.SOLARIZE])
+        colors[:, pixels.AUTOCONTRAST] = np.where(drawn("autocontrast"), 1.0, colors[:, pixels.AUTOCONTRAST])
+    return maps, colors
+
+
+def erase_boxes(draws: np.ndarray) -> np.ndarray:
+    """Return boxes [N, 4] for random erasing from uniform draws: area, aspect ratio, two for the position."""
+    low, high = ERASE_AREAS
+    width, height = _sides(low + (high - low) * draws[:, 0], draws[:, 1], ERASE_ASPECTS)
+    return _boxes(width, height, draws[:, 2:4])
+
+
+def mixtures(augment: Augment, draws: np.ndarray) -> np.ndarray:
+    """Return rows [N, 6] of the table `mix` from uniform draws: the share, two for the position, mixup or CutMix.
+
+    The shares of mixup (Zhang et al., arXiv 1710.09412) and CutMix (Yun et al., arXiv 1905.04899) are Beta distributed.
+    """
+    from scipy.special import betaincinv
+
+    rows = np.zeros((len(draws), 6))
+    is_cut = (draws[:, 3] < (0.5 if augment.mixup else 1.0)) & (augment.cutmix > 0)
+    alpha = np.where(is_cut, augment.cutmix or 1.0, augment.mixup or 1.0)
+    share = betaincinv(alpha, alpha, draws[:, 0])
+    side = np.sqrt(share)
+    rows[:, 0] = np.where(is_cut, 0.0, share)
+    rows[:, 1:5] = np.where(is_cut[:, None], _boxes(side, side, draws[:, 1:3]), 0.0)
+    rows[:, 5] = share
+    return rows
+
+
+def _boxes(width: np.ndarray, height: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return top, left, bottom and right, each 0..1, [N, 4], of rectangles at uniform positions [N, 2]."""
+    top, left = (1 - height) * positions[:, 1], (1 - width) * positions[:, 0]
+    return np.stack([top, left, top + height, left + width], axis=1)
+
+
+def apply(
+    images_BHWC: "torch.Tensor",
+    transforms: "dict[str, torch.Tensor] | None",
+    scale: "torch.Tensor",
+    bias: "torch.Tensor",
+) -> "torch.Tensor":
+    """Normalise a batch and apply its transforms, on the device where the batch is; all but the mixing.
 
     Args:
         images_BHWC: uint8.
@@ -88,11 +215,36 @@ def apply(images_BHWC: "torch.Tensor", transforms: "torch.Tensor | None", scale:
         float32 [B, C, H, W] in channels_last order. Resampling is bilinear; outside, the nearest edge pixel counts.
     """
     import torch
+    from torch.nn.functional import affine_grid, grid_sample
 
-    images = images_BHWC.to(scale.dtype).mul_(scale).add_(bias).permute(0, 3, 1, 2)
-    if transforms is None:
-        return images
-    if transforms.dtype == torch.uint8:
-        return torch.where(transforms.bool()[:, None, None, None], images.flip(3), images)
-    grid = torch.nn.functional.affine_grid(transforms, list(images.shape), align_corners=False)
-    return torch.nn.functional.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    transforms = transforms or {}
+    images = images_BHWC.to(scale.dtype)
+    has_color = "color" in transforms
+    if not has_color:
+        images = images.mul_(scale).add_(bias)
+    images = images.permute(0, 3, 1, 2)
+    if "flip" in transforms:
+        images = torch.where(transforms["flip"].bool()[:, None, None, None], images.flip(3), images)
+    if "affine" in transforms:
+        grid = affine_grid(transforms["affine"], list(images.shape), align_corners=False)
+        images = grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    if has_color:
+        images = pixels.recolor(torch, images.permute(0, 2, 3, 1), transforms["color"]).mul(scale).add(bias)
+        images = images.permute(0, 3, 1, 2)
+    if "erase" in transforms:
+        images = images * ~inside(transforms["erase"], images)
+    return images
+
+
+def mix(images_BCHW: "torch.Tensor", partners_BCHW: "torch.Tensor", rows_B6: "torch.Tensor") -> "torch.Tensor":
+    """Return images mixed with their partners as rows of the table `mix` say."""
+    weight = pixels.partner_weight(inside(rows_B6[:, 1:5], images_BCHW), rows_B6[:, 0, None, None, None])
+    return images_BCHW + weight * (partners_BCHW - images_BCHW)
+
+
+def inside(boxes_B4: "torch.Tensor", images_BCHW: "torch.Tensor") -> "torch.Tensor":
+    """Return which pixels lie in a box of each image, bool [B, 1, H, W]."""
+    import torch
+
+    height, width = (torch.arange(length, device=boxes_B4.device) for length in images_BCHW.shape[2:])
+    return pixels.inside(boxes_B4, height, width)[:, None]

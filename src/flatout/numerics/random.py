@@ -18,6 +18,11 @@ class Stream(IntEnum):
     SPLIT = 3
     STEP = 4
     PICTURES = 5
+    COLOR = 6
+    POLICY = 7
+    ERASE = 8
+    MIX = 9
+    PARTNER = 10
 
 
 def raw(seed: int, stream: Stream, index: int, count: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from flatout.console import Console
 from flatout.data.order import training_batches
 from flatout.errors import InputError
 from flatout.models.load import build_model
-from flatout.numerics.augment import epoch_transforms
+from flatout.numerics.augment import Transforms, epoch_transforms
 from flatout.plan.roofline import Work
 from flatout.scale.scale import split_specs, spread
 
@@ -209,7 +209,7 @@ class _Measurement:
                 yield
             engine.counts()
 
-    def _transforms(self, images: int, epoch: int) -> "np.ndarray | None":
+    def _transforms(self, images: int, epoch: int) -> Transforms | None:
         return epoch_transforms(self._work.recipe.augment, self._work.recipe.seed, epoch, images)
 
 

@@ -235,20 +235,40 @@ class TorchEngine:
         labels, weights = source.labels.index_select(0, inputs.samples), inputs.weights
         if self._class_weights is not None:
             weights = weights * self._class_weights.index_select(0, labels)
-        transforms = None if source.transforms is None else source.transforms.index_select(0, inputs.samples)
         with self.setup.autocast(), ReplacedFunctions(replaced), self._activations():
             network = self.cut.train_suffix if self.cut else self.model
-            logits = network(self.network_input(source.images_of(inputs), transforms))
-            losses = loss.per_sample(logits, labels, self.recipe.loss, self.recipe.label_smoothing)
+            logits = network(self._training_input(source, inputs))
+            losses = self._losses(logits, labels, source, inputs)
             loss_sum = (losses * weights).sum()
         (loss_sum / inputs.total_weight).backward()
         real = inputs.weights > 0
         correct = (loss.predicted(logits.detach()) == labels) & real
         return torch.stack([loss_sum.detach(), weights.sum(), correct.sum().float(), real.sum().float()])
 
-    def network_input(self, images: torch.Tensor, transforms: torch.Tensor | None = None) -> torch.Tensor:
+    def network_input(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """Return what the network reads, [B, C, ...]: normalised, augmented images or the output of the prefix."""
         return images.movedim(-1, 1) if self.cut else augment.apply(images, transforms, *self.normalisation)
+
+    def _training_input(self, source: Source, inputs: Inputs) -> torch.Tensor:
+        """Return a batch's augmented images, mixed with others if the recipe says so."""
+        rows = source.transforms_of(inputs.samples)
+        images = self.network_input(source.images_of(inputs), rows)
+        if inputs.partners is None:
+            return images
+        partner_rows = source.transforms_of(inputs.partners)
+        return augment.mix(
+            images, self.network_input(source.images_of(inputs, of_partners=True), partner_rows), rows["mix"]
+        )
+
+    def _losses(self, logits: torch.Tensor, labels: torch.Tensor, source: Source, inputs: Inputs) -> torch.Tensor:
+        """Return the loss of each sample, [B]; of a mixture, those of both labels by their shares."""
+        recipe = self.recipe
+        losses = loss.per_sample(logits, labels, recipe.loss, recipe.label_smoothing)
+        if inputs.partners is None:
+            return losses
+        share = source.transforms["mix"].index_select(0, inputs.samples)[:, 5]
+        partners = source.labels.index_select(0, inputs.partners)
+        return losses + share * (loss.per_sample(logits, partners, recipe.loss, recipe.label_smoothing) - losses)
 
     def evaluation_network(self) -> nn.Module:
         """Return the model, or what follows its frozen prefix, in evaluation mode."""

@@ -5,7 +5,7 @@ Shape letters: N samples of the split, B samples of this rank in a batch, K outp
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,6 +38,8 @@ class Inputs:
         total: samples of all ranks that are not padding.
         total_weight: [], the sum of their weights, by which the loss is divided.
         images: [B, ...] where they are streamed from the host.
+        partners: int64 [B], the samples that these are mixed with; None where nothing is mixed.
+        partner_images: as `images`.
     """
 
     batch: Batch
@@ -46,6 +48,8 @@ class Inputs:
     total: int
     total_weight: torch.Tensor
     images: torch.Tensor | None = None
+    partners: torch.Tensor | None = None
+    partner_images: torch.Tensor | None = None
 
     @property
     def constants(self) -> tuple[int, int, int]:
@@ -72,9 +76,7 @@ class Inputs:
         return replace(
             self,
             batch=self.batch.part(number, count),
-            samples=self.samples[chosen],
-            weights=self.weights[chosen],
-            images=None if self.images is None else self.images[chosen],
+            **{name: value[chosen] for name, value in self._tensors().items() if value.ndim},
         )
 
 
@@ -86,19 +88,29 @@ class Source:
         samples: the split on the host.
         images: [N, ...] on the device; None if they are streamed from the host.
         labels: int64 [N] on the device.
-        transforms: the epoch's augmentation table on the device; None where nothing is random.
+        transforms: the epoch's augmentation tables on the device; empty where nothing is random.
+        partners: int32 [N] on the host, the samples that are mixed in; None where nothing is mixed.
     """
 
     samples: Samples
     images: torch.Tensor | None
     labels: torch.Tensor
-    transforms: torch.Tensor | None = None
+    transforms: dict[str, torch.Tensor] = field(default_factory=dict)
+    partners: np.ndarray | None = None
 
-    def images_of(self, inputs: Inputs) -> torch.Tensor:
-        """Return the images of a batch, [B, ...] on the device."""
-        images = inputs.images if self.images is None else self.images.index_select(0, inputs.samples)
+    def images_of(self, inputs: Inputs, *, of_partners: bool = False) -> torch.Tensor:
+        """Return the images of a batch, or those that they are mixed with, [B, ...] on the device."""
+        samples, images = inputs.samples, inputs.images
+        if of_partners:
+            samples, images = inputs.partners, inputs.partner_images
+        if self.images is not None and samples is not None:
+            images = self.images.index_select(0, samples)
         assert images is not None
         return images
+
+    def transforms_of(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the rows of the augmentation tables for some samples."""
+        return {name: table.index_select(0, samples) for name, table in self.transforms.items()}
 
     def stream(self, batches: Iterable[Inputs], accelerator: Accelerator) -> Iterator[Inputs]:
         """Add the images to batches, read ahead of time from the host; nothing to do if they are on the device."""
@@ -108,13 +120,19 @@ class Source:
         shape = self.samples.images.shape[1:]
         dtype = torch.from_numpy(np.empty(0, self.samples.images.dtype)).dtype
 
-        def read(inputs: Inputs) -> tuple[Inputs, torch.Tensor]:
-            images = accelerator.pinned((len(inputs.batch.samples), *shape), dtype)
-            self.samples.read(inputs.batch.samples, images.numpy())
-            return inputs, images
+        def images_at(positions: np.ndarray) -> torch.Tensor:
+            images = accelerator.pinned((len(positions), *shape), dtype)
+            self.samples.read(positions, images.numpy())
+            return images
 
-        for inputs, images in prefetch(read, batches):
+        def read(inputs: Inputs) -> tuple[Inputs, torch.Tensor, torch.Tensor | None]:
+            samples, partners = inputs.batch.samples, None if inputs.partners is None else self.partners
+            return inputs, images_at(samples), None if partners is None else images_at(partners[samples])
+
+        for inputs, images, partners in prefetch(read, batches):
             inputs.images = images.to(accelerator.device, non_blocking=True)
+            if partners is not None:
+                inputs.partner_images = partners.to(accelerator.device, non_blocking=True)
             yield inputs
 
 
@@ -167,24 +185,25 @@ class TorchSplit:
     def compile(self) -> None:
         """See `DeviceSplit.compile`. Nothing is compiled."""
 
-    def begin_epoch(self, transforms: np.ndarray | None) -> None:
+    def begin_epoch(self, transforms: augment.Transforms | None) -> None:
         """See `DeviceSplit.begin_epoch`. The first time, the output of a frozen prefix is computed."""
         self._engine.metric_sums.begin_epoch()
         source = self.source
-        if transforms is not None:
-            # Recorded steps read the table where it is.
-            table = torch.from_numpy(transforms)
-            source.transforms = table.to(source.labels.device) if source.transforms is None else source.transforms
-            source.transforms.copy_(table)
+        source.partners = (transforms or {}).get("partner")
+        for name, table in (transforms or {}).items():
+            # Recorded steps read the tables where they are.
+            new = torch.from_numpy(table)
+            source.transforms.setdefault(name, torch.empty_like(new, device=source.labels.device)).copy_(new)
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Inputs]:
         """See `DeviceSplit.feed`."""
         engine = self._engine
         rank, ranks = engine.world.rank, engine.world.size
-        inputs = (self._inputs(batch, batch.part(rank, ranks)) for batch in batches)
+        partners = self.source.partners
+        inputs = (self._inputs(batch, batch.part(rank, ranks), partners) for batch in batches)
         return self.source.stream(inputs, engine.setup.accelerator)
 
-    def _inputs(self, whole: Batch, share: Batch) -> Inputs:
+    def _inputs(self, whole: Batch, share: Batch, partners: np.ndarray | None = None) -> Inputs:
         put, weights = self._engine.setup.accelerator.put, whole.weights
         if self._engine.class_weights is not None:
             weights = weights * self._engine.class_weights[self.samples.labels[whole.samples]]
@@ -194,15 +213,16 @@ class TorchSplit:
             weights=put(share.weights),
             total=whole.count,
             total_weight=put(weights.sum(dtype=np.float32, keepdims=True))[0],
+            partners=None if partners is None else put(partners[share.samples].astype(np.int64)),
         )
 
     def train_step(self, inputs: Inputs, learning_rate: float, seed: int) -> None:
         """See `DeviceSplit.train_step`."""
         engine, source = self._engine, self.source
         if engine.recorder:
-            table, samples = source.transforms, inputs.batch.samples[: inputs.batch.count]
-            rows = None if table is None else table.index_select(0, inputs.samples[: len(samples)])
-            engine.recorder.step(samples, None if rows is None else rows.cpu().numpy())
+            samples = inputs.batch.samples[: inputs.batch.count]
+            rows = source.transforms_of(inputs.samples[: len(samples)])
+            engine.recorder.step(samples, {name: values.cpu().numpy() for name, values in rows.items()})
         engine.train_step(source, inputs, learning_rate, seed)
 
     @torch.no_grad()

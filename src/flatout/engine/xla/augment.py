@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.ndimage import map_coordinates
 
+from flatout.numerics import pixels
 from flatout.recipe import Recipe
 
 
@@ -27,7 +28,7 @@ class Augmentation:
     def __init__(self, recipe: Recipe) -> None:
         mean, std = (np.asarray(values, np.float32) for values in (recipe.data.mean, recipe.data.std))
         self._scale, self._bias = 1 / (255 * std), -mean / std
-        self._is_separable = not (recipe.augment.rotate or recipe.augment.shear)
+        self._is_separable = not (recipe.augment.rotate or recipe.augment.shear or recipe.augment.policy != "none")
 
     def __call__(self, images_BHWC: Any, transforms: Any) -> jax.Array:
         """Return float32 [B, C, H, W].
@@ -37,15 +38,32 @@ class Augmentation:
             transforms: the batch's rows of `numerics.augment.epoch_transforms`; None for evaluation.
         """
         x = images_BHWC.astype(jnp.float32)
-        if transforms is None:
-            pass
-        elif transforms.dtype == jnp.uint8:
-            x = jnp.where(transforms[:, None, None, None] > 0, x[:, :, ::-1], x)
-        elif self._is_separable:
-            x = _resample_separably(x, transforms)
-        else:
-            x = jax.vmap(_resample)(x, transforms)
-        return (x * self._scale + self._bias).transpose(0, 3, 1, 2)
+        transforms = transforms or {}
+        if "affine" in transforms and self._is_separable:
+            x = _resample_separably(x, transforms["affine"])
+        elif "affine" in transforms:
+            x = jax.vmap(_resample)(x, transforms["affine"])
+        elif "flip" in transforms:
+            x = jnp.where(transforms["flip"][:, None, None, None] > 0, x[:, :, ::-1], x)
+        if "color" in transforms:
+            x = pixels.recolor(jnp, x, transforms["color"])
+        x = x * self._scale + self._bias
+        if "erase" in transforms:
+            x = jnp.where(_inside(transforms["erase"], x)[..., None], 0, x)
+        return x.transpose(0, 3, 1, 2)
+
+
+def mix(images_BCHW: jax.Array, partners_BCHW: jax.Array, rows_B6: jax.Array) -> jax.Array:
+    """See `numerics.augment.mix`."""
+    is_inside = _inside(rows_B6[:, 1:5], images_BCHW.transpose(0, 2, 3, 1))[:, None]
+    weight = pixels.partner_weight(is_inside, rows_B6[:, 0, None, None, None])
+    return images_BCHW + weight * (partners_BCHW - images_BCHW)
+
+
+def _inside(boxes_B4: jax.Array, images_BHWC: jax.Array) -> jax.Array:
+    """Return which pixels lie in a box of each image, bool [B, H, W]."""
+    height, width = (jnp.arange(length) for length in images_BHWC.shape[1:3])
+    return pixels.inside(boxes_B4, height, width)
 
 
 def _resample_separably(images_BHWC: jax.Array, maps: jax.Array) -> jax.Array:

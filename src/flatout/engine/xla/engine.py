@@ -31,6 +31,7 @@ from flatout.engine.xla.mesh import MeshSharding
 from flatout.engine.xla.step import Evaluated, Inputs, Program, State, to_array
 from flatout.errors import InputError
 from flatout.host import physical_cores
+from flatout.numerics.augment import Transforms
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe
 
@@ -300,7 +301,7 @@ class XlaSplit:
         each = engine.sharding.padded(self.batch) // engine.sharding.size
         image_bytes = 0 if self.tables else samples.nbytes // len(samples)
         self._steps, self.run_ahead = dispatch_limits(each * image_bytes, engine.steps_per_dispatch)
-        self._transforms: np.ndarray | None = None
+        self._transforms: Transforms | None = None
         self._pending: list[tuple[HostBatches, int, float, int]] = []
 
     def compile(self) -> None:
@@ -316,7 +317,7 @@ class XlaSplit:
             engine.compiled(program, self.table, steps=self._steps)
         engine.compiled(program, self.table)
 
-    def begin_epoch(self, transforms: np.ndarray | None) -> None:
+    def begin_epoch(self, transforms: Transforms | None) -> None:
         """See `DeviceSplit.begin_epoch`."""
         self._engine.begin_epoch(self)
         self._transforms = transforms
@@ -347,7 +348,8 @@ class XlaSplit:
         if self._engine.recorder:
             batch, own = group.batches[step], self._engine.sharding.own(self._engine.program(self.batch).batch)
             samples = batch.samples[own.start : min(own.stop, batch.count)]
-            self._engine.recorder.step(samples, None if self._transforms is None else self._transforms[samples])
+            tables = self._transforms or {}
+            self._engine.recorder.step(samples, {name: table[samples] for name, table in tables.items()})
         self._pending.append((group, step, learning_rate, seed))
         if step == len(group.batches) - 1:
             self.flush()

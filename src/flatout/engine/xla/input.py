@@ -17,6 +17,9 @@ from flatout.engine.eager.device_setup import MEMORY_SHARE
 from flatout.engine.xla.mesh import MeshSharding
 from flatout.engine.xla.step import Inputs
 from flatout.host import available_memory
+from flatout.numerics.augment import Transforms
+
+_PER_SAMPLE = ("images", "labels", "weights", "transforms", "partners")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,14 +28,15 @@ class HostBatches:
 
     Attributes:
         batches: the batches of all processes.
-        images, labels, weights, transforms: as in `step.Inputs`, with a dimension T in front.
+        images, labels, weights, transforms, partners: as in `step.Inputs`, with a dimension T in front.
     """
 
     batches: Sequence[Batch]
     images: np.ndarray
     labels: np.ndarray
     weights: np.ndarray
-    transforms: np.ndarray | None
+    transforms: Transforms | None
+    partners: tuple[np.ndarray, np.ndarray, Transforms] | None
 
     def inputs(self, step: int | slice, learning_rates: Sequence[float], seeds: Sequence[int]) -> Inputs:
         """Return one step of T, with its learning rate and seed; or all of them, by a slice."""
@@ -40,10 +44,7 @@ class HostBatches:
         halves = np.stack([words >> np.uint64(32), words & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
         is_one = isinstance(step, int)
         return Inputs(
-            images=self.images[step],
-            labels=self.labels[step],
-            weights=self.weights[step],
-            transforms=None if self.transforms is None else self.transforms[step],
+            **{name: jax.tree.map(lambda array: array[step], getattr(self, name)) for name in _PER_SAMPLE},
             learning_rate=rates[0] if is_one else rates,
             seed=halves[0] if is_one else halves,
         )
@@ -76,7 +77,7 @@ def read_batches(
     own: slice,
     *,
     is_resident: bool,
-    transforms: np.ndarray | None = None,
+    transforms: Transforms | None = None,
     class_weights: np.ndarray | None = None,
 ) -> HostBatches:
     """Read this process's part of some batches.
@@ -87,24 +88,29 @@ def read_batches(
         size: samples that all devices share equally; copies of a batch's first sample fill it up.
         own: which of them are this process's.
         is_resident: whether the images lie on the devices, so that their row numbers suffice.
-        transforms: the epoch's augmentation table.
+        transforms: the epoch's augmentation tables.
         class_weights: float32 [classes]; None for none.
     """
     rows = np.stack([np.append(b.samples, np.full(size - len(b.samples), b.samples[0])) for b in batches])[:, own]
     weights = np.stack([np.append(b.weights, np.zeros(size - len(b.weights))) for b in batches])[:, own]
-    labels = samples.labels[rows].astype(np.int32)
-    if is_resident:
+
+    def at(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, Any]:
+        """Return images, labels and transforms of some samples [T, B]."""
         images = rows.astype(np.int32)
-    else:
-        images = np.empty((*rows.shape, *samples.images.shape[1:]), samples.images.dtype)
-        for positions, out in zip(rows, images, strict=True):
-            samples.read(positions, out)
+        if not is_resident:
+            images = np.empty((*rows.shape, *samples.images.shape[1:]), samples.images.dtype)
+            for positions, out in zip(rows, images, strict=True):
+                samples.read(positions, out)
+        return images, samples.labels[rows].astype(np.int32), transforms and {n: t[rows] for n, t in transforms.items()}
+
+    images, labels, own_transforms = at(rows)
     return HostBatches(
         batches=batches,
         images=images,
         labels=labels,
         weights=(weights if class_weights is None else weights * class_weights[labels]).astype(np.float32),
-        transforms=None if transforms is None else transforms[rows],
+        transforms=own_transforms,
+        partners=at(transforms["partner"][rows]) if transforms and "partner" in transforms else None,
     )
 
 

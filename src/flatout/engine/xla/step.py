@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from flatout.engine.xla import optim
-from flatout.engine.xla.augment import Augmentation
+from flatout.engine.xla.augment import Augmentation, mix
 from flatout.engine.xla.function import Function
 from flatout.engine.xla.keras import KerasFunction
 from flatout.engine.xla.lowerings import SampleMask
@@ -46,7 +46,8 @@ class Inputs(NamedTuple):
         images: uint8 [B, H, W, C]; or int32 [B], rows of the images on the devices.
         labels: int32 [B].
         weights: float32 [B]; 0 for padding, else the weight of the sample's class.
-        transforms: the batch's rows of the augmentation table; None where nothing is random.
+        transforms: the batch's rows of the augmentation tables; None where nothing is random.
+        partners: images, labels and transforms of the samples that these are mixed with; None where nothing is mixed.
         learning_rate: float32 [].
         seed: uint32 [2], determines dropout.
     """
@@ -54,7 +55,8 @@ class Inputs(NamedTuple):
     images: Array
     labels: Array
     weights: Array
-    transforms: Array | None
+    transforms: Any
+    partners: Any
     learning_rate: Array
     seed: Array
 
@@ -137,12 +139,15 @@ class Program:
             return jax.ShapeDtypeStruct((*front, *lengths), dtype)
 
         pixels = shape(count, size, size, self._recipe.channels, dtype=np.uint8)
-        table = augment.epoch_transforms(self._recipe.augment, 0, 0, 1)
+        tables = augment.epoch_transforms(self._recipe.augment, 0, 0, 1)
+        images, labels = shape(count, dtype=np.int32) if is_resident else pixels, shape(count, dtype=np.int32)
+        transforms = tables and {n: shape(count, *t.shape[1:], dtype=t.dtype) for n, t in tables.items()}
         return Inputs(
-            images=shape(count, dtype=np.int32) if is_resident else pixels,
-            labels=shape(count, dtype=np.int32),
+            images=images,
+            labels=labels,
             weights=shape(count),
-            transforms=None if table is None else shape(count, *table.shape[1:], dtype=table.dtype),
+            transforms=transforms,
+            partners=(images, labels, transforms) if tables and "partner" in tables else None,
             learning_rate=shape(),
             seed=shape(2, dtype=np.uint32),
         )
@@ -169,6 +174,9 @@ class Program:
         """
         real = (inputs.weights > 0).astype(jnp.float32)
         x = self._augment(_images(inputs.images, table), inputs.transforms)
+        if inputs.partners is not None:
+            images, partner_labels, transforms = inputs.partners
+            x = mix(x, self._augment(_images(images, table), transforms), inputs.transforms["mix"])
         # Rounding to zero weight would turn 0 / 0 into a gradient where a batch is nothing but padding.
         total = jnp.maximum(inputs.weights.sum(), jnp.finfo(jnp.float32).tiny)
 
@@ -181,6 +189,9 @@ class Program:
                 mask=SampleMask(real, self._groups),
             )
             losses, predicted, _ = self._training.losses(logits, inputs.labels)
+            if inputs.partners is not None:
+                share = inputs.transforms["mix"][:, 5]
+                losses += share * (self._training.losses(logits, partner_labels)[0] - losses)
             loss_sum = (losses * inputs.weights).sum()
             correct = ((predicted == inputs.labels) * real).sum()
             return loss_sum / total, (buffers, jnp.stack([loss_sum, inputs.weights.sum(), correct, real.sum()]))

@@ -1,0 +1,86 @@
+"""What augmentation does to pixels beside moving them, for torch and JAX alike: `xp` is either of the two modules.
+
+Pixels are floats from 0 to 255. Operations are those of Pillow, without intermediate rounding.
+Shape letters: B batch, H height, W width, C channels.
+"""
+
+from typing import Any
+
+import numpy as np
+
+# Columns of a row for `recolor`, after the factors of brightness, contrast, saturation and sharpness.
+POSTERIZE, SOLARIZE, AUTOCONTRAST = 4, 5, 6
+# The row that changes nothing.
+UNCHANGED = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 256.0, 0.0])
+# ITU-R 601 luma.
+_LUMA = (0.299, 0.587, 0.114)
+
+
+def recolor(xp: Any, x_BHWC: Any, rows: Any) -> Any:
+    """Return images with changed colours.
+
+    Args:
+        xp: torch or jax.numpy.
+        x_BHWC: pixels, 0..255.
+        rows: float32 [B, 3]: the factors of brightness, contrast and saturation, 1 for no change. Or [B, 7]: those,
+            the factor of sharpness, the step to which pixels are rounded down, the value from which they are inverted,
+            and 1 to stretch each channel to 0..255.
+    """
+
+    def column(index: int) -> Any:
+        return rows[:, index, None, None, None]
+
+    def blend(base: Any, factor: Any) -> Any:
+        return xp.clip(base + factor * (x - base), 0, 255)
+
+    x = xp.clip(x_BHWC * column(0), 0, 255)
+    x = blend(_grey(x).mean((1, 2), keepdims=True), column(1))
+    if x.shape[-1] == 3:
+        x = blend(_grey(x), column(2))
+    if rows.shape[1] == 3:
+        return x
+    x = blend(_smoothed(xp, x), column(3))
+    step, threshold = column(POSTERIZE), column(SOLARIZE)
+    x = xp.where(step > 1, xp.floor(x / step) * step, x)
+    x = xp.where(x >= threshold, 255 - x, x)
+    low, high = xp.amin(x, axis=(1, 2), keepdims=True), xp.amax(x, axis=(1, 2), keepdims=True)
+    spread = xp.where(high > low, high - low, 255.0 + 0 * low)
+    return xp.where((column(AUTOCONTRAST) > 0) & (high > low), (x - low) * (255 / spread), x)
+
+
+def _grey(x_BHWC: Any) -> Any:
+    """Return the luma, [B, H, W, 1]; of grey images the images themselves."""
+    if x_BHWC.shape[-1] != 3:
+        return x_BHWC
+    return sum(weight * x_BHWC[..., i : i + 1] for i, weight in enumerate(_LUMA))
+
+
+def _smoothed(xp: Any, x_BHWC: Any) -> Any:
+    """Return images smoothed by Pillow's 3x3 kernel, whose centre weighs 5 of 13; pixels at the edge stay."""
+    _, height, width, _ = x_BHWC.shape
+    if min(height, width) < 3:
+        return x_BHWC
+    rows = x_BHWC[:, :-2] + x_BHWC[:, 1:-1] + x_BHWC[:, 2:]
+    total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:]
+    inner = (total + 4 * x_BHWC[:, 1:-1, 1:-1]) / 13
+    middle = xp.concatenate([x_BHWC[:, 1:-1, :1], inner, x_BHWC[:, 1:-1, -1:]], axis=2)
+    return xp.concatenate([x_BHWC[:, :1], middle, x_BHWC[:, -1:]], axis=1)
+
+
+def inside(boxes_B4: Any, rows_H: Any, columns_W: Any) -> Any:
+    """Return which pixels lie in a box of each image, bool [B, H, W].
+
+    Args:
+        boxes_B4: top, left, bottom, right, as fractions of height and width; empty where both ends are equal.
+        rows_H, columns_W: 0, 1, 2 ... as many as the image has.
+    """
+    y = (rows_H + 0.5) / len(rows_H)
+    x = (columns_W + 0.5) / len(columns_W)
+    in_rows = (y >= boxes_B4[:, 0:1]) & (y < boxes_B4[:, 2:3])
+    in_columns = (x >= boxes_B4[:, 1:2]) & (x < boxes_B4[:, 3:4])
+    return in_rows[:, :, None] & in_columns[:, None, :]
+
+
+def partner_weight(is_inside: Any, share: Any) -> Any:
+    """Return the partner's weight in each pixel of a mixture: 1 inside the box, else its share."""
+    return is_inside + ~is_inside * share

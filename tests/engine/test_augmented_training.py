@@ -1,0 +1,99 @@
+"""Training on augmented and mixed images, on both engines, against a loop written by hand."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from flatout.data.feed import Samples
+from flatout.data.order import training_batches
+from flatout.dist.world import World
+from flatout.engine.eager.engine import TorchEngine
+from flatout.numerics import augment
+from flatout.recipe import Recipe
+from flatout.run.loop import train
+from flatout.run.progress import Progress
+from tests.engine.ranks import on_ranks
+from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples
+
+MIXED = {
+    "augment.flip": True,
+    "augment.color_jitter": 0.4,
+    "augment.erase": 0.5,
+    "augment.mixup": 0.4,
+    "augment.cutmix": 1.0,
+    "label_smoothing": 0.1,
+    "optimizer.lr": 0.05,
+}
+
+
+def plain_loop(samples: Samples, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """Train as anybody would by hand, on the same draws; images, partners and labels of the whole epoch at once."""
+    net = make_net().train()
+    optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)
+    mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
+    labels = torch.from_numpy(samples.labels)
+    for epoch in range(recipe.epochs):
+        tables = augment.epoch_transforms(recipe.augment, recipe.seed, epoch, len(samples))
+        assert tables is not None
+        rows = {name: torch.from_numpy(table) for name, table in tables.items()}
+        x = augment.apply(torch.from_numpy(samples.images), rows, 1 / (255 * std), -mean / std)
+        partner = rows["partner"].long()
+        shares, boxes = rows["mix"][:, 0], rows["mix"][:, 1:5]
+        mixed = x.clone()
+        for i in range(len(x)):
+            mixed[i] = (1 - shares[i]) * x[i] + shares[i] * x[partner[i]]
+            height, width = x.shape[2:]
+            # A pixel belongs to a box if its centre does.
+            top, left, bottom, right = (boxes[i] * torch.tensor([height, width, height, width]) - 0.5).ceil().int()
+            mixed[i, :, top:bottom, left:right] = x[partner[i], :, top:bottom, left:right]
+        for batch in training_batches(recipe.seed, epoch, len(samples), recipe.batch_size):
+            chosen = torch.from_numpy(batch.samples[: batch.count])
+            optimizer.zero_grad()
+            logits, share = net(mixed[chosen]), rows["mix"][chosen, 5]
+            own, other = (
+                functional.cross_entropy(logits, y[chosen], reduction="none", label_smoothing=recipe.label_smoothing)
+                for y in (labels, labels[partner])
+            )
+            ((1 - share) * own + share * other).mean().backward()
+            optimizer.step()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("engine", ["torch", "xla 8"])
+def test_equals_a_plain_loop(engine: str) -> None:
+    samples, recipe = make_samples(), make_recipe(**MIXED)
+    expected, found = plain_loop(samples, recipe), engine_weights(make_net(), samples, recipe, engine)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("changes", [{"data.placement": "disk"}, {"norm": "per-device", "micro_batch": 8}])
+def test_streaming_and_micro_batches_mix_the_same(changes: dict[str, Any]) -> None:
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(144, 5))
+    torch.manual_seed(0)
+    start = net.state_dict()
+    weights = []
+    for more in ({}, changes):
+        net.load_state_dict({name: torch.full_like(value, 0.01) for name, value in start.items()})
+        weights.append(engine_weights(net, make_samples(), make_recipe(**MIXED, **more)))
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-5, atol=1e-6)
+
+
+def trained(world: World) -> dict[str, np.ndarray]:
+    recipe = make_recipe(**MIXED)
+    engine = TorchEngine(make_net(), recipe, world=world)
+    train(engine, world, recipe, {"train": engine.place(make_samples())}, Progress(), SILENT)
+    state = {name: value.numpy() for name, value in engine.state().items()}
+    engine.close()
+    return state
+
+
+def test_ranks_mix_the_images_of_one_process() -> None:
+    """Partners come from the whole split, wherever the ranks' shares of a batch lie."""
+    (alone,), (together, _) = on_ranks(1, trained), on_ranks(2, trained)
+    for name, value in alone.items():
+        np.testing.assert_allclose(together[name], value, rtol=1e-3, atol=2e-5)
