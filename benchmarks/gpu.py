@@ -248,7 +248,7 @@ def synthetic_rate(engine: Engine, recipe: Recipe, *, classes: int, steps: int) 
     images = random.integers(0, 256, (size, recipe.image_size, recipe.image_size, recipe.channels), dtype=np.uint8)
     samples = Samples(images=images, rows=np.arange(size), labels=np.arange(size) % classes)
     placed = engine.place(samples)
-    placed.begin_epoch(epoch_transforms(recipe.augment, recipe.seed, 0, size))
+    placed.begin_epoch(epoch_transforms(recipe, 0, size))
     batch = Batch(samples=np.arange(size), weights=np.ones(size, np.float32), count=size)
     inputs = next(placed.feed([batch]))
 

@@ -165,6 +165,8 @@ class Data(_Checked):
     images: the folder of the images that a CSV file names, if it is not the CSV file's own.
     file_column, label_column: the columns of a CSV file, by their names in its header.
     max_bad_share: the largest share of unreadable images that `skip` accepts.
+    stored_size: height and width of the decoded images, if they are to be larger than `image_size`: evaluation takes
+    the centre, `augment.crop` any part.
     placement: where the decoded images are during training.
     """
 
@@ -182,6 +184,7 @@ class Data(_Checked):
     label_column: str = ""
     on_bad_image: Literal["stop", "skip"] = "stop"
     max_bad_share: Annotated[float, "[0, 1)"] = 0.05
+    stored_size: Annotated[int, f"[0, {MAX_IMAGE_SIZE}]"] = 0
     placement: Literal["auto", "device", "memory", "disk"] = "auto"
 
     def __post_init__(self) -> None:
@@ -204,6 +207,8 @@ class Recipe(_Checked):
     norm: whether batch normalisation uses the global batch.
     exact_sums: whether the weights have the same bits on any number of CPU devices, at the cost of speed.
     dropout: the rate of every dropout layer; -1 for the model's own.
+    clip_norm: the largest norm of all gradients together; larger ones are scaled down. 0 for no limit.
+    ema: the decay of an exponential moving average of the weights, which is evaluated and kept; 0 for none.
     drop_last: leave out a short last batch instead of padding it.
     pretrained: start from published weights. weights: from this file or folder instead.
     freeze: `all-but-last-N` layers, or comma-separated patterns of parameter names.
@@ -226,6 +231,8 @@ class Recipe(_Checked):
     loss: Literal["cross-entropy", "binary-cross-entropy"] = "cross-entropy"
     label_smoothing: Annotated[float, "[0, 1)"] = 0.0
     dropout: float = -1.0
+    clip_norm: Annotated[float, "[0, inf)"] = 0.0
+    ema: Annotated[float, "[0, 1)"] = 0.0
     class_weights: Literal["none", "balanced"] = "none"
     drop_last: bool = False
     pretrained: bool = False
@@ -249,7 +256,16 @@ class Recipe(_Checked):
             (bool(self.model), "model", "must name a model"),
             (0 <= self.seed < 2**63, "seed", "must be at least 0 and less than 2^63"),
         )
-        self.data._require((len(self.data.mean) in (0, 1, self.channels), "mean", need))
+        larger = f"must be at least image_size ({self.image_size}), or 0 for that"
+        self.data._require(
+            (len(self.data.mean) in (0, 1, self.channels), "mean", need),
+            (self.stored_size >= self.image_size, "stored_size", larger),
+        )
+
+    @property
+    def stored_size(self) -> int:
+        """Height and width of the decoded images."""
+        return self.data.stored_size or self.image_size
 
     def override(self, changes: Mapping[str, Any]) -> "Recipe":
         """Return a recipe with dotted keys changed, such as `{"epochs": 3, "optimizer.lr": 0.1}`.

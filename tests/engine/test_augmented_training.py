@@ -15,6 +15,7 @@ from flatout.numerics import augment
 from flatout.recipe import Recipe
 from flatout.run.loop import train
 from flatout.run.progress import Progress
+from tests.engine.engines import make_engine
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples
 
@@ -36,7 +37,7 @@ def plain_loop(samples: Samples, recipe: Recipe) -> dict[str, torch.Tensor]:
     mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
     labels = torch.from_numpy(samples.labels)
     for epoch in range(recipe.epochs):
-        tables = augment.epoch_transforms(recipe.augment, recipe.seed, epoch, len(samples))
+        tables = augment.epoch_transforms(recipe, epoch, len(samples))
         assert tables is not None
         rows = {name: torch.from_numpy(table) for name, table in tables.items()}
         x = augment.apply(torch.from_numpy(samples.images), rows, 1 / (255 * std), -mean / std)
@@ -97,3 +98,82 @@ def test_ranks_mix_the_images_of_one_process() -> None:
     (alone,), (together, _) = on_ranks(1, trained), on_ranks(2, trained)
     for name, value in alone.items():
         np.testing.assert_allclose(together[name], value, rtol=1e-3, atol=2e-5)
+
+
+# --- averaged weights, limited gradients ------------------------------------------------------------------------------
+
+AVERAGED = {"ema": 0.7, "clip_norm": 0.5, "optimizer.lr": 0.5}
+
+
+def averaged_by_hand(samples: Samples, recipe: Recipe) -> dict[str, torch.Tensor]:
+    net = make_net().train()
+    optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)
+    x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
+    y = torch.from_numpy(samples.labels)
+    average = {name: value.clone() for name, value in net.state_dict().items()}
+    step = 0
+    for epoch in range(recipe.epochs):
+        for batch in training_batches(recipe.seed, epoch, len(samples), recipe.batch_size):
+            chosen = torch.from_numpy(batch.samples[: batch.count])
+            optimizer.zero_grad()
+            functional.cross_entropy(net(x[chosen]), y[chosen]).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), recipe.clip_norm)
+            optimizer.step()
+            step += 1
+            decay = min(recipe.ema, (1 + step) / (10 + step))
+            for name, value in net.state_dict().items():
+                if value.is_floating_point():
+                    average[name] = decay * average[name] + (1 - decay) * value
+                else:
+                    average[name] = value.clone()
+    return average
+
+
+@pytest.mark.parametrize("engine", ["torch", "xla 8"])
+def test_the_average_is_evaluated_kept_and_continued(engine: str) -> None:
+    samples, recipe = make_samples(), make_recipe(**AVERAGED)
+    expected = averaged_by_hand(samples, recipe)
+    net = make_net()
+    net.load_state_dict(expected)
+    x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
+    with torch.no_grad():
+        right = int((net.eval()(x).argmax(1) == torch.from_numpy(samples.labels)).sum())
+
+    first, second = (make_engine(engine, make_net(), recipe) for _ in range(2))
+    progress = Progress()
+    placed = first.place(samples)
+    placed.compile()
+    train(first, World(), recipe.override({"epochs": 1}), {"train": placed}, progress, SILENT)
+    halfway = first.state()
+    first.close()
+    placed = second.place(samples)
+    placed.compile()
+    second.load_state(halfway)
+    train(second, World(), recipe, {"train": placed}, progress, SILENT)
+    found = second.state()
+    for name, value in expected.items():
+        if "num_batches" not in name:
+            torch.testing.assert_close(found[f"ema.{name}"], value, rtol=2e-3, atol=5e-5)
+    assert placed.evaluate().counts.correct == right
+    second.restore(second.snapshot(weights_only=True))
+    assert placed.evaluate().counts.correct == right
+    assert not torch.allclose(found["model.8.weight"], found["ema.8.weight"], atol=1e-3)
+    second.close()
+
+
+def averaged(world: World, shard: str) -> dict[str, np.ndarray]:
+    recipe = make_recipe(**AVERAGED, shard=shard)
+    engine = TorchEngine(make_net(), recipe, world=world)
+    placed = engine.place(make_samples())
+    train(engine, world, recipe, {"train": placed}, Progress(), SILENT)
+    correct = placed.evaluate().counts.correct
+    state = {name: value.numpy() for name, value in engine.state().items()}
+    engine.close()
+    return {**state, "correct": np.array(correct)}
+
+
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_ranks_average_alike(shard: str) -> None:
+    (alone,), (together, _) = on_ranks(1, averaged, "none"), on_ranks(2, averaged, shard)
+    for name, value in alone.items():
+        np.testing.assert_allclose(together[name], value, rtol=2e-3, atol=5e-5, err_msg=name)

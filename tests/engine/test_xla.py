@@ -2,6 +2,7 @@
 
 import copy
 import socket
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -53,8 +54,8 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: list[tuple[list[int], Any]] = []
 
-    def step(self, samples: np.ndarray, transforms: np.ndarray | None) -> None:
-        self.steps.append((samples.tolist(), None if transforms is None else transforms.tolist()))
+    def step(self, samples: np.ndarray, transforms: Mapping[str, np.ndarray]) -> None:
+        self.steps.append((samples.tolist(), {name: rows.tolist() for name, rows in transforms.items()}))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_many_steps_in_one_program(steps: int, placement: str) -> None:
     engine = make_engine("xla 2", small_net(), recipe, steps_per_dispatch=steps)
     assert_same(trained(engine, recipe), expected)
     placed = engine.place(make_samples())
-    placed.begin_epoch(epoch_transforms(recipe.augment, recipe.seed, 0, 70))
+    placed.begin_epoch(epoch_transforms(recipe, 0, 70))
     for number, inputs in enumerate(placed.feed(training_batches(recipe.seed, 0, 70, 16))):
         placed.train_step(inputs, 0.01, number)
         if number == 0:

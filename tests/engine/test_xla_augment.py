@@ -23,17 +23,18 @@ SEPARABLE = {**FLIP, **CROP, "augment.zoom": 0.3, "augment.shift": 0.1}
 def test_pixels_equal_torchs(changes: dict[str, Any]) -> None:
     from flatout.engine.xla.augment import Augmentation, mix
 
-    recipe = make_recipe(**changes)
-    images = np.random.default_rng(0).integers(0, 256, (64, 11, 14, 1), dtype=np.uint8)
-    tables = augment.epoch_transforms(recipe.augment, 1, 0, len(images)) or {}
+    recipe = make_recipe(**changes, **{"data.stored_size": 15})
+    images = np.random.default_rng(0).integers(0, 256, (64, 15, 15, 1), dtype=np.uint8)
+    tables = augment.epoch_transforms(recipe, 0, len(images)) or {}
     mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
     transforms = {name: torch.from_numpy(table) for name, table in tables.items()}
-    expected = augment.apply(torch.from_numpy(images), transforms, 1 / (255 * std), -mean / std)
-    found = Augmentation(recipe)(images, tables)
+    expected = augment.apply(torch.from_numpy(images), transforms, 1 / (255 * std), -mean / std, recipe.image_size)
+    found: Any = Augmentation(recipe)(images, tables)
     np.testing.assert_allclose(found, expected, atol=2e-5)
     if "mix" in tables:
         expected = augment.mix(expected, expected[tables["partner"]], transforms["mix"])
-        np.testing.assert_allclose(mix(found, found[tables["partner"]], tables["mix"]), expected, atol=2e-5)
+        rows: Any = tables["mix"]
+        np.testing.assert_allclose(mix(found, found[tables["partner"]], rows), expected, atol=2e-5)
 
 
 def test_crops_and_flips_fetch_no_single_pixels() -> None:

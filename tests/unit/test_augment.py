@@ -9,9 +9,14 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from flatout.numerics import augment, pixels
-from flatout.recipe import Augment
+from flatout.recipe import Augment, Data, Recipe
 
 ONE, ZERO = torch.ones(3), torch.zeros(3)
+
+
+def recipe(settings: Augment, image_size: int = 16, stored_size: int = 0) -> Recipe:
+    data = Data(stored_size=stored_size)
+    return Recipe(model="any", image_size=image_size, epochs=1, batch_size=1, augment=settings, data=data)
 
 
 def pictures(count: int = 6, size: int = 16) -> torch.Tensor:
@@ -98,20 +103,20 @@ def test_crops_stay_inside_and_keep_the_area() -> None:
 
 def test_rows_belong_to_samples_and_epochs_differ() -> None:
     settings = Augment(flip=True, rotate=10.0, crop=0.5)
-    first = augment.epoch_transforms(settings, 1, 0, 100)
-    again = augment.epoch_transforms(settings, 1, 0, 100)
-    later = augment.epoch_transforms(settings, 1, 1, 100)
+    first = augment.epoch_transforms(recipe(settings), 0, 100)
+    again = augment.epoch_transforms(recipe(settings), 0, 100)
+    later = augment.epoch_transforms(recipe(settings), 1, 100)
     assert first is not None
     assert again is not None
     assert later is not None
     assert first["affine"].shape == (100, 2, 3)
     assert np.array_equal(first["affine"], again["affine"])
     assert not np.array_equal(first["affine"], later["affine"])
-    flips = augment.epoch_transforms(Augment(flip=True), 1, 0, 1000)
+    flips = augment.epoch_transforms(recipe(Augment(flip=True)), 0, 1000)
     assert flips is not None
     assert flips["flip"].dtype == np.uint8
     assert 400 < flips["flip"].sum() < 600
-    assert augment.epoch_transforms(Augment(), 1, 0, 100) is None
+    assert augment.epoch_transforms(recipe(Augment()), 0, 100) is None
 
 
 ALL = Augment(
@@ -131,7 +136,7 @@ def test_the_split_into_batches_does_not_matter() -> None:
 
 
 def rows_of(settings: Augment, count: int, epoch: int = 0) -> dict[str, torch.Tensor]:
-    tables = augment.epoch_transforms(settings, 1, epoch, count)
+    tables = augment.epoch_transforms(recipe(settings), epoch, count)
     assert tables is not None
     return {name: torch.from_numpy(table) for name, table in tables.items()}
 
@@ -229,3 +234,27 @@ def test_mixtures_have_the_labels_share_of_the_pixels(mixup: float, cutmix: floa
     whole = (mixed == mixed[:, :, :1, :1]).flatten(1).all(1).float().mean()
     assert float(whole) == pytest.approx(1.0 if not cutmix else 0.5 if mixup else 0.0, abs=0.12)
     assert torch.equal(tables["partner"].long().sort().values, torch.arange(count))
+
+
+# --- images stored larger than the model takes them -------------------------------------------------------------------
+
+
+def test_evaluation_takes_the_centre() -> None:
+    images = pictures(size=20)
+    found = augment.apply(images, None, ONE, ZERO, 16)
+    assert torch.equal(found, plain(images)[:, :, 2:-2, 2:-2])
+    flags = torch.ones(len(images), dtype=torch.uint8)
+    assert torch.equal(augment.apply(images, {"flip": flags}, ONE, ZERO, 16), found.flip(3))
+
+
+def test_maps_show_the_centre_and_crops_any_part() -> None:
+    """A map that changes nothing, of 16 of 20 stored pixels, shows the 16 at the centre."""
+    images = pictures(1000, size=20)
+    tables = augment.epoch_transforms(recipe(Augment(zoom=1e-9), 16, 20), 0, 1000)
+    assert tables is not None
+    still = augment.apply(images, {"affine": torch.from_numpy(tables["affine"])}, ONE, ZERO, 16)
+    torch.testing.assert_close(still, plain(images)[:, :, 2:-2, 2:-2], atol=0.05, rtol=0)
+    tables = augment.epoch_transforms(recipe(Augment(crop=0.1), 16, 20), 0, 1000)
+    assert tables is not None
+    corners = np.abs(tables["affine"][:, [0, 1], [0, 1]]) + np.abs(tables["affine"][:, :, 2])
+    assert 0.99 < corners.max() <= 1 + 1e-6

@@ -39,7 +39,7 @@ def load(found: DataRef | Source, recipe: Recipe, *, cache: bool, report: Progre
     """
     data = recipe.data
     settings = PackSettings(
-        size=recipe.image_size,
+        size=recipe.stored_size,
         channels=recipe.channels,
         resize=data.resize,
         on_bad_image=data.on_bad_image,

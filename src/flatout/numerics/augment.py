@@ -11,7 +11,7 @@ import numpy as np
 
 from flatout.numerics import pixels
 from flatout.numerics.random import Stream, permutation, uniform
-from flatout.recipe import Augment
+from flatout.recipe import Augment, Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +45,8 @@ TRIVIAL_MAGNITUDES = 31
 ERASE_AREAS, ERASE_ASPECTS = (0.02, 1 / 3), (0.3, 10 / 3)
 
 
-def epoch_transforms(augment: Augment, seed: int, epoch: int, count: int) -> Transforms | None:
-    """Return the augmentation of every sample in one epoch; None where nothing is random.
+def epoch_transforms(recipe: Recipe, epoch: int, count: int) -> Transforms | None:
+    """Return the augmentation of each of `count` samples in one epoch; None where nothing is random.
 
     Returns:
         The tables that the recipe needs, of these:
@@ -58,6 +58,7 @@ def epoch_transforms(augment: Augment, seed: int, epoch: int, count: int) -> Tra
         mix: float32 [N, 6]: the partner's share of each pixel, a box that is the partner's alone, and its share of
             the label.
     """
+    augment, seed = recipe.augment, recipe.seed
     if not augment.is_random:
         return None
     found: Transforms = {}
@@ -66,6 +67,8 @@ def epoch_transforms(augment: Augment, seed: int, epoch: int, count: int) -> Tra
     flip = (draws[:, FLIP] < 0.5) & augment.flip
     if augment.is_affine:
         maps = affine_maps(augment, draws, flip)
+        if not augment.crop:
+            maps *= recipe.image_size / recipe.stored_size
         if augment.policy != "none":
             moves, colors = policy_operations(augment.policy, seed, epoch, count)
             maps[:, :, 2] += (maps[:, :, :2] @ moves[:, :, 2:])[..., 0]
@@ -203,6 +206,7 @@ def apply(
     transforms: "dict[str, torch.Tensor] | None",
     scale: "torch.Tensor",
     bias: "torch.Tensor",
+    size: int = 0,
 ) -> "torch.Tensor":
     """Normalise a batch and apply its transforms, on the device where the batch is; all but the mixing.
 
@@ -210,14 +214,19 @@ def apply(
         images_BHWC: uint8.
         transforms: the batch's rows of `epoch_transforms`; None for evaluation.
         scale, bias: float32 [C]; a pixel p becomes p * scale + bias.
+        size: height and width of the result; 0 for those of the images.
 
     Returns:
         float32 [B, C, H, W] in channels_last order. Resampling is bilinear; outside, the nearest edge pixel counts.
+        Images that are not resampled are cropped at the centre.
     """
     import torch
     from torch.nn.functional import affine_grid, grid_sample
 
     transforms = transforms or {}
+    if size and "affine" not in transforms:
+        top, left = ((length - size) // 2 for length in images_BHWC.shape[1:3])
+        images_BHWC = images_BHWC[:, top : top + size, left : left + size]
     images = images_BHWC.to(scale.dtype)
     has_color = "color" in transforms
     if not has_color:
@@ -226,7 +235,8 @@ def apply(
     if "flip" in transforms:
         images = torch.where(transforms["flip"].bool()[:, None, None, None], images.flip(3), images)
     if "affine" in transforms:
-        grid = affine_grid(transforms["affine"], list(images.shape), align_corners=False)
+        shape = [*images.shape[:2], size, size] if size else list(images.shape)
+        grid = affine_grid(transforms["affine"], shape, align_corners=False)
         images = grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
     if has_color:
         images = pixels.recolor(torch, images.permute(0, 2, 3, 1), transforms["color"]).mul(scale).add(bias)

@@ -210,7 +210,7 @@ class _Measurement:
             engine.counts()
 
     def _transforms(self, images: int, epoch: int) -> Transforms | None:
-        return epoch_transforms(self._work.recipe.augment, self._work.recipe.seed, epoch, images)
+        return epoch_transforms(self._work.recipe, epoch, images)
 
 
 def sample_size(work: Work) -> int:
@@ -221,14 +221,14 @@ def sample_size(work: Work) -> int:
 
 def image_bytes(work: Work) -> int:
     """Return the bytes of one image in memory."""
-    return work.recipe.image_size**2 * work.recipe.channels
+    return work.recipe.stored_size**2 * work.recipe.channels
 
 
 def random_samples(work: Work, images: int) -> "Samples":
     """Return random images of the recipe's shape, with random labels."""
     from flatout.data.feed import Samples
 
-    size, rng = work.recipe.image_size, np.random.default_rng(work.recipe.seed)
+    size, rng = work.recipe.stored_size, np.random.default_rng(work.recipe.seed)
     return Samples(
         images=rng.integers(0, 256, (images, size, size, work.recipe.channels), dtype=np.uint8),
         rows=np.arange(images),

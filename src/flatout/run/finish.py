@@ -112,13 +112,20 @@ def _write_weights(session: "Session", state: dict[str, Any], pack: "Pack") -> N
     from flatout.models.weights import save_tensors
 
     recipe = session.recipe
-    tensors = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
+    # Averaged weights take the place of the last ones.
+    tensors = {
+        name.removeprefix(prefix): value
+        for prefix in ("model.", "ema.")
+        for name, value in state.items()
+        if name.startswith(prefix)
+    }
     metadata = {
         "format": "pt",
         "flatout": __version__,
         "model": recipe.model,
         "classes": json.dumps(pack.classes),
         "image_size": str(recipe.image_size),
+        "stored_size": str(recipe.stored_size),
         "channels": str(recipe.channels),
         "mean": json.dumps(recipe.data.mean),
         "std": json.dumps(recipe.data.std),

@@ -128,7 +128,7 @@ class Run:
         return predict(self, images, top=top)
 
     def probabilities(self, pixels_NHWC: np.ndarray) -> np.ndarray:
-        """Return class probabilities, float32 [N, K], of uint8 images of the model's size."""
+        """Return class probabilities, float32 [N, K], of uint8 images of the size that they are decoded to."""
         import torch
 
         from flatout.numerics import augment, loss
@@ -138,7 +138,7 @@ class Run:
         with torch.no_grad():
             for start in range(0, len(pixels_NHWC), self.recipe.batch_size):
                 batch = torch.from_numpy(np.ascontiguousarray(pixels_NHWC[start : start + self.recipe.batch_size]))
-                logits = model(augment.apply(batch, None, 1 / (255 * std), -mean / std))
+                logits = model(augment.apply(batch, None, 1 / (255 * std), -mean / std, self.recipe.image_size))
                 results.append(loss.probabilities(logits).numpy())
         return np.concatenate(results)
 

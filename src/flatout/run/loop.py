@@ -109,7 +109,7 @@ class _Loop:
         epoch, first_step, clock = progress.epoch, progress.step, Clock(progress)
         watched = _watched_losses(progress.history)
         batches = training_batches(recipe.seed, epoch, self._images, recipe.batch_size, recipe.drop_last, first_step)
-        train.begin_epoch(epoch_transforms(recipe.augment, recipe.seed, epoch, self._images))
+        train.begin_epoch(epoch_transforms(recipe, epoch, self._images))
         seeds = raw(recipe.seed, Stream.STEP, epoch, self._steps) >> np.uint64(1)
         for inputs in clock.waiting(train.feed(batches)):
             rate = learning_rate(recipe, epoch * self._steps + progress.step, self._steps, watched)

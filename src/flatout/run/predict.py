@@ -104,7 +104,7 @@ def _pixels(run: "Run", name: str, image: Any) -> np.ndarray | str:
     from flatout.data.decode import BadImage, decode_image, resize_images
 
     recipe = run.recipe
-    shape: dict[str, Any] = {"size": recipe.image_size, "channels": recipe.channels, "resize": recipe.data.resize}
+    shape: dict[str, Any] = {"size": recipe.stored_size, "channels": recipe.channels, "resize": recipe.data.resize}
     try:
         if hasattr(image, "convert"):
             # As a file, so that its mode, transparency and orientation are treated as those of files.

@@ -8,7 +8,7 @@ Shape letters: B samples of this rank in a batch, C channels.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from flatout.engine.eager.grad_accumulation import COPIES_OF_WEIGHTS, count_micr
 from flatout.engine.eager.grad_reduce import BucketedAllReduce, FSDPGradients, Gradients, LocalGradients
 from flatout.engine.eager.metric_sums import SUMS, MetricSums
 from flatout.engine.eager.split import Inputs, Source, TorchSplit, place
+from flatout.engine.eager.weight_average import WeightAverage
 from flatout.engine.recorder import Recorder
 from flatout.models.layers import set_train_mode
 from flatout.numerics import augment, loss, optim
@@ -123,12 +124,13 @@ class TorchEngine:
         else:
             self._optimizer = optim.build(recipe.optimizer, self.parameters.values(), capturable=can_capture)
         self._update = optim.plain_step(self._optimizer)
+        self._average = WeightAverage(self.model, recipe.ema) if recipe.ema else None
         self._captured = None
         if can_capture:
             self._captured = CapturedStep(self._step, self._forget_gradients, accelerator, self._report)
         mean, std = (torch.tensor(v, device=self.device) for v in (recipe.data.mean, recipe.data.std))
         # A pixel p of 0..255 becomes p * scale + bias.
-        self.normalisation = 1 / (255 * std), -mean / std
+        self._normalisation = 1 / (255 * std), -mean / std
         weights = self.class_weights
         self._class_weights = None if weights is None else torch.from_numpy(weights).to(self.device)
         self.metric_sums = MetricSums(accelerator)
@@ -223,7 +225,11 @@ class TorchEngine:
             self._exact.check(self.parameters)
         sums = self._gradients.all_reduce(torch.cat([sums, self.world.control.outgoing]))
         self.world.control.incoming.copy_(sums[SUMS:])
+        if self.recipe.clip_norm:
+            self._clip_gradients()
         self._update()
+        if self._average:
+            self._average.update()
         self.metric_sums.add(sums)
 
     def _backward(self, source: Source, inputs: Inputs, batch_norm: BatchNorm) -> torch.Tensor:
@@ -245,9 +251,22 @@ class TorchEngine:
         correct = (loss.predicted(logits.detach()) == labels) & real
         return torch.stack([loss_sum.detach(), weights.sum(), correct.sum().float(), real.sum().float()])
 
+    def _clip_gradients(self) -> None:
+        """Scale all gradients down together, so that their norm is at most the recipe's limit."""
+        parameters = list(self.parameters.values())
+        if self.world.backend == "memory":
+            # All ranks read the same memory.
+            for parameter in parameters:
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+        nn.utils.clip_grad_norm_(parameters, self.recipe.clip_norm)
+
+    def normalised(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """Return stored images [B, H, W, C] as the model takes them, [B, C, H, W], augmented."""
+        return augment.apply(images, transforms, *self._normalisation, self.recipe.image_size)
+
     def network_input(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """Return what the network reads, [B, C, ...]: normalised, augmented images or the output of the prefix."""
-        return images.movedim(-1, 1) if self.cut else augment.apply(images, transforms, *self.normalisation)
+        return images.movedim(-1, 1) if self.cut else self.normalised(images, transforms)
 
     def _training_input(self, source: Source, inputs: Inputs) -> torch.Tensor:
         """Return a batch's augmented images, mixed with others if the recipe says so."""
@@ -270,9 +289,14 @@ class TorchEngine:
         partners = source.labels.index_select(0, inputs.partners)
         return losses + share * (loss.per_sample(logits, partners, recipe.loss, recipe.label_smoothing) - losses)
 
-    def evaluation_network(self) -> nn.Module:
-        """Return the model, or what follows its frozen prefix, in evaluation mode."""
-        return self.cut.eval_suffix if self.cut else self.model.eval()
+    @contextlib.contextmanager
+    def evaluation_network(self) -> Iterator[nn.Module]:
+        """Lend the model, or what follows its frozen prefix, in evaluation mode and with the averaged weights."""
+        with self._average.applied() if self._average else contextlib.nullcontext():
+            try:
+                yield self.cut.eval_suffix if self.cut else self.model.eval()
+            finally:
+                set_train_mode(self.model)
 
     def _activations(self) -> contextlib.AbstractContextManager[object]:
         """Return the context that decides where activations are kept for the backward pass."""
@@ -349,6 +373,8 @@ class TorchEngine:
         if not self.world.is_joined:
             return
         buffers = list(self.model.buffers())
+        if self._average:
+            buffers += [self._average.tensors[f"ema.{name}"] for name, _ in self.model.named_buffers()]
         if self.recipe.norm == "per-device":
             for buffer in (b for b in buffers if b.is_floating_point()):
                 buffer.copy_(self.world.all_reduce(buffer / self.world.size))
@@ -356,7 +382,8 @@ class TorchEngine:
 
     def _tensors(self, *, weights_only: bool = False) -> dict[str, torch.Tensor]:
         self.synchronise_buffers()
-        return states.named_tensors(self.model, self._optimizer, self.parameters, weights_only=weights_only)
+        averages = self._average.tensors if self._average else {}
+        return averages | states.named_tensors(self.model, self._optimizer, self.parameters, weights_only=weights_only)
 
     @torch.no_grad()
     def is_finite(self) -> bool:
@@ -391,7 +418,7 @@ class TorchEngine:
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """See `Engine.load_state`."""
         self._release_graph()
-        states.load(state, self.model, self._optimizer, self.parameters, self.world)
+        states.load(state, self._tensors(), self._optimizer, self.parameters, self.world)
 
     def _release_graph(self) -> None:
         # A recorded step refers to the optimizer's tensors, which may be replaced.

@@ -17,7 +17,6 @@ from flatout.engine.base import Evaluation
 from flatout.engine.eager.accelerator import Accelerator
 from flatout.engine.eager.device_setup import placement
 from flatout.engine.eager.frozen_prefix import collect_features
-from flatout.models.layers import set_train_mode
 from flatout.numerics import augment, loss
 
 if TYPE_CHECKING:
@@ -173,7 +172,7 @@ class TorchSplit:
         def outputs() -> Iterator[torch.Tensor]:
             for inputs in self._batches(images, equally_many=True):
                 with torch.no_grad(), engine.setup.autocast():
-                    yield prefix(augment.apply(images.images_of(inputs), None, *engine.normalisation))
+                    yield prefix(engine.normalised(images.images_of(inputs)))
 
         wanted = engine.recipe.data.placement
         features = collect_features(outputs(), len(images.samples), wanted, engine.world, engine.setup.accelerator)
@@ -234,8 +233,7 @@ class TorchSplit:
         loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
         predicted = torch.zeros(len(self.samples), dtype=torch.int64, device=accelerator.device)
         probabilities: list[tuple[slice, torch.Tensor]] = []
-        network = engine.evaluation_network()
-        try:
+        with engine.evaluation_network() as network:
             for inputs in self._batches(source, equally_many=engine.is_sharded):
                 start, real = int(inputs.batch.samples[0]), inputs.batch.count
                 with engine.setup.autocast():
@@ -246,8 +244,6 @@ class TorchSplit:
                 predicted[rows] = loss.predicted(logits)
                 if with_probabilities:
                     probabilities.append((rows, loss.probabilities(logits)))
-        finally:
-            set_train_mode(engine.model)
         return Evaluation(
             loss_sum=float(world.all_reduce(loss_sum)),
             predicted=world.all_reduce(predicted).cpu().numpy(),

@@ -58,18 +58,19 @@ def gathered(named: Mapping[str, torch.Tensor], locals: Mapping[str, torch.Tenso
 
 def load(
     state: Mapping[str, torch.Tensor],
-    model: nn.Module,
+    targets: Mapping[str, torch.Tensor],
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
     world: World,
 ) -> None:
     """Overwrite the training state on all ranks with rank 0's `state`, which any number of ranks may have gathered.
 
+    `targets` are the tensors to overwrite; what the optimizer does not have yet is added to it.
+
     Raises:
         InputError: the state is of another model.
     """
     shapes = world.broadcast_object({name: (value.shape, value.dtype) for name, value in state.items()})
-    targets = named_tensors(model, optimizer, parameters, weights_only=False)
     _check_fits({n: s for n, (s, _) in shapes.items() if n.startswith("model.")}, targets)
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for name, (shape, dtype) in shapes.items():

@@ -7,6 +7,7 @@ and shear still do that.
 Shape letters: B batch, H height, W width, C channels, O output positions, I input positions.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ class Augmentation:
 
     def __init__(self, recipe: Recipe) -> None:
         mean, std = (np.asarray(values, np.float32) for values in (recipe.data.mean, recipe.data.std))
+        self._size = recipe.image_size
         self._scale, self._bias = 1 / (255 * std), -mean / std
         self._is_separable = not (recipe.augment.rotate or recipe.augment.shear or recipe.augment.policy != "none")
 
@@ -37,12 +39,15 @@ class Augmentation:
             images_BHWC: uint8.
             transforms: the batch's rows of `numerics.augment.epoch_transforms`; None for evaluation.
         """
+        transforms, size = transforms or {}, self._size
+        if "affine" not in transforms:
+            top, left = ((length - size) // 2 for length in images_BHWC.shape[1:3])
+            images_BHWC = images_BHWC[:, top : top + size, left : left + size]
         x = images_BHWC.astype(jnp.float32)
-        transforms = transforms or {}
         if "affine" in transforms and self._is_separable:
-            x = _resample_separably(x, transforms["affine"])
+            x = _resample_separably(x, transforms["affine"], size)
         elif "affine" in transforms:
-            x = jax.vmap(_resample)(x, transforms["affine"])
+            x = jax.vmap(functools.partial(_resample, size=size))(x, transforms["affine"])
         elif "flip" in transforms:
             x = jnp.where(transforms["flip"][:, None, None, None] > 0, x[:, :, ::-1], x)
         if "color" in transforms:
@@ -66,24 +71,24 @@ def _inside(boxes_B4: jax.Array, images_BHWC: jax.Array) -> jax.Array:
     return pixels.inside(boxes_B4, height, width)
 
 
-def _resample_separably(images_BHWC: jax.Array, maps: jax.Array) -> jax.Array:
+def _resample_separably(images_BHWC: jax.Array, maps: jax.Array, size: int) -> jax.Array:
     """Apply affine maps [B, 2, 3] without rotation and shear: bilinear, edge pixels repeated."""
     _, height, width, _ = images_BHWC.shape
-    rows_BOI = _interpolation(maps[:, 1, 1], maps[:, 1, 2], height)
-    columns_BOI = _interpolation(maps[:, 0, 0], maps[:, 0, 2], width)
+    rows_BOI = _interpolation(maps[:, 1, 1], maps[:, 1, 2], height, size)
+    columns_BOI = _interpolation(maps[:, 0, 0], maps[:, 0, 2], width, size)
     return jnp.einsum("bpwc,bqw->bpqc", jnp.einsum("bhwc,bph->bpwc", images_BHWC, rows_BOI), columns_BOI)
 
 
-def _interpolation(scale: jax.Array, shift: jax.Array, length: int) -> jax.Array:
-    """Return the matrices [B, O, I] that interpolate `length` pixels at scale * x + shift, x from -1 to 1."""
-    positions_BO = _pixels(scale[:, None] * _centres(length) + shift[:, None], length)
+def _interpolation(scale: jax.Array, shift: jax.Array, length: int, size: int) -> jax.Array:
+    """Return the matrices [B, O, I] that interpolate `length` pixels at scale * x + shift, `size` x from -1 to 1."""
+    positions_BO = _pixels(scale[:, None] * _centres(size) + shift[:, None], length)
     return jnp.maximum(0, 1 - jnp.abs(jnp.clip(positions_BO, 0, length - 1)[..., None] - jnp.arange(length)))
 
 
-def _resample(image_HWC: jax.Array, affine: jax.Array) -> jax.Array:
+def _resample(image_HWC: jax.Array, affine: jax.Array, size: int) -> jax.Array:
     """Apply an affine map [2, 3] to one image: bilinear, edge pixels repeated."""
     height, width, _ = image_HWC.shape
-    y, x = jnp.meshgrid(_centres(height), _centres(width), indexing="ij")
+    y, x = jnp.meshgrid(_centres(size), _centres(size), indexing="ij")
     columns = _pixels(affine[0, 0] * x + affine[0, 1] * y + affine[0, 2], width)
     rows = _pixels(affine[1, 0] * x + affine[1, 1] * y + affine[1, 2], height)
     return jax.vmap(lambda channel: map_coordinates(channel, [rows, columns], 1, "nearest"), 2, 2)(image_HWC)

@@ -201,7 +201,7 @@ class XlaEngine:
         """See `Engine.snapshot`."""
         self.flush()
         if self._state is None or not self._has_room(self._state):
-            return {n: v for n, v in self._host_state().items() if not weights_only or n.startswith("model.")}
+            return {n: v for n, v in self._host_state().items() if not (weights_only and n.startswith("optimizer."))}
         return _copy(self._state._replace(optimizer=None) if weights_only else self._state)
 
     def restore(self, snapshot: State | dict[str, torch.Tensor]) -> None:
@@ -238,13 +238,18 @@ class XlaEngine:
         if self._state is None:
             return {f"model.{name}": value.clone() for name, value in self.model.state_dict().items()}
         state: State = jax.tree.map(_fetch, snapshot or self._state)
-        values = {**state.trained, **state.frozen, **state.buffers}
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         # A shared weight has several names in torch, and the first of them here.
         first_names = {id(tensor): name for name, tensor in named}
         found = {}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            found[f"model.{name}"] = torch.from_numpy(np.array(values[first_names[id(tensor)]])).to(tensor.dtype)
+        sources = {"model": state} if state.average is None else {"ema": state.average, "model": state}
+        for prefix, source in sources.items():
+            values = {**source.trained, **state.frozen, **source.buffers}
+            for name, tensor in self.model.state_dict(keep_vars=True).items():
+                value = torch.from_numpy(np.array(values[first_names[id(tensor)]]))
+                found[f"{prefix}.{name}"] = value.to(tensor.dtype)
+        if state.average is not None:
+            found["ema_steps"] = torch.from_numpy(np.array(state.average.steps))
         for name, value in ({} if state.optimizer is None else optim.to_torch(state.optimizer)).items():
             found[f"optimizer.{name}"] = torch.from_numpy(np.array(value))
         return found
@@ -264,6 +269,14 @@ class XlaEngine:
         except RuntimeError as error:
             raise InputError(f"the checkpoint does not fit the model: {error}") from None
         fresh = self._program.initial_state()
+        if fresh.average is not None and "ema_steps" in state:
+            names = {"trained": fresh.average.trained, "buffers": fresh.average.buffers}
+            fresh = fresh._replace(
+                average=fresh.average._replace(
+                    steps=to_array(state["ema_steps"]),
+                    **{part: {name: to_array(state[f"ema.{name}"]) for name in names[part]} for part in names},
+                )
+            )
         kept = {n.removeprefix("optimizer."): to_array(t) for n, t in state.items() if n.startswith("optimizer.")}
         self._put_state(fresh._replace(optimizer=optim.from_torch(fresh.optimizer, kept)))
 

@@ -31,12 +31,33 @@ Arrays = dict[str, jax.Array]
 
 
 class State(NamedTuple):
-    """Everything that training changes, and the frozen weights."""
+    """Everything that training changes, and the frozen weights; `average` is None where the recipe wants none."""
 
     trained: Arrays
     frozen: Arrays
     buffers: Arrays
     optimizer: Any
+    average: Any = None
+
+
+class Average(NamedTuple):
+    """An exponential moving average of weights and buffers; see `engine.eager.weight_average`."""
+
+    steps: Array
+    trained: Arrays
+    buffers: Arrays
+
+    def update(self, trained: Arrays, buffers: Arrays, decay: float) -> "Average":
+        """Return the average after a step."""
+        steps = self.steps + 1
+        share = 1 - jnp.minimum(decay, (1 + steps) / (10 + steps))
+
+        def mixed(average: Array, value: Array) -> Array:
+            is_float = jnp.issubdtype(value.dtype, jnp.floating)
+            return (average + share * (value - average)).astype(value.dtype) if is_float else value
+
+        both = jax.tree.map(mixed, (self.trained, self.buffers), (trained, buffers))
+        return Average(steps, *both)
 
 
 class Inputs(NamedTuple):
@@ -132,14 +153,14 @@ class Program:
 
     def example_inputs(self, *, is_resident: bool, batch: int = 0, steps: int | None = None) -> Inputs:
         """Return the shapes of a training batch, or of one of `batch` samples; of `steps` of them if given."""
-        size = self._recipe.image_size
+        size = self._recipe.stored_size
         front, count = () if steps is None else (steps,), batch or self.batch
 
         def shape(*lengths: int, dtype: Any = np.float32) -> Any:
             return jax.ShapeDtypeStruct((*front, *lengths), dtype)
 
         pixels = shape(count, size, size, self._recipe.channels, dtype=np.uint8)
-        tables = augment.epoch_transforms(self._recipe.augment, 0, 0, 1)
+        tables = augment.epoch_transforms(self._recipe, 0, 1)
         images, labels = shape(count, dtype=np.int32) if is_resident else pixels, shape(count, dtype=np.int32)
         transforms = tables and {n: shape(count, *t.shape[1:], dtype=t.dtype) for n, t in tables.items()}
         return Inputs(
@@ -159,7 +180,9 @@ class Program:
         frozen: Any = {name: to_array(p) for name, p in parameters.items() if not p.requires_grad}
         buffers: Any = {name: to_array(b) for name, b in self._model.named_buffers()}
         shapes = jax.eval_shape(self._optimizer.init, trained)
-        return State(trained, frozen, buffers, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes))
+        optimizer = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        average: Any = Average(np.zeros((), np.float32), dict(trained), dict(buffers)) if self._recipe.ema else None
+        return State(trained, frozen, buffers, optimizer, average)
 
     def train_step(self, state: State, inputs: Inputs, table: jax.Array | None = None) -> tuple[State, jax.Array]:
         """Update the state from one batch.
@@ -197,9 +220,15 @@ class Program:
             return loss_sum / total, (buffers, jnp.stack([loss_sum, inputs.weights.sum(), correct, real.sum()]))
 
         gradients, (buffers, sums) = jax.grad(objective, has_aux=True)(state.trained)
+        if limit := self._recipe.clip_norm:
+            # As torch's clip_grad_norm_ does it.
+            norm = jnp.sqrt(sum(jnp.square(g).sum() for g in gradients.values()))
+            scale = jnp.minimum(1, limit / (norm + 1e-6))
+            gradients = jax.tree.map(lambda g: g * scale, gradients)
         directions, optimizer = self._optimizer.update(gradients, state.optimizer, state.trained)
         trained = jax.tree.map(lambda p, d: p - inputs.learning_rate * d, state.trained, directions)
-        return State(trained, state.frozen, buffers, optimizer), sums
+        average = state.average and state.average.update(trained, buffers, self._recipe.ema)
+        return State(trained, state.frozen, buffers, optimizer, average), sums
 
     def train_steps(self, state: State, inputs: Inputs, table: jax.Array | None = None) -> tuple[State, jax.Array]:
         """Take several steps in one program; every array of `inputs` has one more dimension in front.
@@ -214,7 +243,8 @@ class Program:
     ) -> Evaluated:
         """Return the figures of one batch; arguments as in `Inputs`, `mask` [B] is 0 for padding."""
         x = self._augment(_images(images, table), None)
-        logits, _ = self._evaluation.model({**state.trained, **state.frozen}, state.buffers, x)
+        weights = state.average or state
+        logits, _ = self._evaluation.model({**weights.trained, **state.frozen}, weights.buffers, x)
         losses, predicted, probabilities = self._evaluation.losses(logits, labels)
         # A prediction of NaN for padding must not reach the sums.
         loss_sum = jnp.where(mask > 0, losses, 0).sum()
