@@ -41,8 +41,8 @@ def _command(operands: str, flags: str, example: str, **changes: dict[str, Any])
 
 @_command(
     "[JOB]",
-    "--data --model --epochs --batch-size --lr --seed --set --weights --no-pretrained --on-bad-image --out --resume"
-    " --overwrite --no-cache --devices --engine --allow-untested"
+    "--data --model --minutes --epochs --batch-size --lr --seed --set --weights --no-pretrained --on-bad-image --out"
+    " --resume --overwrite --no-cache --devices --engine --allow-untested"
     " --nodes --node-rank --rendezvous --rendezvous-timeout --restarts",
     "train my-photos/ --epochs 20 --out runs/first",
     out={"help": "the run folder; default: a new one under runs/"},
@@ -61,6 +61,7 @@ def do_train(args: Namespace, console: Console) -> None:
         out=args.out,
         hosts=Hosts(nodes=args.nodes, node_rank=args.node_rank, rendezvous=args.rendezvous, **timeout),
         restarts=args.restarts,
+        minutes=args.minutes,
         devices=args.devices,
         engine=engine,
         resume=args.resume,

@@ -21,6 +21,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--data": {"metavar": "PATH", "help": "folder, CSV, IDX, JSON, .npz, .npy or pack"},
     "--model": {"metavar": "NAME", "help": "one of ours, timm:NAME, package.module:factory or file.py:factory"},
     "--epochs": {"type": int, "metavar": "N", "help": "passes over the training images"},
+    "--minutes": {"type": float, "metavar": "M", "help": "train as long as fits into so many minutes, report included"},
     "--batch-size": {"type": int, "metavar": "N", "help": "the global batch, on any number of devices"},
     "--lr": {"type": float, "metavar": "X", "help": "learning rate"},
     "--seed": {"type": int, "metavar": "N", "help": "seed of weights, sample order and augmentation"},

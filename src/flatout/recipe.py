@@ -22,7 +22,16 @@ T = TypeVar("T")
 MOMENTUM_DEFAULT = 0.9
 MAX_IMAGE_SIZE = 8192
 # These keys may differ when a run is resumed: they set its length, or change no result.
-FREE_KEYS = ("epochs", "early_stopping", "log_every", "micro_batch", "shard", "data.path", "data.placement")
+FREE_KEYS = (
+    "epochs",
+    "max_steps",
+    "early_stopping",
+    "log_every",
+    "micro_batch",
+    "shard",
+    "data.path",
+    "data.placement",
+)
 
 
 class _Checked:
@@ -202,6 +211,7 @@ class Recipe(_Checked):
     """A training run.
 
     batch_size: the global batch, on any number of devices.
+    max_steps: the steps of the whole run, if they are fewer than those of all epochs; 0 for all.
     micro_batch: the largest number of samples that a device computes at once (gradient accumulation); 0 is automatic.
     shard: whether each device keeps all parameters and optimizer state, or a slice (full).
     norm: whether batch normalisation uses the global batch.
@@ -223,6 +233,7 @@ class Recipe(_Checked):
     channels: Literal[1, 3] = 3
     epochs: Annotated[int, "[1, inf)"]
     batch_size: Annotated[int, "[1, inf)"]
+    max_steps: Annotated[int, "[0, inf)"] = 0
     micro_batch: Annotated[int, "[0, inf)"] = 0
     shard: Literal["none", "full"] = "none"
     seed: int = 1
@@ -261,6 +272,11 @@ class Recipe(_Checked):
             (len(self.data.mean) in (0, 1, self.channels), "mean", need),
             (self.stored_size >= self.image_size, "stored_size", larger),
         )
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Return the steps of the whole run."""
+        every = self.epochs * steps_per_epoch
+        return min(every, self.max_steps or every)
 
     @property
     def stored_size(self) -> int:

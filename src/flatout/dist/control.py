@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 
 class Flag(IntFlag):
-    """What a rank can ask of all ranks: to fetch the running loss, to write a checkpoint, or to end the run."""
+    """What a rank can ask of all ranks: to fetch the running loss, write a checkpoint, end the run, or change its length."""
 
     NONE = 0
     LOSS = 1
     CHECKPOINT = 2
     INTERRUPT = 4
     TERMINATE = 8
+    REPLAN = 16
 
 
 FLAGS = tuple(Flag)

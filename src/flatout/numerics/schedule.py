@@ -17,7 +17,7 @@ def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int, valid_losses:
     monitored loss of every finished epoch, for the plateau schedule.
     """
     schedule, lr = recipe.schedule, scaled_rate(recipe)
-    total = recipe.epochs * steps_per_epoch
+    total = recipe.total_steps(steps_per_epoch)
     if schedule.name == "one-cycle":
         return lr * _one_cycle(step / max(1, total - 1), schedule.rise, schedule.start_factor)
     warmup_epochs, start = warm_up(recipe)

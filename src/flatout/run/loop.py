@@ -50,6 +50,10 @@ class Callbacks:
     def checkpoint(self) -> None:
         """Called where a checkpoint was requested."""
 
+    def replan(self) -> Recipe:
+        """Return the recipe with another length, where that was requested."""
+        raise NotImplementedError
+
     def epoch(self, *, is_best: bool) -> None:
         """Called after every epoch, when its weights were found to be finite."""
 
@@ -89,8 +93,8 @@ class _Loop:
         self._steps = steps_per_epoch(self._images, recipe.batch_size, recipe.drop_last)
 
     def run(self) -> str:
-        recipe, progress = self._recipe, self._progress
-        while progress.epoch < recipe.epochs:
+        progress = self._progress
+        while progress.epoch * self._steps + progress.step < self._recipe.total_steps(self._steps):
             self._train_epoch()
             # Rank 0's times and choices are those of all ranks.
             record = self._world.broadcast_object(self._finish_epoch())
@@ -98,8 +102,8 @@ class _Loop:
                 raise TrainingFailed(f"training diverged in epoch {progress.epoch}: a weight is not finite{FIX}")
             progress.history.append(record)
             self._callbacks.epoch(is_best=self._choose_best())
-            waited = progress.epoch - progress.best_epoch
-            if recipe.early_stopping and progress.best_epoch and waited >= recipe.early_stopping:
+            waited, patience = progress.epoch - progress.best_epoch, self._recipe.early_stopping
+            if patience and progress.best_epoch and waited >= patience:
                 return f"early stopping: no better validation result in {waited} epochs"
         return ""
 
@@ -112,7 +116,7 @@ class _Loop:
         train.begin_epoch(epoch_transforms(recipe, epoch, self._images))
         seeds = raw(recipe.seed, Stream.STEP, epoch, self._steps) >> np.uint64(1)
         for inputs in clock.waiting(train.feed(batches)):
-            rate = learning_rate(recipe, epoch * self._steps + progress.step, self._steps, watched)
+            rate = learning_rate(self._recipe, epoch * self._steps + progress.step, self._steps, watched)
             control.request(self._callbacks.flags())
             train.train_step(inputs, rate, int(seeds[progress.step]))
             progress.step += 1
@@ -126,8 +130,12 @@ class _Loop:
             if Flag.CHECKPOINT in flags:
                 self._callbacks.checkpoint()
                 clock.skip()
+            if Flag.REPLAN in flags:
+                self._recipe = self._callbacks.replan()
             if flags & _STOPS:
                 raise Stopped(signal.SIGTERM if Flag.TERMINATE in flags else signal.SIGINT)
+            if epoch * self._steps + progress.step >= self._recipe.total_steps(self._steps):
+                break
         self._fetch_counts(first_step)
         clock.tick()
         progress.communication_seconds += self._engine.communication_seconds()
@@ -157,7 +165,8 @@ class _Loop:
             if watched == "valid":
                 results["valid_balanced_accuracy"] = result.balanced_accuracy
         progress.evaluate_seconds += time.perf_counter() - began
-        counts, seconds, last_step = progress.counts, progress.epoch_seconds, (progress.epoch + 1) * self._steps
+        counts, seconds = progress.counts, progress.epoch_seconds
+        last_step = progress.epoch * self._steps + progress.step
         record = EpochRecord(
             epoch=progress.epoch + 1,
             step=last_step,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.data.order import steps_per_epoch
 from flatout.dist.control import Flag
 from flatout.engine.recorder import requested_recorder
+from flatout.recipe import Recipe
 from flatout.report import run_files
 from flatout.run.checkpoint import Checkpoint
 from flatout.run.loop import Callbacks
@@ -34,17 +35,29 @@ class Monitor(Callbacks):
 
     def __init__(self, session: "Session", engine: "Engine", train: "DeviceSplit", progress: Progress) -> None:
         self._session, self._engine, self._progress = session, engine, progress
-        self._recipe, self._console = session.recipe, session.console
+        self._console, recipe = session.console, session.recipe
         images_per_epoch = len(train.samples)
-        self._steps = steps_per_epoch(images_per_epoch, self._recipe.batch_size, self._recipe.drop_last)
-        self._images = self._recipe.epochs * images_per_epoch
-        self._record_every = math.ceil(self._recipe.epochs * self._steps / RECORDED_LOSSES)
+        self._steps = steps_per_epoch(images_per_epoch, recipe.batch_size, recipe.drop_last)
+        self._images_per_epoch = images_per_epoch
+        self._record_every = math.ceil(recipe.total_steps(self._steps) / RECORDED_LOSSES)
         self._loss: float | None = None
         self._saved_at, self._save_seconds = time.perf_counter(), 0.0
         self._saved_position: tuple[int, int] | None = None
         self._is_requested = False
         self._good = None if progress.best else engine.snapshot(weights_only=True)
         engine.recorder = requested_recorder(session.out / run_files.LOGS, session.world.rank, progress)
+
+    @property
+    def _recipe(self) -> Recipe:
+        return self._session.recipe
+
+    def replan(self) -> Recipe:
+        """Return the recipe with the steps that still fit into the time budget."""
+        session, progress = self._session, self._progress
+        assert session.budget is not None
+        done = progress.epoch * self._steps + progress.step
+        session.set_length(session.budget.replan(self._recipe, done))
+        return self._recipe
 
     def flags(self) -> Flag:
         """Return what this process requests of all with the next step."""
@@ -53,6 +66,8 @@ class Monitor(Callbacks):
             # Only once: it may be some steps until all know.
             self._is_requested = True
             flags |= Flag.CHECKPOINT
+        if self._session.world.is_main and self._session.budget and self._session.budget.is_due():
+            flags |= Flag.REPLAN
         return flags
 
     def step(self) -> None:
@@ -60,7 +75,8 @@ class Monitor(Callbacks):
         progress, recipe = self._progress, self._recipe
         loss = "" if self._loss is None else f" loss {self._loss:.4f}"
         text = f"epoch {progress.epoch + 1}/{recipe.epochs}{loss}"
-        self._console.update(progress.images_trained, self._images, "images trained", text)
+        images = round(recipe.total_steps(self._steps) * self._images_per_epoch / self._steps)
+        self._console.update(progress.images_trained, images, "images trained", text)
         self._session.world.report_step(progress.epoch, progress.step)
 
     def wants_loss(self) -> bool:

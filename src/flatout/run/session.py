@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console
+from flatout.data.order import steps_per_epoch
 from flatout.dist.consistency import agree, data_facts
 from flatout.dist.env import restart_count
 from flatout.dist.hosts import Hosts
@@ -17,6 +18,7 @@ from flatout.numerics.schedule import describe_scaling
 from flatout.recipe import Recipe
 from flatout.report import run_files
 from flatout.run import claim
+from flatout.run.budget import Budget, measure
 from flatout.run.loop import train
 from flatout.run.monitor import Monitor, signals_noted
 from flatout.run.progress import Progress
@@ -47,6 +49,7 @@ class Options:
         restarts: how often the ranks are restarted from the newest checkpoint after one was lost; None: as often as
             elastic hosts may be lost.
         allow_code: whether a model named as `package.module:factory` may be imported.
+        minutes: the time budget of the whole run; None for the recipe's own length.
         began: when the user asked for the run, by time.perf_counter.
     """
 
@@ -59,6 +62,7 @@ class Options:
     allow_code: bool = False
     hosts: Hosts = field(default_factory=Hosts)
     restarts: int | None = None
+    minutes: float | None = None
     began: float = field(default_factory=time.perf_counter)
 
 
@@ -79,6 +83,7 @@ class Session:
         seconds: the time of each phase.
         notes: sentences for the summary.
         data_facts: classes and fingerprint of the data, for checkpoints.
+        budget: the time budget, if the run has one and its steps have been measured.
     """
 
     console: Console
@@ -98,6 +103,7 @@ class Session:
         self.parameters = self.trained_parameters = 0
         self.devices, self.device_count = "", 0
         self.data_facts: dict[str, Any] = {}
+        self.budget: Budget | None = None
         self._claimed: Path | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,6 +146,7 @@ class Session:
                 self._begin_folder(overwrite=self.options.overwrite and not progress)
                 progress = progress or Progress()
                 placed = self._place(engine, splits)
+                self._fit_into_budget(engine, placed, progress)
                 with signals_noted(world.control):
                     ended, failure = self._train(engine, placed, progress)
                     failure = finish(self, engine, pack, placed, progress, ended, failure)
@@ -327,6 +334,30 @@ class Session:
         )
         self.setup_seconds = time.perf_counter() - self.began
         return placed
+
+    def _fit_into_budget(self, engine: "Engine", placed: "dict[str, DeviceSplit]", progress: Progress) -> None:
+        """Choose the number of steps by the time that some take, where the user has given a time budget."""
+        if self.options.minutes is None:
+            return
+        seconds, images = 60 * self.options.minutes, len(placed["train"].samples)
+        rates = measure(engine, placed, self.recipe, self.world, seconds)
+        self.budget = Budget(seconds, self.began, rates, self.recipe, images)
+        steps = steps_per_epoch(images, self.recipe.batch_size, self.recipe.drop_last)
+        done = progress.epoch * steps + progress.step
+        self.set_length(self.budget.plan(self.recipe, done))
+        total = self.recipe.total_steps(steps)
+        self.note(
+            f"--minutes {self.options.minutes:g}: {total - done:,} steps fit, {(total - done) / steps:.1f} epochs, at "
+            f"{self.recipe.batch_size / rates.step:,.0f} images per second"
+        )
+        self._time("measure")
+
+    def set_length(self, recipe: Recipe) -> None:
+        """Go on with the main process's recipe, which has another length, and write it into the run folder."""
+        recipe = self.world.broadcast_object(recipe)
+        if recipe != self.recipe and self.world.is_main:
+            claim.begin(self.out, recipe, overwrite=False)
+        self.recipe = recipe
 
     def _train(
         self, engine: "Engine", placed: "dict[str, DeviceSplit]", progress: Progress

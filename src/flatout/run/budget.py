@@ -1,0 +1,143 @@
+"""`--minutes`: how many steps fit into a time budget, measured on the devices of the run and corrected meanwhile."""
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flatout.console import duration
+from flatout.data.order import steps_per_epoch, training_batches
+from flatout.errors import InputError
+from flatout.numerics.augment import epoch_transforms
+from flatout.recipe import Recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from flatout.dist.world import World
+    from flatout.engine.base import DeviceSplit, Engine
+
+# What pictures and the report take, besides the last evaluation.
+REPORT_SECONDS = 5.0
+# The measurement: first steps, in which algorithms are chosen and memory is claimed; then steps for this long.
+FIRST_STEPS, MEASURED_SECONDS, LARGEST_SHARE = 3, 3.0, 0.03
+# The rest of the steps is planned again after every such share of the budget, if it is off by more than TOLERANCE.
+REPLAN_SHARE, TOLERANCE = 0.05, 0.02
+
+
+@dataclass(kw_only=True)
+class Rates:
+    """Seconds of a training step, and of evaluating all held-out images once and the ones watched in training."""
+
+    step: float
+    evaluate: float
+    watch: float
+
+
+class Budget:
+    """The time budget of a run, from the user's command to its report.
+
+    Args:
+        seconds: all of it.
+        began: the time of the command, by time.perf_counter.
+        rates: as measured.
+        recipe: of the run.
+        images: training images.
+    """
+
+    def __init__(self, seconds: float, began: float, rates: Rates, recipe: Recipe, images: int) -> None:
+        self._seconds, self._rates = seconds, rates
+        self._ends = began + seconds - rates.evaluate - REPORT_SECONDS
+        self._steps = steps_per_epoch(images, recipe.batch_size, recipe.drop_last)
+        self._planned_at = self._first_at = time.perf_counter()
+        self._first_done: int | None = None
+
+    def plan(self, recipe: Recipe, done: int) -> Recipe:
+        """Return the recipe with as many steps as fit.
+
+        Raises:
+            InputError: not even one epoch fits.
+        """
+        total = done + self._fitting()
+        if total < self._steps:
+            needed = self._seconds + (self._steps - total) * self._each()
+            raise InputError(
+                f"--minutes {self._seconds / 60:g}: an epoch takes {duration(self._steps * self._rates.step)} here and "
+                f"does not fit; give at least --minutes {needed / 60 + 0.05:.1f}, fewer images or a smaller model"
+            )
+        return self._with_steps(recipe, total)
+
+    def is_due(self) -> bool:
+        """Return whether to plan again; for the main process."""
+        return time.perf_counter() - self._planned_at > REPLAN_SHARE * self._seconds
+
+    def replan(self, recipe: Recipe, done: int) -> Recipe:
+        """Return the recipe with another number of steps, if steps take longer or shorter than was planned."""
+        now = time.perf_counter()
+        if self._first_done is None:
+            self._first_at, self._first_done = now, done
+        elif done > self._first_done:
+            # What evaluations and checkpoints took is part of it.
+            self._rates.step, self._rates.watch = (now - self._first_at) / (done - self._first_done), 0.0
+        self._planned_at = now
+        total, planned = done + self._fitting(), recipe.total_steps(self._steps)
+        is_off = abs(total - planned) > TOLERANCE * planned and self._first_done != done
+        return self._with_steps(recipe, max(total, done + 1)) if is_off else recipe
+
+    def _each(self) -> float:
+        """Return the seconds of a step and its part of the evaluation after each epoch."""
+        return self._rates.step + self._rates.watch / self._steps
+
+    def _fitting(self) -> int:
+        return max(0, int((self._ends - time.perf_counter()) / self._each()))
+
+    def _with_steps(self, recipe: Recipe, total: int) -> Recipe:
+        return recipe.override({"max_steps": total, "epochs": -(-total // self._steps)})
+
+
+def measure(
+    engine: "Engine", placed: "Mapping[str, DeviceSplit]", recipe: Recipe, world: "World", seconds: float
+) -> Rates:
+    """Take real steps and evaluate once, then go back to where the engine was; all ranks call this.
+
+    Args:
+        engine: at the state to train from.
+        placed: the splits.
+        recipe: of the run.
+        world: the ranks.
+        seconds: the whole budget, of which the measurement takes a small share.
+    """
+    train, before = placed["train"], engine.snapshot()
+    images = len(train.samples)
+
+    def steps(count: int) -> float:
+        """Return the seconds of one of `count` steps; a learning rate of 0 would let no optimizer start."""
+        train.begin_epoch(epoch_transforms(recipe, 0, images))
+        began, number = time.perf_counter(), 0
+        while number < count:
+            for inputs in train.feed(training_batches(recipe.seed, 0, images, recipe.batch_size, recipe.drop_last)):
+                train.train_step(inputs, 1e-6, number)
+                world.control.received()
+                world.keep_alive()
+                number += 1
+                if number == count:
+                    break
+        engine.counts()
+        return (time.perf_counter() - began) / number
+
+    def longest(value: float) -> float:
+        return max(world.all_gather_object(value))
+
+    each = longest(steps(FIRST_STEPS))
+    wanted = min(MEASURED_SECONDS, LARGEST_SHARE * seconds)
+    if FIRST_STEPS * each < wanted:
+        each = longest(steps(max(1, round(wanted / each))))
+    held_out = {name: split for name, split in placed.items() if name != "train"}
+    evaluated = watched = 0.0
+    if held_out:
+        name = "valid" if "valid" in held_out else "test"
+        began = time.perf_counter()
+        held_out[name].evaluate()
+        watched = longest(time.perf_counter() - began)
+        evaluated = watched * sum(len(s.samples) for s in held_out.values()) / len(held_out[name].samples)
+    engine.restore(before)
+    return Rates(step=each, evaluate=evaluated, watch=watched)
