@@ -27,6 +27,9 @@ _NETS = {
     "keras-cnn": "KerasCNN",
     "caltech-cnn": "CaltechCNN",
     "vgg16": "VGG16",
+    "small-resnet-16": "SmallResNet16",
+    "small-resnet-32": "SmallResNet32",
+    "small-resnet-64": "SmallResNet64",
 }
 
 

@@ -4,11 +4,13 @@ Each takes normalised float images `x_NCHW` (H = W = `image_size` pixels) and re
 two classes under binary cross-entropy. Biases start at 0 unless stated otherwise.
 """
 
+import functools
 import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import nn
 
 from flatout.errors import InputError
@@ -174,3 +176,59 @@ class VGG16(_Net):
             conv=lambda layer: nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu"),
             linear=_glorot_uniform,
         )
+
+
+class SmallResNet(nn.Module):
+    """A residual network for small images: a stem, and three stages of a widening convolution and a residual block.
+
+    The layout of "ResNet-9" (D. Page, "How to train your ResNet", 2018) with a residual block in each stage. Larger
+    images are first reduced to 24 to 47 pixels by convolutions of stride 2. Initialised He-normal; the last normalisation
+    of each residual block starts at 0, so that the block starts as the identity (Goyal et al., arXiv 1706.02677).
+    """
+
+    def __init__(self, num_outputs: int = 10, image_size: int = 32, channels: int = 3, *, width: int = 32) -> None:
+        super().__init__()
+        if image_size < 8:
+            raise InputError(f"image_size = {image_size}: small-resnet-{width} needs images of at least 8x8 pixels")
+        reductions = max(0, round(math.log2(image_size / 34)))
+        stem = [_conv_norm_relu(channels, width, stride=2 if reductions else 1)]
+        stem += [_conv_norm_relu(width, width, stride=2) for _ in range(reductions - 1)]
+        stages: list[nn.Module] = [_Residual(width)]
+        for factor in (1, 2):
+            stages += [
+                _conv_norm_relu(factor * width, 2 * factor * width),
+                nn.MaxPool2d(2),
+                _Residual(2 * factor * width),
+            ]
+        self.features = nn.Sequential(*stem, *stages)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Linear(4 * width, num_outputs)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, _Residual):
+                nn.init.zeros_(module.second[1].weight)  # pyright: ignore[reportArgumentType]
+        nn.init.zeros_(self.classifier.bias)
+
+    def forward(self, x_NCHW: torch.Tensor) -> torch.Tensor:
+        """Return logits [N, num_outputs]."""
+        return self.classifier(self.pool(self.features(x_NCHW)).flatten(1))
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = _conv_norm_relu(width, width)
+        self.second = nn.Sequential(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
+        self.relu = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(x + self.second(self.first(x)))
+
+
+def _conv_norm_relu(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
+    conv = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+SmallResNet16, SmallResNet32, SmallResNet64 = (functools.partial(SmallResNet, width=width) for width in (16, 32, 64))
