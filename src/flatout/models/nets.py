@@ -182,8 +182,8 @@ class SmallResNet(nn.Module):
     """A residual network for small images: a stem, and three stages of a widening convolution and a residual block.
 
     The layout of "ResNet-9" (D. Page, "How to train your ResNet", 2018) with a residual block in each stage. Larger
-    images are first reduced to 24 to 47 pixels by convolutions of stride 2. Initialised He-normal; the last normalisation
-    of each residual block starts at 0, so that the block starts as the identity (Goyal et al., arXiv 1706.02677).
+    images are first reduced to 24 to 47 pixels by convolutions of stride 2. Initialised He-normal; the last
+    normalisation of each residual block starts at 0, so that it starts as the identity (Goyal et al., arXiv 1706.02677).
     """
 
     def __init__(self, num_outputs: int = 10, image_size: int = 32, channels: int = 3, *, width: int = 32) -> None:
@@ -194,12 +194,8 @@ class SmallResNet(nn.Module):
         stem = [_conv_norm_relu(channels, width, stride=2 if reductions else 1)]
         stem += [_conv_norm_relu(width, width, stride=2) for _ in range(reductions - 1)]
         stages: list[nn.Module] = [_Residual(width)]
-        for factor in (1, 2):
-            stages += [
-                _conv_norm_relu(factor * width, 2 * factor * width),
-                nn.MaxPool2d(2),
-                _Residual(2 * factor * width),
-            ]
+        for inputs in (width, 2 * width):
+            stages += [_conv_norm_relu(inputs, 2 * inputs), nn.MaxPool2d(2), _Residual(2 * inputs)]
         self.features = nn.Sequential(*stem, *stages)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.classifier = nn.Linear(4 * width, num_outputs)
