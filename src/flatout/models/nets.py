@@ -183,7 +183,7 @@ class SmallResNet(nn.Module):
 
     The layout of "ResNet-9" (D. Page, "How to train your ResNet", 2018) with a residual block in each stage. Larger
     images are first reduced to 24 to 47 pixels by convolutions of stride 2. Initialised He-normal; the last
-    normalisation of each residual block starts at 0, so that it starts as the identity (Goyal et al., arXiv 1706.02677).
+    normalisation of each residual block starts at 0, so that it starts as the identity (arXiv 1706.02677).
     """
 
     def __init__(self, num_outputs: int = 10, image_size: int = 32, channels: int = 3, *, width: int = 32) -> None:
