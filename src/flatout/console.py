@@ -162,6 +162,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number of things as text: `1 step`, `2,000 steps`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows with each column as wide as its widest cell; the last cell of a short row may be longer."""
     columns = max(map(len, table))

@@ -35,7 +35,13 @@ class Processes:
 
 
 def choose_processes(
-    spec: str, recipe: Recipe, images: int, build: "Callable[[], nn.Module]", engine: str = "torch"
+    spec: str,
+    recipe: Recipe,
+    images: int,
+    build: "Callable[[], nn.Module]",
+    engine: str = "torch",
+    *,
+    has_budget: bool = False,
 ) -> Processes:
     """Decide which devices a SPEC means for a job; only `auto` leaves a choice.
 
@@ -49,6 +55,7 @@ def choose_processes(
         images: the number of training images.
         build: makes the model, to measure its speed.
         engine: the engine's name.
+        has_budget: whether a time budget decides how long the job is.
 
     Raises:
         InputError: as `parse_devices`.
@@ -80,12 +87,13 @@ def choose_processes(
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     sums = recipe.epochs * -(-images // batch) * (SUM_SECONDS + SUM_SECONDS_PER_BYTE * gradients)
     by_threads = seconds / (1 + THREAD_WORTH * (cores - 1))
-    by_processes = seconds / cores + sums + LAUNCH_SECONDS
+    by_processes = seconds / cores + sums + (0 if has_budget else LAUNCH_SECONDS)
+    about = "" if has_budget else f" ({_about(min(by_threads, by_processes))})"
     if by_processes < by_threads:
         devices = Devices(kind="cpu", indices=tuple(range(cores)))
-        reason = f"--devices auto: using {cores} processes, one per core ({_about(by_processes)})"
+        reason = f"--devices auto: using {cores} processes, one per core{about}"
         return Processes(devices=devices, threads=1, reason=reason)
-    reason = f"--devices auto: using 1 process with {threads} threads ({_about(by_threads)})"
+    reason = f"--devices auto: using 1 process with {threads} threads{about}"
     return Processes(devices=devices, threads=threads, reason=reason)
 
 

@@ -5,7 +5,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.plan.text import counted, number, span
+from flatout.console import counted
+from flatout.plan.text import number, span
 from flatout.report import style
 from flatout.report.style import shorten
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from flatout.console import aligned, duration
+from flatout.console import aligned, counted, duration
 
 Row = Mapping[str, Any]
 
@@ -104,11 +104,6 @@ def size(count: float) -> str:
 def number(value: float) -> str:
     """Return a rate as text: `12,345`, `8.25`."""
     return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number of things as text: `1 step`, `2,000 steps`."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def span(seconds: float) -> str:

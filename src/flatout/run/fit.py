@@ -34,6 +34,7 @@ def fit(
     overwrite: bool = False,
     cache: bool = True,
     restarts: int | None = None,
+    minutes: float | None = None,
     quiet: bool = False,
     **changes: Any,
 ) -> Run:
@@ -59,6 +60,7 @@ def fit(
         overwrite: replace the run in `out`.
         cache: keep the decoded images for the next run.
         restarts: how often the ranks of several devices restart from the newest checkpoint after one was lost.
+        minutes: train as many steps as fit into this time, from this call to the report.
         quiet: print nothing.
         **changes: recipe keys, such as `epochs=5`, `batch_size=256`, `lr=0.01`, `optimizer="adam"` or
             `optimizer=flatout.SGD(lr=0.01)`, `augment=flatout.Augment(flip=True)` or `augment={"flip": True}`.
@@ -98,6 +100,7 @@ def fit(
         overwrite=overwrite,
         cache=cache,
         restarts=restarts,
+        minutes=minutes,
         allow_code=isinstance(model, str),
     )
     try:
@@ -160,7 +163,14 @@ def train_recipe(
         check_batch(recipe.batch_size, len(devices.ranks.names))
     with session.prepared(console) as pack:
         start, stop = pack.splits["train"]
-        chosen = choose_processes(options.devices, recipe, stop - start, lambda: session.build_model(pack), engine)
+        chosen = choose_processes(
+            options.devices,
+            recipe,
+            stop - start,
+            lambda: session.build_model(pack),
+            engine,
+            has_budget=options.minutes is not None,
+        )
         if chosen.reason:
             session.note(chosen.reason)
         session.options = dataclasses.replace(options, devices=str(chosen.devices))

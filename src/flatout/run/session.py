@@ -1,6 +1,7 @@
 """One training run: its phases in order, in each of its processes."""
 
 import contextlib
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.console import Console
+from flatout.console import Console, counted
 from flatout.data.order import steps_per_epoch
 from flatout.dist.consistency import agree, data_facts
 from flatout.dist.env import restart_count
@@ -64,6 +65,10 @@ class Options:
     restarts: int | None = None
     minutes: float | None = None
     began: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        if self.minutes is not None and not (self.minutes > 0 and math.isfinite(self.minutes)):
+            raise InputError(f"--minutes {self.minutes:g}: must be greater than 0")
 
 
 def check_batch(batch: int, ranks: int) -> None:
@@ -328,11 +333,6 @@ class Session:
         self._time("place")
         placed["train"].compile()
         self._time("compile")
-        self.console.note(
-            f"training {self.recipe.model} ({self.parameters:,} parameters) on {len(splits['train']):,} images, "
-            f"{self.recipe.epochs} epochs, batch {self.recipe.batch_size}"
-        )
-        self.setup_seconds = time.perf_counter() - self.began
         return placed
 
     def _fit_into_budget(self, engine: "Engine", placed: "dict[str, DeviceSplit]", progress: Progress) -> None:
@@ -363,6 +363,12 @@ class Session:
         self, engine: "Engine", placed: "dict[str, DeviceSplit]", progress: Progress
     ) -> tuple[str, Exception | None]:
         """Run the loop and save where it ends; return why it ended early, for people and as an exception."""
+        recipe = self.recipe
+        self.console.note(
+            f"training {recipe.model} ({self.parameters:,} parameters) on {len(placed['train'].samples):,} images, "
+            f"{counted(recipe.epochs, 'epoch')}, batch {recipe.batch_size}"
+        )
+        self.setup_seconds = time.perf_counter() - self.began
         monitor = Monitor(self, engine, placed["train"], progress)
         try:
             ended, failure = train(engine, self.world, self.recipe, placed, progress, monitor), None

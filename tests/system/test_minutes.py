@@ -1,0 +1,111 @@
+"""A time budget: the steps that fit, what the recipe says afterwards, and what is refused."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flatout.cli import main
+from flatout.data.order import steps_per_epoch
+from flatout.models.weights import read_weights
+from flatout.recipe import Recipe, load_recipe
+from flatout.run import budget
+from flatout.run.budget import Budget, Rates
+
+ON_CPU = ("--devices", "cpu", "--seed", "3")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train digits for a quarter of a minute."""
+    out = tmp_path_factory.mktemp("minutes") / "run"
+    assert main(["train", "digits", "--minutes", "0.25", *ON_CPU, "--out", str(out)]) == 0
+    return out
+
+
+def test_the_recipe_has_the_steps_that_were_trained(run: Path) -> None:
+    recipe, summary = load_recipe(run / "recipe.toml"), json.loads((run / "summary.json").read_text())
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert recipe.max_steps == lines[-1]["step"]
+    assert recipe.epochs == len(lines) == summary["epochs_trained"]
+    assert sum(line["images"] for line in lines) == summary["images_trained"]
+    assert summary["stopped"] is None
+    assert any("--minutes 0.25" in note for note in summary["notes"])
+
+
+def test_the_recipe_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the length was not corrected on the way, the weights are the same."""
+    monkeypatch.setattr(budget, "TOLERANCE", 1e9)
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main(["train", "digits", "--minutes", "0.25", *ON_CPU, "--out", str(first)]) == 0
+    assert main(["train", str(first / "recipe.toml"), "--devices", "cpu", "--out", str(second)]) == 0
+    ours, theirs = (read_weights(out / "weights.safetensors")[0] for out in (first, second))
+    assert all(np.array_equal(ours[name].numpy(), theirs[name].numpy()) for name in ours)
+
+
+def test_a_finished_run_goes_on_for_some_minutes_more(run: Path) -> None:
+    before = load_recipe(run / "recipe.toml")
+    assert main(["train", "--resume", "--minutes", "0.25", "--devices", "cpu", "--out", str(run)]) == 0
+    assert load_recipe(run / "recipe.toml").max_steps > before.max_steps
+
+
+@pytest.mark.parametrize(
+    ("minutes", "said"),
+    [
+        ("0", "--minutes 0: must be greater than 0"),
+        ("-1", "must be"),
+        ("nan", "must be"),
+        ("0.02", "does not fit; give"),
+    ],
+)
+def test_what_cannot_be_is_refused(minutes: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "digits", "--minutes", minutes, *ON_CPU, "--out", str(tmp_path / "run")]) == 2
+    assert said in capsys.readouterr().err
+
+
+# --- the plan, on a clock of its own ----------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+
+RECIPE = Recipe(model="any", image_size=8, epochs=50, batch_size=10)
+
+
+def train(clock: Clock, plan: Budget, recipe: Recipe, seconds_at: Any) -> Recipe:
+    """Take steps that take `seconds_at(step)`, planning again as a run does; return the last recipe."""
+    done = 0
+    while done < recipe.total_steps(10):
+        clock.now += seconds_at(done)
+        done += 1
+        if plan.is_due():
+            recipe = plan.replan(recipe, done)
+    return recipe
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 0.5])
+@pytest.mark.parametrize("changes_at", [0, 300])
+def test_a_run_ends_on_time_whatever_its_steps_take(
+    factor: float, changes_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    assert steps_per_epoch(100, 10) == 10
+    plan = Budget(300.0, 90.0, Rates(step=0.2, evaluate=3.0, watch=0.5), RECIPE, 100)
+    recipe = plan.plan(RECIPE, 0)
+    assert recipe.max_steps == int((390 - 3 - budget.REPORT_SECONDS - 100) / 0.25)
+    recipe = train(clock, plan, recipe, lambda step: 0.25 * (factor if step >= changes_at else 1))
+    assert clock.now == pytest.approx(390 - 3 - budget.REPORT_SECONDS, abs=0.03 * 300)
+    assert recipe.epochs == -(-recipe.max_steps // 10)
+
+
+def test_a_steady_run_keeps_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    plan = Budget(300.0, 90.0, Rates(step=0.25, evaluate=3.0, watch=0.0), RECIPE, 100)
+    recipe = plan.plan(RECIPE, 0)
+    assert train(clock, plan, recipe, lambda step: 0.251) == recipe
