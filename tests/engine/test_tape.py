@@ -92,6 +92,10 @@ CASES: dict[str, dict[str, Any]] = {
     "momentum": {"optimizer.name": "momentum", "optimizer.nesterov": True},
     "adamw": {"optimizer.name": "adamw", "optimizer.lr": 0.01},
     "affine maps": {"augment.rotate": 20.0, "augment.flip": True},
+    "colours and rectangles": {"augment.color_jitter": 0.4, "augment.policy": "trivialaugment", "augment.erase": 0.5},
+    "mixtures": {"augment.mixup": 0.4, "augment.cutmix": 1.0, "augment.flip": True},
+    "streamed mixtures": {"augment.mixup": 0.4, "data.placement": "disk"},
+    "averaged weights, limited gradients": {"ema": 0.9, "clip_norm": 0.5},
     "bfloat16": {"precision": "bf16"},
     "streamed images": {"data.placement": "disk"},
 }
