@@ -344,7 +344,16 @@ class Session:
         self.budget = Budget(seconds, self.began, rates, self.recipe, images)
         steps = steps_per_epoch(images, self.recipe.batch_size, self.recipe.drop_last)
         done = progress.epoch * steps + progress.step
-        self.set_length(self.budget.plan(self.recipe, done))
+        planned: Recipe | InputError
+        try:
+            planned = self.budget.plan(self.recipe, done)
+        except InputError as error:
+            planned = error
+        # The main process's clock decides for all.
+        planned = self.world.broadcast_object(planned)
+        if isinstance(planned, InputError):
+            raise planned
+        self.set_length(planned)
         total = self.recipe.total_steps(steps)
         self.note(
             f"--minutes {self.options.minutes:g}: {total - done:,} steps fit, {(total - done) / steps:.1f} epochs, at "
