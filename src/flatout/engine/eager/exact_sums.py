@@ -45,6 +45,7 @@ def exact_sums(model: nn.Module, recipe: Recipe, world: World, precision: str) -
     """
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     large = [name for name, p in trained if p.ndim == 4 and p.numel() > MOST_WEIGHTS]
+    drops = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
     reasons = {
         f"only CPUs sum exactly, not {world.device.type}": world.device.type != "cpu",
         f"{world.size} ranks; at most {max(RANKS)} are supported": world.size > max(RANKS),
@@ -52,6 +53,8 @@ def exact_sums(model: nn.Module, recipe: Recipe, world: World, precision: str) -
         "norm = 'per-device' depends on the number of devices": recipe.norm != "global",
         "shard = 'full' adds up in torch's own order": recipe.shard == "full",
         f"micro_batch = {recipe.micro_batch} sums in another order": recipe.micro_batch > 0,
+        "dropout draws on each of several ranks for its own samples (dropout = 0 turns it off)": drops
+        and world.size > 1,
         f"the convolution {', '.join(large[:1])} has more than {MOST_WEIGHTS:,} weights": bool(large),
     }
     for reason, applies in reasons.items():
