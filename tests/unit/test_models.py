@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -54,8 +55,27 @@ def small(name: str, *, size: int = 0, classes: int = 2, channels: int = 1, seed
     return build(name, num_classes=classes, image_size=size or SMALLEST[name], channels=channels, seed=seed)
 
 
-def test_the_names_are_those_of_the_jobs():
-    assert sorted(list_names()) == sorted(PUBLISHED)
+def test_the_names_are_those_of_the_jobs_and_of_nets_for_small_images():
+    assert sorted(list_names()) == sorted([*PUBLISHED, *(f"small-resnet-{width}" for width in (16, 32, 64))])
+
+
+@pytest.mark.parametrize(("size", "inner"), [(8, 8), (28, 28), (32, 32), (64, 32), (96, 48), (128, 32), (224, 28)])
+def test_small_resnets_reduce_large_images(size: int, inner: int):
+    net: Any = small("small-resnet-16", size=size, classes=7, channels=3).eval()
+    shapes: list[tuple[int, ...]] = []
+    first = next(module for module in net.features if type(module).__name__ == "_Residual")
+    first.register_forward_hook(lambda module, arguments, output: shapes.append(tuple(output.shape)))
+    with torch.no_grad():
+        assert net(torch.zeros(2, 3, size, size)).shape == (2, 7)
+    assert shapes == [(2, 16, inner, inner)]
+
+
+def test_residual_blocks_of_small_resnets_start_as_the_identity():
+    net: Any = small("small-resnet-16", size=28, classes=7).eval()
+    block = next(module for module in net.features if type(module).__name__ == "_Residual")
+    x = torch.rand(2, 16, 28, 28)
+    with torch.no_grad():
+        assert torch.equal(block(x), x)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -182,7 +182,7 @@ class SmallResNet(nn.Module):
     """A residual network for small images: a stem, and three stages of a widening convolution and a residual block.
 
     The layout of "ResNet-9" (D. Page, "How to train your ResNet", 2018) with a residual block in each stage. Larger
-    images are first reduced to 24 to 47 pixels by convolutions of stride 2. Initialised He-normal; the last
+    images are first reduced to 24 to 48 pixels by convolutions of stride 2. Initialised He-normal; the last
     normalisation of each residual block starts at 0, so that it starts as the identity (arXiv 1706.02677).
     """
 
@@ -190,7 +190,7 @@ class SmallResNet(nn.Module):
         super().__init__()
         if image_size < 8:
             raise InputError(f"image_size = {image_size}: small-resnet-{width} needs images of at least 8x8 pixels")
-        reductions = max(0, round(math.log2(image_size / 34)))
+        reductions = max(0, math.ceil(math.log2(image_size / 48)))
         stem = [_conv_norm_relu(channels, width, stride=2 if reductions else 1)]
         stem += [_conv_norm_relu(width, width, stride=2) for _ in range(reductions - 1)]
         stages: list[nn.Module] = [_Residual(width)]

@@ -8,6 +8,7 @@ import math
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,9 +51,8 @@ class Callbacks:
     def checkpoint(self) -> None:
         """Called where a checkpoint was requested."""
 
-    def replan(self) -> Recipe:
+    def replan(self) -> Recipe:  # pyright: ignore[reportReturnType]
         """Return the recipe with another length, where that was requested."""
-        raise NotImplementedError
 
     def epoch(self, *, is_best: bool) -> None:
         """Called after every epoch, when its weights were found to be finite."""
@@ -77,87 +77,84 @@ def train(
     return _Loop(engine, world, recipe, splits, progress, callbacks).run()
 
 
+@dataclass
 class _Loop:
-    def __init__(
-        self,
-        engine: Engine,
-        world: "World",
-        recipe: Recipe,
-        splits: Mapping[str, DeviceSplit],
-        progress: Progress,
-        callbacks: Callbacks,
-    ) -> None:
-        self._engine, self._world, self._recipe, self._splits = engine, world, recipe, splits
-        self._progress, self._callbacks = progress, callbacks
-        self._images = len(splits["train"].samples)
-        self._steps = steps_per_epoch(self._images, recipe.batch_size, recipe.drop_last)
+    engine: Engine
+    world: "World"
+    recipe: Recipe
+    splits: Mapping[str, DeviceSplit]
+    progress: Progress
+    callbacks: Callbacks
+
+    def __post_init__(self) -> None:
+        self._images = len(self.splits["train"].samples)
+        self._steps = steps_per_epoch(self._images, self.recipe.batch_size, self.recipe.drop_last)
 
     def run(self) -> str:
-        progress = self._progress
-        while progress.epoch * self._steps + progress.step < self._recipe.total_steps(self._steps):
+        progress = self.progress
+        while progress.position(self._steps) < self.recipe.total_steps(self._steps):
             self._train_epoch()
             # Rank 0's times and choices are those of all ranks.
-            record = self._world.broadcast_object(self._finish_epoch())
-            if not self._engine.is_finite():
+            record = self.world.broadcast_object(self._finish_epoch())
+            if not self.engine.is_finite():
                 raise TrainingFailed(f"training diverged in epoch {progress.epoch}: a weight is not finite{FIX}")
             progress.history.append(record)
-            self._callbacks.epoch(is_best=self._choose_best())
-            waited, patience = progress.epoch - progress.best_epoch, self._recipe.early_stopping
+            self.callbacks.epoch(is_best=self._choose_best())
+            waited, patience = progress.epoch - progress.best_epoch, self.recipe.early_stopping
             if patience and progress.best_epoch and waited >= patience:
                 return f"early stopping: no better validation result in {waited} epochs"
         return ""
 
     def _train_epoch(self) -> None:
         """Run the remaining steps of an epoch."""
-        recipe, progress, train, control = self._recipe, self._progress, self._splits["train"], self._world.control
+        recipe, progress, train, control = self.recipe, self.progress, self.splits["train"], self.world.control
         epoch, first_step, clock = progress.epoch, progress.step, Clock(progress)
         watched = _watched_losses(progress.history)
         batches = training_batches(recipe.seed, epoch, self._images, recipe.batch_size, recipe.drop_last, first_step)
         train.begin_epoch(epoch_transforms(recipe, epoch, self._images))
         seeds = raw(recipe.seed, Stream.STEP, epoch, self._steps) >> np.uint64(1)
         for inputs in clock.waiting(train.feed(batches)):
-            rate = learning_rate(self._recipe, epoch * self._steps + progress.step, self._steps, watched)
-            control.request(self._callbacks.flags())
+            rate = learning_rate(self.recipe, progress.position(self._steps), self._steps, watched)
+            control.request(self.callbacks.flags())
             train.train_step(inputs, rate, int(seeds[progress.step]))
             progress.step += 1
             progress.images_trained += min(recipe.batch_size, self._images - (progress.step - 1) * recipe.batch_size)
             clock.tick()
             progress.note_first_steps()
-            self._callbacks.step()
+            self.callbacks.step()
             flags = control.received()
-            if flags & (Flag.LOSS | Flag.CHECKPOINT | _STOPS) or self._callbacks.wants_loss():
-                self._callbacks.loss(self._fetch_counts(first_step))
+            if flags & (Flag.LOSS | Flag.CHECKPOINT | _STOPS) or self.callbacks.wants_loss():
+                self.callbacks.loss(self._fetch_counts(first_step))
             if Flag.CHECKPOINT in flags:
-                self._callbacks.checkpoint()
+                self.callbacks.checkpoint()
                 clock.skip()
             if Flag.REPLAN in flags:
-                self._recipe = self._callbacks.replan()
+                self.recipe = self.callbacks.replan()
             if flags & _STOPS:
                 raise Stopped(signal.SIGTERM if Flag.TERMINATE in flags else signal.SIGINT)
-            if epoch * self._steps + progress.step >= self._recipe.total_steps(self._steps):
+            if progress.position(self._steps) >= self.recipe.total_steps(self._steps):
                 break
         self._fetch_counts(first_step)
         clock.tick()
-        progress.communication_seconds += self._engine.communication_seconds()
+        progress.communication_seconds += self.engine.communication_seconds()
 
     def _fetch_counts(self, first_step: int) -> float:
         """Wait for the device, add what it counted to the epoch's sums, and return the mean loss of that."""
-        counts, bad_step = self._engine.counts()
-        epoch = self._progress.epoch + 1
+        counts, bad_step = self.engine.counts()
         if bad_step is not None:
-            step = first_step + bad_step + 1
+            epoch, step = self.progress.epoch + 1, first_step + bad_step + 1
             raise TrainingFailed(f"training diverged in epoch {epoch}: the loss is not finite in step {step}{FIX}")
-        self._progress.counts += counts
+        self.progress.counts += counts
         return counts.loss
 
     def _finish_epoch(self) -> EpochRecord:
         """Evaluate, and count the epoch as finished."""
-        progress, results = self._progress, {}
+        progress, results = self.progress, {}
         # The test split is evaluated after every epoch only where no validation split exists, and decides nothing.
-        watched = "valid" if "valid" in self._splits else "test"
+        watched = "valid" if "valid" in self.splits else "test"
         began = time.perf_counter()
-        if watched in self._splits:
-            result = self._splits[watched].evaluate()
+        if watched in self.splits:
+            result = self.splits[watched].evaluate()
             if not math.isfinite(result.counts.loss):
                 where = f"epoch {progress.epoch + 1}: the {watched} loss is not finite"
                 raise TrainingFailed(f"training diverged in {where}{FIX}")
@@ -165,12 +162,11 @@ class _Loop:
             if watched == "valid":
                 results["valid_balanced_accuracy"] = result.balanced_accuracy
         progress.evaluate_seconds += time.perf_counter() - began
-        counts, seconds = progress.counts, progress.epoch_seconds
-        last_step = progress.epoch * self._steps + progress.step
+        counts, seconds, last_step = progress.counts, progress.epoch_seconds, progress.position(self._steps)
         record = EpochRecord(
             epoch=progress.epoch + 1,
             step=last_step,
-            learning_rate=learning_rate(self._recipe, last_step - 1, self._steps, _watched_losses(progress.history)),
+            learning_rate=learning_rate(self.recipe, last_step - 1, self._steps, _watched_losses(progress.history)),
             train_loss=counts.loss,
             train_accuracy=counts.accuracy,
             images=counts.count,
@@ -183,13 +179,13 @@ class _Loop:
 
     def _choose_best(self) -> bool:
         """Return whether the last epoch is the best on the validation split; the loss decides between equals."""
-        progress = self._progress
+        progress = self.progress
         if progress.history[-1].valid_accuracy is None:
             return False
-        # As the loss weights the classes, so does the accuracy.
-        is_balanced = self._recipe.class_weights == "balanced"
 
         def merit(record: EpochRecord) -> tuple[float, float]:
+            # As the loss weights the classes, so does the accuracy.
+            is_balanced = self.recipe.class_weights == "balanced"
             accuracy = record.valid_balanced_accuracy if is_balanced else record.valid_accuracy
             return accuracy or 0.0, -(record.valid_loss or 0.0)
 

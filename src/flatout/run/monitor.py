@@ -55,8 +55,7 @@ class Monitor(Callbacks):
         """Return the recipe with the steps that still fit into the time budget."""
         session, progress = self._session, self._progress
         assert session.budget is not None
-        done = progress.epoch * self._steps + progress.step
-        session.set_length(session.budget.replan(self._recipe, done))
+        session.set_length(session.budget.replan(self._recipe, progress.position(self._steps)))
         return self._recipe
 
     def flags(self) -> Flag:
@@ -87,7 +86,7 @@ class Monitor(Callbacks):
         """Show and record the mean loss since the last call."""
         self._loss, progress, every = loss, self._progress, self._recipe.log_every
         if progress.step % self._record_every == 0:
-            progress.step_losses.append((progress.epoch * self._steps + progress.step, loss))
+            progress.step_losses.append((progress.position(self._steps), loss))
         if every and progress.step % every == 0:
             self._console.note(f"epoch {progress.epoch + 1} step {progress.step}: loss {loss:.4f}")
 

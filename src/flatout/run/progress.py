@@ -83,6 +83,10 @@ class Progress:
             self.first_steps += 1
             self.first_seconds, self.first_images = self.train_seconds, self.images_trained
 
+    def position(self, steps_per_epoch: int) -> int:
+        """Return the finished steps of the whole run."""
+        return self.epoch * steps_per_epoch + self.step
+
     @property
     def warmup_seconds(self) -> float | None:
         """What the first steps took beyond the rate of the others; None where there were no others."""

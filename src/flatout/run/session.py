@@ -343,7 +343,7 @@ class Session:
         rates = measure(engine, placed, self.recipe, self.world, seconds)
         self.budget = Budget(seconds, self.began, rates, self.recipe, images)
         steps = steps_per_epoch(images, self.recipe.batch_size, self.recipe.drop_last)
-        done = progress.epoch * steps + progress.step
+        done = progress.position(steps)
         planned: Recipe | InputError
         try:
             planned = self.budget.plan(self.recipe, done)

@@ -53,8 +53,7 @@ def exact_sums(model: nn.Module, recipe: Recipe, world: World, precision: str) -
         "norm = 'per-device' depends on the number of devices": recipe.norm != "global",
         "shard = 'full' adds up in torch's own order": recipe.shard == "full",
         f"micro_batch = {recipe.micro_batch} sums in another order": recipe.micro_batch > 0,
-        "dropout draws on each of several ranks for its own samples (dropout = 0 turns it off)": drops
-        and world.size > 1,
+        "dropout draws on each rank for its own samples (dropout = 0 turns it off)": drops and world.size > 1,
         f"the convolution {', '.join(large[:1])} has more than {MOST_WEIGHTS:,} weights": bool(large),
     }
     for reason, applies in reasons.items():
