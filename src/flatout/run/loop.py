@@ -184,8 +184,7 @@ class _Loop:
             return False
 
         def merit(record: EpochRecord) -> tuple[float, float]:
-            # As the loss weights the classes, so does the accuracy.
-            is_balanced = self.recipe.class_weights == "balanced"
+            is_balanced = self.recipe.class_weights == "balanced"  # as in the loss
             accuracy = record.valid_balanced_accuracy if is_balanced else record.valid_accuracy
             return accuracy or 0.0, -(record.valid_loss or 0.0)
 
