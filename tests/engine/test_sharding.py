@@ -132,7 +132,7 @@ def train_all(world: World, resumed: dict[str, State] | None) -> Trained:
         optimizer = build_optimizer(section, parameters.values())
         update, first, states = optim.plain_step(optimizer), 0, {}
         if resumed:
-            load(resumed[name], net, optimizer, parameters, World())
+            load_into(resumed[name], net, optimizer, parameters)
             first = SAVED_AT
         for steps in (range(first, SAVED_AT), range(SAVED_AT, STEPS)):
             train_steps(net, update, steps, world.rank, world.size)
@@ -152,6 +152,10 @@ def three_ranks() -> list[Trained]:
 def two_ranks(three_ranks: list[Trained]) -> list[Trained]:
     """Two ranks that go on where three were after three steps."""
     return on_ranks(2, train_all, {name: states[SAVED_AT] for name, states in three_ranks[0].states.items()})
+
+
+def load_into(state: Any, net: nn.Module, optimizer: torch.optim.Optimizer, parameters: Any) -> None:
+    load(state, named_tensors(net, optimizer, parameters, weights_only=False), optimizer, parameters, World())
 
 
 def assert_equal_states(found: State, expected: State) -> None:
@@ -177,7 +181,7 @@ def test_a_state_of_three_ranks_goes_on_with_one_that_holds_all(three_ranks: lis
     net = make_net()
     parameters = trained(net)
     optimizer = optim.build(section, parameters.values(), capturable=False)
-    load(three_ranks[0].states[name][SAVED_AT], net, optimizer, parameters, World())
+    load_into(three_ranks[0].states[name][SAVED_AT], net, optimizer, parameters)
     train_steps(net, optim.plain_step(optimizer), range(SAVED_AT, STEPS))
     assert_equal_states(full_state(net, optimizer, parameters), plain_loop(make, STEPS))
 
@@ -272,10 +276,10 @@ def test_a_state_shares_no_memory_with_the_engine() -> None:
     train_steps(net, update, range(2))
     state = full_state(net, optimizer, parameters)
     copy = {name: value.clone() for name, value in state.items()}
-    load(state, net, optimizer, parameters, World())
+    load_into(state, net, optimizer, parameters)
     train_steps(net, update, range(2, STEPS))
     assert all(torch.equal(value, copy[name]) for name, value in state.items())
-    load(state, net, optimizer, parameters, World())
+    load_into(state, net, optimizer, parameters)
     train_steps(net, update, range(2, STEPS))
     assert_equal_states(full_state(net, optimizer, parameters), plain_loop(OPTIMIZERS["adamw"][1], STEPS))
 
@@ -291,7 +295,7 @@ def test_a_state_of_another_model_is_refused(change: str) -> None:
     if change == "shape":
         state["model.classifier.2.weight"] = weight[:1]
     with pytest.raises(InputError, match=r"the checkpoint does not fit the model: classifier\.2\.weight"):
-        load(state, net, optimizer, trained(net), World())
+        load_into(state, net, optimizer, trained(net))
 
 
 def test_a_parameter_without_rows_is_refused() -> None:
