@@ -21,13 +21,14 @@ T = TypeVar("T")
 
 MOMENTUM_DEFAULT = 0.9
 MAX_IMAGE_SIZE = 8192
-# These keys may differ when a run is resumed: they set its length, or change no result.
+# These keys may differ when a run is resumed: they set its length, or change results by rounding only.
 FREE_KEYS = (
     "epochs",
     "max_steps",
     "early_stopping",
     "log_every",
     "micro_batch",
+    "precision",
     "shard",
     "data.path",
     "data.placement",

@@ -31,7 +31,7 @@ def agree(world: "World", recipe: Recipe, pack: "Pack") -> None:
     fixes = {"version": "install the same version on all hosts", "data": "give all hosts the same data"}
     facts: dict[tuple[str, str], Any] = {("version", name): version(name) for name in ("torch", "numpy", "safetensors")}
     facts |= {("version", "flatout"): __version__, ("version", "Python"): platform.python_version()}
-    free = {*FREE_KEYS, "data.path"} - {"epochs", "early_stopping", "micro_batch", "shard"}
+    free = {*FREE_KEYS, "data.path"} - {"epochs", "early_stopping", "micro_batch", "precision", "shard"}
     facts |= {("recipe", key): value for key, value in recipe.flat().items() if key not in free}
     if world.local_size < world.size:
         # The ranks of one host read the same file.

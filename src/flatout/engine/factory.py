@@ -155,6 +155,13 @@ def join(spec: str, engine: str = "torch") -> "World":
     return world
 
 
+def precisions(engine: str, world: "World") -> list[str]:
+    """Return the number formats that a rank's device computes in, the default first; XLA's engine has its own rule."""
+    from flatout.engine.eager.accelerator import accelerator_of
+
+    return accelerator_of(world.device).precisions() if engine == "torch" else []
+
+
 def make_engine(
     model: "nn.Module",
     recipe: Recipe,

@@ -106,7 +106,22 @@ def measure(
         world: the ranks.
         seconds: the whole budget, of which the measurement takes a small share.
     """
-    train, before = placed["train"], engine.snapshot()
+    before = engine.snapshot()
+    each = seconds_per_step(engine, placed["train"], recipe, world, min(MEASURED_SECONDS, LARGEST_SHARE * seconds))
+    held_out = {name: split for name, split in placed.items() if name != "train"}
+    evaluated = watched = 0.0
+    if held_out:
+        name = "valid" if "valid" in held_out else "test"
+        began = time.perf_counter()
+        held_out[name].evaluate()
+        watched = _longest(world, time.perf_counter() - began)
+        evaluated = watched * sum(len(s.samples) for s in held_out.values()) / len(held_out[name].samples)
+    engine.restore(before)
+    return Rates(step=each, evaluate=evaluated, watch=watched)
+
+
+def seconds_per_step(engine: "Engine", train: "DeviceSplit", recipe: Recipe, world: "World", seconds: float) -> float:
+    """Take real steps for about as long as given, and return the time of one on the slowest rank."""
     images = len(train.samples)
 
     def steps(count: int) -> float:
@@ -122,22 +137,11 @@ def measure(
                 if number == count:
                     break
         engine.counts()
-        return (time.perf_counter() - began) / number
+        return _longest(world, (time.perf_counter() - began) / number)
 
-    def longest(value: float) -> float:
-        return max(world.all_gather_object(value))
+    each = steps(FIRST_STEPS)
+    return steps(max(1, round(seconds / each))) if FIRST_STEPS * each < seconds else each
 
-    each = longest(steps(FIRST_STEPS))
-    wanted = min(MEASURED_SECONDS, LARGEST_SHARE * seconds)
-    if FIRST_STEPS * each < wanted:
-        each = longest(steps(max(1, round(wanted / each))))
-    held_out = {name: split for name, split in placed.items() if name != "train"}
-    evaluated = watched = 0.0
-    if held_out:
-        name = "valid" if "valid" in held_out else "test"
-        began = time.perf_counter()
-        held_out[name].evaluate()
-        watched = longest(time.perf_counter() - began)
-        evaluated = watched * sum(len(s.samples) for s in held_out.values()) / len(held_out[name].samples)
-    engine.restore(before)
-    return Rates(step=each, evaluate=evaluated, watch=watched)
+
+def _longest(world: "World", seconds: float) -> float:
+    return max(world.all_gather_object(seconds))

@@ -31,7 +31,7 @@ def _evaluate(console: Console, world: "World", run: "Run", data: Any, devices: 
     from flatout.data.load import find, load, match_classes, splits_of
     from flatout.data.shared_pack import load_once_per_host
     from flatout.engine.devices import spec_of
-    from flatout.engine.factory import make_engine
+    from flatout.engine.factory import make_engine, precisions
     from flatout.models.load import copied
 
     recipe = run.recipe
@@ -55,6 +55,10 @@ def _evaluate(console: Console, world: "World", run: "Run", data: Any, devices: 
     # The engine trains nothing here, so what is frozen does not matter, and nothing is worth caching.
     # It works on a copy, since it moves the model to a device and changes its mode.
     model = copied(run.model)
+    formats = precisions(engine, world)
+    if formats and recipe.precision not in formats:
+        # Trained on other hardware.
+        recipe = recipe.override({"precision": "auto"})
     built = make_engine(
         model, recipe, engine=engine, devices=devices, world=world, report=console.note, cache_prefix=False
     )

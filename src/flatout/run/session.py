@@ -1,6 +1,8 @@
 """One training run: its phases in order, in each of its processes."""
 
 import contextlib
+import copy
+import functools
 import math
 import shlex
 import time
@@ -249,7 +251,7 @@ class Session:
         """Return the engine, with the weights to start from."""
         from flatout.data.load import class_weights
         from flatout.engine.devices import spec_of
-        from flatout.engine.factory import make_engine
+        from flatout.engine.factory import make_engine, precisions
         from flatout.models.pretrained import load_pretrained
 
         recipe = self.recipe
@@ -258,15 +260,27 @@ class Session:
         elif recipe.freeze:
             self.note("frozen layers keep their random weights: no pre-trained weights were requested")
         is_balanced = recipe.class_weights == "balanced"
-        engine = make_engine(
-            model,
-            recipe,
+        make = functools.partial(
+            make_engine,
             engine=self.options.engine,
             devices=self.options.devices,
             world=self.world,
             class_weights=class_weights(splits["train"].labels, len(pack.classes)) if is_balanced else None,
-            report=self.note,
         )
+        formats = precisions(self.options.engine, self.world)
+        if recipe.precision == "auto" and "bf16" in formats and not recipe.exact_sums:
+            from flatout.run.precision import fastest_precision
+
+            chosen, reason = fastest_precision(
+                lambda one: make(copy.deepcopy(model), one, report=lambda sentence: None),
+                splits["train"],
+                recipe,
+                self.world,
+                formats,
+            )
+            self.note(reason)
+            recipe = self.recipe = recipe.override({"precision": chosen})
+        engine = make(model, recipe, report=self.note)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         names = [name for names in self.world.all_gather_object(engine.device_names) for name in names]

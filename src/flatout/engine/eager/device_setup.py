@@ -67,7 +67,10 @@ def choose_precision(accelerator: Accelerator, wanted: str) -> str:
     """
     available = accelerator.precisions()
     if wanted not in ("auto", *available):
-        raise InputError(f"precision = {wanted!r}: {accelerator.device.type} here has only {', '.join(available)}")
+        raise InputError(
+            f"precision = {wanted!r}: {accelerator.device.type} here has only {', '.join(available)}; "
+            "use --set precision=auto"
+        )
     return available[0] if wanted == "auto" else wanted
 
 

@@ -1,0 +1,43 @@
+"""`precision = "auto"`: the fastest number format that keeps the accuracy, by real training steps on the device."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from flatout.recipe import Recipe
+from flatout.run.budget import seconds_per_step
+
+if TYPE_CHECKING:
+    from flatout.data.feed import Samples
+    from flatout.dist.world import World
+    from flatout.engine.base import Engine
+
+# bfloat16 is chosen where a step becomes faster by at least this factor.
+WORTH = 1.2
+# Training images, in batches, and seconds of each measurement.
+BATCHES, SECONDS = 4, 0.5
+
+
+def fastest_precision(
+    make: "Callable[[Recipe], Engine]", samples: "Samples", recipe: Recipe, world: "World", formats: Sequence[str]
+) -> tuple[str, str]:
+    """Return a number format, and a sentence that explains it; all ranks call this.
+
+    Args:
+        make: returns an engine with a copy of the model.
+        samples: training images, of which some batches are used.
+        recipe: of the run.
+        world: the ranks.
+        formats: what the device computes in, the default first; bf16 is one of them.
+    """
+    count = min(len(samples), BATCHES * recipe.batch_size)
+    few = dataclasses.replace(samples, rows=samples.rows[:count], labels=samples.labels[:count])
+    default, seconds = formats[0], {}
+    for name in (default, "bf16"):
+        one = recipe.override({"precision": name})
+        with contextlib.closing(make(one)) as engine:
+            seconds[name] = seconds_per_step(engine, engine.place(few), one, world, SECONDS)
+    gain = seconds[default] / seconds["bf16"]
+    chosen = "bf16" if gain >= WORTH else default
+    return chosen, f"precision = {chosen}: a step in bf16 is {gain:.2g} times as fast as in {default}"

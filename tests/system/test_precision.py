@@ -1,0 +1,73 @@
+"""`precision = "auto"` on a CPU that computes bfloat16, which is simulated: any CPU can compute it, if slowly."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatout.cli import main
+from flatout.engine.eager.accelerator import CPU
+from flatout.models.weights import read_weights
+from flatout.recipe import load_recipe
+from flatout.run import precision
+
+ONE_EPOCH = ("train", "digits", "--epochs", "1", "--devices", "cpu")
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Return the seconds of a step in each format, which the test may change; steps are taken, their time is not."""
+    seconds = {"fp32": 1.0, "bf16": 1.0}
+    real = precision.seconds_per_step
+
+    def fake(engine: Any, train: Any, recipe: Any, world: Any, wanted: float) -> float:
+        assert real(engine, train, recipe, world, 0.0) > 0
+        return seconds[recipe.precision]
+
+    monkeypatch.setattr(CPU, "precisions", lambda self: ["fp32", "bf16"])
+    monkeypatch.setattr(precision, "seconds_per_step", fake)
+    return seconds
+
+
+@pytest.mark.parametrize(("bf16", "chosen", "said"), [(0.5, "bf16", "2 times"), (0.9, "fp32", "1.1 times")])
+def test_the_format_that_pays_is_used_and_written_down(
+    bf16: float, chosen: str, said: str, measured: dict[str, float], tmp_path: Path
+) -> None:
+    measured["bf16"] = bf16
+    assert main([*ONE_EPOCH, "--out", str(tmp_path / "run")]) == 0
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert load_recipe(tmp_path / "run/recipe.toml").precision == chosen
+    assert any(f"precision = {chosen}" in note and said in note for note in summary["notes"])
+    # The recipe repeats the run, whatever a measurement would say then.
+    measured["bf16"] = 1 - bf16
+    assert main(["train", str(tmp_path / "run/recipe.toml"), "--devices", "cpu", "--out", str(tmp_path / "again")]) == 0
+    ours, again = (read_weights(tmp_path / run / "weights.safetensors")[0] for run in ("run", "again"))
+    assert all(ours[name].equal(again[name]) for name in ours)
+
+
+def test_the_measurement_leaves_no_trace(measured: dict[str, float], tmp_path: Path) -> None:
+    for name, options in (("measured", ()), ("given", ("--set", "precision=fp32"))):
+        assert main([*ONE_EPOCH, *options, "--out", str(tmp_path / name)]) == 0
+    ours, others = (read_weights(tmp_path / run / "weights.safetensors")[0] for run in ("measured", "given"))
+    assert all(ours[name].equal(others[name]) for name in ours)
+
+
+def test_a_run_goes_on_where_the_format_is_missing(
+    measured: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured["bf16"] = 0.5
+    run = str(tmp_path / "run")
+    assert main([*ONE_EPOCH, "--out", run]) == 0
+    monkeypatch.setattr(CPU, "precisions", lambda self: ["fp32"])
+    go_on = ["train", "--resume", "--epochs", "2", "--devices", "cpu", "--out", run]
+    assert main(go_on) == 2
+    assert "cpu here has only fp32; use --set precision=auto" in capsys.readouterr().err
+    assert main(["evaluate", run, "--devices", "cpu"]) == 0
+    assert main([*go_on, "--set", "precision=auto"]) == 0
+
+
+def test_exact_sums_stay_in_32_bits(measured: dict[str, float], tmp_path: Path) -> None:
+    measured["bf16"] = 0.1
+    assert main([*ONE_EPOCH, "--set", "exact_sums=true", "--out", str(tmp_path / "run")]) == 0
+    assert load_recipe(tmp_path / "run/recipe.toml").precision == "auto"
