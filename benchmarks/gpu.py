@@ -38,7 +38,6 @@ from flatout.engine.eager.accelerator import accelerator_of
 from flatout.engine.factory import join, make_engine
 from flatout.jobs import load_job
 from flatout.models.load import build_model
-from flatout.numerics.augment import epoch_transforms
 from flatout.recipe import Augment, Momentum, Recipe
 from flatout.run.loop import Callbacks, train
 from flatout.run.progress import Progress
@@ -248,7 +247,7 @@ def synthetic_rate(engine: Engine, recipe: Recipe, *, classes: int, steps: int) 
     images = random.integers(0, 256, (size, recipe.image_size, recipe.image_size, recipe.channels), dtype=np.uint8)
     samples = Samples(images=images, rows=np.arange(size), labels=np.arange(size) % classes)
     placed = engine.place(samples)
-    placed.begin_epoch(epoch_transforms(recipe, 0, size))
+    placed.begin_epoch(0)
     batch = Batch(samples=np.arange(size), weights=np.ones(size, np.float32), count=size)
     inputs = next(placed.feed([batch]))
 

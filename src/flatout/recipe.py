@@ -137,6 +137,7 @@ class Augment(_Checked):
     change of brightness, contrast and saturation, as a factor. policy: one random operation of TrivialAugment, or two
     of RandAugment. erase: the probability that a random rectangle gets the mean colour. mixup, cutmix: the parameter of
     the Beta distribution by which images are mixed with others; where both are given, each applies to half of them.
+    views: the number of ways in which each image is changed; after as many epochs they repeat. 0 for no limit.
     """
 
     section = "augment."
@@ -151,6 +152,7 @@ class Augment(_Checked):
     erase: Annotated[float, "[0, 1]"] = 0.0
     mixup: Annotated[float, "[0, inf)"] = 0.0
     cutmix: Annotated[float, "[0, inf)"] = 0.0
+    views: Annotated[int, "[0, inf)"] = 0
 
     @property
     def is_affine(self) -> bool:
@@ -161,6 +163,11 @@ class Augment(_Checked):
     def is_random(self) -> bool:
         """Whether training images differ between epochs."""
         return any((self.flip, self.is_affine, self.color_jitter, self.erase, self.mixup, self.cutmix))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether what a layer computes of an image can be kept: it is not mixed, and has a limited number of views."""
+        return not self.is_random or (self.views > 0 and not self.mixup and not self.cutmix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +229,7 @@ class Recipe(_Checked):
     ema: the decay of an exponential moving average of the weights, which is evaluated and kept; 0 for none.
     drop_last: leave out a short last batch instead of padding it.
     pretrained: start from published weights. weights: from this file or folder instead.
+    linear_probe: fit the head to the output of the layers before it, before the first step.
     freeze: `all-but-last-N` layers, or comma-separated patterns of parameter names.
     keep: whether the run's weights are those of the best epoch by validation, or of the last.
     early_stopping: epochs without improvement in validation before training ends; 0 for never.
@@ -249,6 +257,7 @@ class Recipe(_Checked):
     drop_last: bool = False
     pretrained: bool = False
     weights: str = ""
+    linear_probe: bool = False
     freeze: str = ""
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
     keep: Literal["best", "last"] = "best"

@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.engine.eager.engine import TorchEngine
-from flatout.engine.eager.frozen_prefix import cut_frozen_prefix
+from flatout.models.frozen_prefix import cut_frozen_prefix
 from flatout.models.layers import freeze, set_train_mode
 from flatout.recipe import Recipe
 from tests.engine.test_against_plain_loop import engine_weights, make_net, make_recipe, make_samples
+from tests.engine.engines import make_engine
 from tests.nets import build
 
 
@@ -131,3 +132,35 @@ def test_timm_resnet_with_frozen_batch_norm() -> None:
     for key, value in before.items():
         frozen = key.startswith(("conv1", "bn1", "layer1", "layer2"))
         assert torch.equal(after[key], value) == frozen or key.endswith("num_batches_tracked"), key
+
+
+@pytest.mark.parametrize("engine", ["torch", "xla 2"])
+@pytest.mark.parametrize("views", [0, 2])
+def test_every_engine_caches_each_view_once(engine: str, views: int) -> None:
+    """Three epochs of two views: the third epoch repeats the first view. The oracle runs the prefix in every step."""
+    changes: dict[str, object] = {"epochs": 3, "optimizer.lr": 0.003}
+    if views:
+        changes |= {"augment.flip": True, "augment.shift": 0.2, "augment.views": views}
+    recipe, sentences = make_recipe(**changes), []
+    cached = engine_weights(frozen_net(), make_samples(), recipe, engine, report=sentences.append)
+    uncached = engine_weights(frozen_net(), make_samples(), recipe, cache_prefix=False)
+    assert (f"for {views} views" if views else "computed once") in " ".join(sentences)
+    for name, values in uncached.items():
+        np.testing.assert_allclose(cached[name], values, atol=1e-4)
+    without = recipe.override({"augment.flip": False, "augment.shift": 0.0, "augment.views": 0})
+    plain = engine_weights(frozen_net(), make_samples(), without, cache_prefix=False)
+    assert torch.allclose(plain["8.weight"], uncached["8.weight"], atol=1e-6) == (views == 0)
+
+
+@pytest.mark.parametrize("engine", ["torch", "xla 2"])
+def test_features_are_the_output_of_the_prefix(engine: str) -> None:
+    net, samples, recipe = frozen_net(), make_samples(), make_recipe(**{"augment.flip": True, "augment.views": 1})
+    placed = make_engine(engine, net, recipe).place(samples)
+    placed.begin_epoch(0)
+    pixels = torch.from_numpy(samples.images).permute(0, 3, 1, 2) / 255
+    set_train_mode(net)
+    cut = cut_frozen_prefix(net)
+    assert cut is not None
+    with torch.no_grad():
+        expected = cut.prefix((pixels - 0.4) / 0.3).movedim(1, -1)
+    np.testing.assert_allclose(placed.features(), expected, atol=1e-5)

@@ -15,7 +15,6 @@ from flatout.data.order import training_batches
 from flatout.dist.world import World
 from flatout.engine.base import Engine
 from flatout.errors import InputError
-from flatout.numerics.augment import epoch_transforms
 from flatout.recipe import Recipe
 from flatout.run.loop import train
 from flatout.run.progress import Progress
@@ -151,7 +150,7 @@ def test_many_steps_in_one_program(steps: int, placement: str) -> None:
     engine = make_engine("xla 2", small_net(), recipe, steps_per_dispatch=steps)
     assert_same(trained(engine, recipe), expected)
     placed = engine.place(make_samples())
-    placed.begin_epoch(epoch_transforms(recipe, 0, 70))
+    placed.begin_epoch(0)
     for number, inputs in enumerate(placed.feed(training_batches(recipe.seed, 0, 70, 16))):
         placed.train_step(inputs, 0.01, number)
         if number == 0:
@@ -326,7 +325,7 @@ def test_dropout_differs_between_steps_and_repeats_with_the_seed() -> None:
     placed.compile()
     runs = []
     for seed in (1, 1, 2):
-        placed.begin_epoch(None)
+        placed.begin_epoch(0)
         losses = []
         for inputs in placed.feed([next(training_batches(1, 0, 64, 16))] * 3):
             placed.train_step(inputs, 0.0, seed * 1000 + len(losses))

@@ -9,7 +9,6 @@ import numpy as np
 from flatout.data.feed import Samples
 from flatout.data.order import Batch
 from flatout.engine.recorder import Recorder
-from flatout.numerics.augment import Transforms
 from flatout.numerics.metrics import Counts
 
 
@@ -51,8 +50,8 @@ class DeviceSplit(Protocol):
     def compile(self) -> None:
         """Compile the training step, before the clock of training starts."""
 
-    def begin_epoch(self, transforms: Transforms | None) -> None:
-        """Set the epoch's augmentation, from `augment.epoch_transforms`."""
+    def begin_epoch(self, epoch: int) -> None:
+        """Set the augmentation of an epoch, counted from 0."""
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Any]:
         """Yield the inputs of the training step for each batch, prepared ahead of time."""
@@ -63,6 +62,13 @@ class DeviceSplit(Protocol):
 
     def evaluate(self, *, with_probabilities: bool = False) -> Evaluation:
         """Run the model over the split and wait for the result."""
+        ...
+
+    def features(self) -> np.ndarray | None:
+        """Return the output of the frozen prefix, float32 [N, ...] with channels last; None where there is none.
+
+        All processes call this, and each gets the whole.
+        """
         ...
 
 

@@ -61,6 +61,8 @@ def epoch_transforms(recipe: Recipe, epoch: int, count: int) -> Transforms | Non
     augment, seed = recipe.augment, recipe.seed
     if not augment.is_random:
         return None
+    if augment.views:
+        epoch %= augment.views
     found: Transforms = {}
     colors = np.tile(pixels.UNCHANGED, (count, 1))
     draws = uniform(seed, Stream.AUGMENT, epoch, (count, DRAWS))

@@ -14,7 +14,6 @@ from flatout.console import Console
 from flatout.data.order import training_batches
 from flatout.errors import InputError
 from flatout.models.load import build_model
-from flatout.numerics.augment import Transforms, epoch_transforms
 from flatout.plan.roofline import Work
 from flatout.scale.scale import split_specs, spread
 
@@ -173,16 +172,16 @@ class _Measurement:
         placed = self._engine.place(random_samples(self._work, images))
         placed.compile()
         # The output of frozen layers is cached when an epoch begins for the first time.
-        first, again = (self._begin_seconds(placed, images, epoch) for epoch in range(2))
+        first, again = (self._begin_seconds(placed, epoch) for epoch in range(2))
         if self._steps is not None:
             self._steps.close()
         self._steps = self._endless_steps(placed, images)
         self._step_seconds(1)
         return self._world.broadcast_object(max(0.0, first - again))
 
-    def _begin_seconds(self, placed: "DeviceSplit", images: int, epoch: int) -> float:
+    def _begin_seconds(self, placed: "DeviceSplit", epoch: int) -> float:
         began = time.perf_counter()
-        placed.begin_epoch(self._transforms(images, epoch))
+        placed.begin_epoch(epoch)
         self._engine.counts()
         return time.perf_counter() - began
 
@@ -199,7 +198,7 @@ class _Measurement:
         """Train epoch by epoch as the training loop does, one step at a time."""
         recipe, engine = self._work.recipe, self._engine
         for epoch in count():
-            placed.begin_epoch(self._transforms(images, epoch))
+            placed.begin_epoch(epoch)
             batches = training_batches(recipe.seed, epoch, images, recipe.batch_size, recipe.drop_last)
             for number, inputs in enumerate(placed.feed(batches)):
                 # A rate of 0 keeps the weights, which random labels could make diverge.
@@ -208,9 +207,6 @@ class _Measurement:
                 self._world.report_step(epoch, number + 1)
                 yield
             engine.counts()
-
-    def _transforms(self, images: int, epoch: int) -> Transforms | None:
-        return epoch_transforms(self._work.recipe, epoch, images)
 
 
 def sample_size(work: Work) -> int:

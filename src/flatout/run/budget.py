@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from flatout.console import duration
 from flatout.data.order import steps_per_epoch, training_batches
 from flatout.errors import InputError
-from flatout.numerics.augment import epoch_transforms
 from flatout.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ def seconds_per_step(engine: "Engine", train: "DeviceSplit", recipe: Recipe, wor
 
     def steps(count: int) -> float:
         """Return the seconds of one of `count` steps; a learning rate of 0 would let no optimizer start."""
-        train.begin_epoch(epoch_transforms(recipe, 0, images))
+        train.begin_epoch(0)
         began, number = time.perf_counter(), 0
         while number < count:
             for inputs in train.feed(training_batches(recipe.seed, 0, images, recipe.batch_size, recipe.drop_last)):

@@ -17,7 +17,6 @@ from flatout.data.order import steps_per_epoch, training_batches
 from flatout.dist.control import Flag
 from flatout.engine.base import DeviceSplit, Engine
 from flatout.errors import Stopped, TrainingFailed
-from flatout.numerics.augment import epoch_transforms
 from flatout.numerics.metrics import NO_COUNTS
 from flatout.numerics.random import Stream, raw
 from flatout.numerics.schedule import learning_rate
@@ -111,7 +110,7 @@ class _Loop:
         epoch, first_step, clock = progress.epoch, progress.step, Clock(progress)
         watched = _watched_losses(progress.history)
         batches = training_batches(recipe.seed, epoch, self._images, recipe.batch_size, recipe.drop_last, first_step)
-        train.begin_epoch(epoch_transforms(recipe, epoch, self._images))
+        train.begin_epoch(epoch)
         seeds = raw(recipe.seed, Stream.STEP, epoch, self._steps) >> np.uint64(1)
         for inputs in clock.waiting(train.feed(batches)):
             rate = learning_rate(self.recipe, progress.position(self._steps), self._steps, watched)

@@ -18,7 +18,7 @@ from flatout.dist.env import restart_count
 from flatout.dist.hosts import Hosts
 from flatout.errors import DiskFull, InputError, RankLost, Stopped, TrainingFailed
 from flatout.numerics.schedule import describe_scaling
-from flatout.recipe import Recipe
+from flatout.recipe import Augment, Recipe
 from flatout.report import run_files
 from flatout.run import claim
 from flatout.run.budget import Budget, measure
@@ -267,6 +267,8 @@ class Session:
             world=self.world,
             class_weights=class_weights(splits["train"].labels, len(pack.classes)) if is_balanced else None,
         )
+        if recipe.linear_probe and not self._has_checkpoints():
+            self._fit_head(model, splits, make)
         formats = precisions(self.options.engine, self.world)
         if recipe.precision == "auto" and "bf16" in formats and not recipe.exact_sums:
             from flatout.run.precision import fastest_precision
@@ -289,6 +291,33 @@ class Session:
             self.console.note(sentence)
         self._time("model")
         return engine
+
+    def _fit_head(self, model: "nn.Module", splits: "dict[str, Samples]", make: "Callable[..., Engine]") -> None:
+        """Fit the head to the output of the layers before it, computed on the devices of the run."""
+        from flatout.models.layers import freeze
+        from flatout.run.linear_probe import fit_head, linear_head
+
+        head, backbone = linear_head(model), copy.deepcopy(model)
+        freeze(backbone, "all-but-last-0")
+        plain = replace(self.recipe, augment=Augment(), shard="none")
+        with contextlib.closing(make(backbone, plain, report=lambda sentence: None)) as engine:
+            chosen = {name: samples for name, samples in splits.items() if name in ("train", "valid")}
+            features = {name: engine.place(samples).features() for name, samples in chosen.items()}
+        found = {name: values for name, values in features.items() if values is not None and values.ndim == 2}
+        if head is None or len(found) < len(chosen) or found["train"].shape[1] != head.in_features:
+            raise InputError(
+                f"linear_probe = true: {self.recipe.model} has no single linear layer as its head, or torch.fx cannot "
+                "trace what is before it; set linear_probe = false"
+            )
+        if self.world.is_main:
+            # The engine takes the main process's weights.
+            labels = {name: samples.labels for name, samples in chosen.items()}
+            self.note(fit_head(head, found, labels, self.recipe))
+
+    def _has_checkpoints(self) -> bool:
+        folder = self.out / run_files.CHECKPOINTS
+        is_continued = self.options.resume or restart_count() > 0
+        return self.world.broadcast_object(is_continued and any(folder.glob("*.safetensors")))
 
     def _resume(self, engine: "Engine", pack: "Pack") -> Progress | None:
         """Load the newest checkpoint if the run is to be resumed; None where there is none."""

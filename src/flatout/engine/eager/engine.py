@@ -26,13 +26,13 @@ from flatout.engine.eager.batch_norm import BatchNorm
 from flatout.engine.eager.cuda_graph import CapturedStep
 from flatout.engine.eager.device_setup import MEMORY_SHARE, prepare
 from flatout.engine.eager.exact_sums import exact_sums, unavailable
-from flatout.engine.eager.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.engine.eager.grad_accumulation import COPIES_OF_WEIGHTS, count_micro_batches
 from flatout.engine.eager.grad_reduce import BucketedAllReduce, FSDPGradients, Gradients, LocalGradients
 from flatout.engine.eager.metric_sums import SUMS, MetricSums
 from flatout.engine.eager.split import Inputs, Source, TorchSplit, place
 from flatout.engine.eager.weight_average import WeightAverage
 from flatout.engine.recorder import Recorder
+from flatout.models.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.models.layers import set_train_mode
 from flatout.numerics import augment, loss, optim
 from flatout.numerics.metrics import Counts
@@ -136,10 +136,11 @@ class TorchEngine:
         self.metric_sums = MetricSums(accelerator)
         self._communication_seconds = 0.0
         self._micro_batches, self._offload = 0, False
-        may_cut = cache_prefix and not recipe.augment.is_random and not self.is_sharded
+        may_cut = cache_prefix and recipe.augment.is_finite and not self.is_sharded
         self.cut: Cut | None = cut_frozen_prefix(self.model) if may_cut else None
         if self.cut:
-            self._report(f"the first {self.cut.layers} layers are frozen: their output is computed once and cached")
+            often = f"for {views} views of each image" if (views := recipe.augment.views) else "once"
+            self._report(f"the first {self.cut.layers} layers are frozen: their output is computed {often} and cached")
 
     def _distribute(self, model: nn.Module) -> nn.Module:
         """Bring rank 0's model to the devices of all ranks: a copy or a shard each."""

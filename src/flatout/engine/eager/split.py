@@ -6,7 +6,7 @@ Shape letters: N samples of the split, B samples of this rank in a batch, K outp
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,13 +15,15 @@ from flatout.data.feed import Samples, prefetch
 from flatout.data.order import Batch, evaluation_batches, part
 from flatout.engine.base import Evaluation
 from flatout.engine.eager.accelerator import Accelerator
-from flatout.engine.eager.device_setup import placement
-from flatout.engine.eager.frozen_prefix import collect_features
+from flatout.engine.eager.device_setup import allocate, placement
 from flatout.numerics import augment, loss
 
 if TYPE_CHECKING:
+    from flatout.dist.world import World
     from flatout.engine.eager.engine import TorchEngine
 
+# Among the views of a split's images, the one for evaluation.
+NOT_AUGMENTED = -1
 # The largest evaluation batch. It does not depend on the ranks, so neither do the bits of a prediction.
 EVALUATION_BATCH = 256
 
@@ -160,39 +162,75 @@ class TorchSplit:
     def __init__(self, engine: "TorchEngine", images: Source) -> None:
         self._engine, self._images = engine, images
         self.samples = images.samples
+        # What the network reads for each view of the images.
+        self._views: dict[int, Source] = {}
+        if engine.cut is None:
+            self._views[NOT_AUGMENTED] = images
 
     @functools.cached_property
     def source(self) -> Source:
-        """What the trained part of the model reads; the output of a frozen prefix is computed here, once."""
+        """What the network reads in training."""
+        return self._view(NOT_AUGMENTED, {})
+
+    def _view(self, view: int, transforms: augment.Transforms) -> Source:
+        """Return the images; or the output of the frozen prefix for a view, computed the first time."""
+        if view not in self._views:
+            _copy_tables(transforms, self._images)
+            self._views[view] = self._through_prefix()
+            self._images.transforms.clear()
+        return self._views[view]
+
+    def _through_prefix(self) -> Source:
+        """Return the output of the frozen prefix for the images, augmented by the tables of `_images` if there are."""
         engine, images = self._engine, self._images
-        if engine.cut is None:
-            return images
+        assert engine.cut is not None
         prefix = engine.cut.prefix
 
         def outputs() -> Iterator[torch.Tensor]:
             for inputs in self._batches(images, equally_many=True):
                 with torch.no_grad(), engine.setup.autocast():
-                    yield prefix(engine.normalised(images.images_of(inputs)))
+                    rows = images.transforms_of(inputs.samples)
+                    yield prefix(engine.normalised(images.images_of(inputs), rows))
 
         wanted = engine.recipe.data.placement
         features = collect_features(outputs(), len(images.samples), wanted, engine.world, engine.setup.accelerator)
         if isinstance(features, torch.Tensor):
-            return replace(images, images=features)
+            return replace(images, images=features, transforms={})
         samples = Samples(images=features, rows=np.arange(len(features)), labels=images.samples.labels)
-        return replace(images, samples=samples, images=None)
+        return replace(images, samples=samples, images=None, transforms={})
+
+    def features(self) -> np.ndarray | None:
+        """See `DeviceSplit.features`."""
+        if self._engine.cut is None:
+            return None
+        source = self._view(NOT_AUGMENTED, {})
+        return source.samples.images if source.images is None else source.images.float().cpu().numpy()
 
     def compile(self) -> None:
         """See `DeviceSplit.compile`. Nothing is compiled."""
 
-    def begin_epoch(self, transforms: augment.Transforms | None) -> None:
-        """See `DeviceSplit.begin_epoch`. The first time, the output of a frozen prefix is computed."""
-        self._engine.metric_sums.begin_epoch()
-        source = self.source
-        source.partners = (transforms or {}).get("partner")
-        for name, table in (transforms or {}).items():
-            # Recorded steps read the tables where they are.
-            new = torch.from_numpy(table)
-            source.transforms.setdefault(name, torch.empty_like(new, device=source.labels.device)).copy_(new)
+    def begin_epoch(self, epoch: int) -> None:
+        """See `DeviceSplit.begin_epoch`. The output of a frozen prefix is computed once for each view."""
+        engine = self._engine
+        engine.metric_sums.begin_epoch()
+        transforms = augment.epoch_transforms(engine.recipe, epoch, len(self.samples)) or {}
+        if engine.cut is None:
+            self.source.partners = transforms.get("partner")
+            _copy_tables(transforms, self.source)
+        elif transforms:
+            self._change_view(self._view(epoch % engine.recipe.augment.views, transforms))
+        else:
+            _ = self.source
+
+    def _change_view(self, chosen: Source) -> None:
+        """Train on a view from now on; recorded steps read it where they have read the others."""
+        if "source" not in vars(self):
+            own = None if chosen.images is None else torch.empty_like(chosen.images)
+            self.source = replace(chosen, images=own)
+        self.source.samples = chosen.samples
+        if self.source.images is not None:
+            assert chosen.images is not None
+            self.source.images.copy_(chosen.images)
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Inputs]:
         """See `DeviceSplit.feed`."""
@@ -227,7 +265,7 @@ class TorchSplit:
     @torch.no_grad()
     def evaluate(self, *, with_probabilities: bool = False) -> Evaluation:
         """See `DeviceSplit.evaluate`. Losses are those of the recipe, without class weights."""
-        engine, source = self._engine, self.source
+        engine, source = self._engine, self._view(NOT_AUGMENTED, {})
         recipe, world, accelerator = engine.recipe, engine.world, engine.setup.accelerator
         engine.synchronise_buffers()
         loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
@@ -279,3 +317,38 @@ class TorchSplit:
             world.keep_alive()
         if len(own) < -(-len(batches) // world.size):
             world.control.check_stop()  # as often on every rank
+
+
+def _copy_tables(transforms: augment.Transforms, source: Source) -> None:
+    """Bring an epoch's tables to the device; recorded steps read them where they are."""
+    for name, table in transforms.items():
+        new = torch.from_numpy(table)
+        source.transforms.setdefault(name, torch.empty_like(new, device=source.labels.device)).copy_(new)
+
+
+def collect_features(
+    outputs: Iterable[torch.Tensor], count: int, wanted: str, world: "World", accelerator: Accelerator
+) -> torch.Tensor | np.ndarray:
+    """Return the output of a prefix for a whole split, [count, ...], on all ranks.
+
+    Args:
+        outputs: this rank's, [B, C, ...] each, of every `world.size`-th batch of the split; as many on each rank.
+        count: samples of the split.
+        wanted: `data.placement`.
+        world: the ranks.
+        accelerator: of the device.
+    """
+    features: Any = None
+    start = 0
+    for output in outputs:
+        # In channels_last order, as the convolutions read them.
+        for rows in world.all_gather(output.movedim(1, -1)):
+            if features is None:
+                features = allocate(count, rows, accelerator, wanted, ranks_here=world.local_size)
+            rows = rows[: max(0, count - start)]
+            stop = start + len(rows)
+            kept: Any = rows if isinstance(features, torch.Tensor) else rows.float().cpu().numpy()
+            features[start:stop] = kept
+            start = stop
+    assert features is not None
+    return features

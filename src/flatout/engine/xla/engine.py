@@ -23,15 +23,16 @@ from flatout.data.feed import Samples, prefetch
 from flatout.data.order import Batch, evaluation_batches
 from flatout.dist.world import World
 from flatout.engine.base import Evaluation
+from flatout.engine.eager.split import NOT_AUGMENTED
 from flatout.engine.recorder import Recorder
 from flatout.engine.xla import optim
 from flatout.engine.xla.devices import compilation_cache
 from flatout.engine.xla.input import HostBatches, place, read_batches
 from flatout.engine.xla.mesh import MeshSharding
-from flatout.engine.xla.step import Evaluated, Inputs, Program, State, to_array
+from flatout.engine.xla.step import Evaluated, FrozenPrefix, Inputs, Program, State, frozen_cut, to_array
 from flatout.errors import InputError
 from flatout.host import physical_cores
-from flatout.numerics.augment import Transforms
+from flatout.numerics.augment import Transforms, epoch_transforms
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe
 
@@ -82,6 +83,10 @@ class XlaEngine:
         kind = {"gpu": "cuda"}.get(self.platform, self.platform)
         self.device_names = [kind if kind == "cpu" else f"{kind}:{d.id}" for d in self.sharding.local_devices]
         self._precision = _precision(recipe.precision, self.platform)
+        self.cut = frozen_cut(model, recipe)
+        if self.cut:
+            often = f"for {views} views of each image" if (views := recipe.augment.views) else "once"
+            report(f"the first {self.cut.layers} layers are frozen: their output is computed {often} and cached")
         self._program: Program | None = None
         self._state: State | None = None
         self._waiting_state: dict[str, torch.Tensor] | None = None
@@ -129,6 +134,7 @@ class XlaEngine:
                 ),
                 groups=self.sharding.size if self.recipe.norm == "per-device" else 1,
                 precision=self._precision,
+                cut=self.cut,
             )
         if self._state is None:
             self._put_state(self._program.initial_state())
@@ -166,6 +172,24 @@ class XlaEngine:
         arrays = (group.images[0], group.labels[0], group.weights[0])
         put = self.sharding.put_batch(arrays, (self.sharding.split,) * len(arrays))
         return self.compiled(program, split.table, evaluates=True)(self._state, *put, *split.tables)
+
+    def features(self, samples: Samples, transforms: Transforms | None) -> Samples:
+        """Return a split with the output of the frozen prefix instead of its images, which are augmented first."""
+        assert self.cut is not None
+        size = self.sharding.padded(min(EVALUATION_BATCH * self.sharding.size, self.recipe.batch_size))
+        prefix, rows = FrozenPrefix(self.cut, self.recipe, size, self._precision), []
+        weights = self.sharding.put_state((prefix.parameters, prefix.buffers), self.sharding.replicated)
+        function = jax.jit(prefix, out_shardings=self.sharding.replicated)
+        read = functools.partial(
+            read_batches, samples, size=size, own=self.sharding.own(size), is_resident=False, transforms=transforms
+        )
+        for group in prefetch(read, ([batch] for batch in evaluation_batches(len(samples), size))):
+            self.world.control.check_stop()
+            arrays = group.images[0], jax.tree.map(lambda table: table[0], group.transforms)
+            put = self.sharding.put_batch(arrays, jax.tree.map(lambda _: self.sharding.split, arrays))
+            rows.append(_fetch(function(*weights, *put))[: group.batches[0].count])
+        features = np.concatenate(rows)
+        return Samples(images=features, rows=np.arange(len(features)), labels=samples.labels)
 
     def begin_epoch(self, split: "XlaSplit") -> None:
         """Count the steps of a split from 0."""
@@ -300,25 +324,37 @@ class XlaSplit:
 
     Attributes:
         samples: the split on the host.
-        table: uint8 [N, H, W, C], its images on every device; None where they come from the host.
+        table: [N, ...], what the network reads of it on every device; None where that comes from the host.
         tables: a tuple of that table, or empty.
         batch: samples in a training batch, without padding.
         run_ahead: the most dispatches in flight.
     """
 
     def __init__(self, engine: XlaEngine, samples: Samples) -> None:
-        self._engine = engine
-        self.samples, self.table = place(samples, engine.sharding, engine.recipe.data.placement, engine.world)
-        self.tables = () if self.table is None else (self.table,)
+        self._engine, self.samples = engine, samples
         self.batch = min(engine.recipe.batch_size, len(samples))
-        each = engine.sharding.padded(self.batch) // engine.sharding.size
-        image_bytes = 0 if self.tables else samples.nbytes // len(samples)
-        self._steps, self.run_ahead = dispatch_limits(each * image_bytes, engine.steps_per_dispatch)
         self._transforms: Transforms | None = None
         self._pending: list[tuple[HostBatches, int, float, int]] = []
+        # What the network reads for each view of the images.
+        self._views: dict[int, tuple[Samples, jax.Array | None]] = {}
+        if engine.cut is None:
+            self._read_view(NOT_AUGMENTED, None)
+
+    def _read_view(self, view: int, transforms: Transforms | None) -> None:
+        """Read the images from now on; or the output of the frozen prefix for a view, computed the first time."""
+        engine = self._engine
+        if view not in self._views:
+            read = engine.features(self.samples, transforms) if engine.cut else self.samples
+            self._views[view] = place(read, engine.sharding, engine.recipe.data.placement, engine.world)
+        self._read, self.table = self._views[view]
+        self.tables = () if self.table is None else (self.table,)
+        each = engine.sharding.padded(self.batch) // engine.sharding.size
+        image_bytes = 0 if self.tables else self._read.nbytes // len(self._read)
+        self._steps, self.run_ahead = dispatch_limits(each * image_bytes, engine.steps_per_dispatch)
 
     def compile(self) -> None:
         """See `DeviceSplit.compile`."""
+        self.begin_epoch(0)
         engine, program = self._engine, self._engine.program(self.batch)
         if padding := program.batch - self.batch:
             engine.report(
@@ -330,10 +366,15 @@ class XlaSplit:
             engine.compiled(program, self.table, steps=self._steps)
         engine.compiled(program, self.table)
 
-    def begin_epoch(self, transforms: Transforms | None) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """See `DeviceSplit.begin_epoch`."""
-        self._engine.begin_epoch(self)
-        self._transforms = transforms
+        engine, recipe = self._engine, self._engine.recipe
+        engine.begin_epoch(self)
+        transforms = epoch_transforms(recipe, epoch, len(self.samples))
+        if engine.cut:
+            self._read_view(epoch % recipe.augment.views if transforms else NOT_AUGMENTED, transforms)
+        else:
+            self._transforms = transforms
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[tuple[HostBatches, int]]:
         """See `DeviceSplit.feed`. A thread reads all batches of a dispatch into one array, ahead of time."""
@@ -347,7 +388,7 @@ class XlaSplit:
         """Return the function that reads batches of `size` samples, padding included."""
         return functools.partial(
             read_batches,
-            self.samples,
+            self._read,
             size=size,
             own=self._engine.sharding.own(size),
             is_resident=self.table is not None,
@@ -381,10 +422,19 @@ class XlaSplit:
             for group, step, rate, seed in pending:
                 self._engine.train(self, group.inputs(step, [rate], [seed]), None)
 
+    def features(self) -> np.ndarray | None:
+        """See `DeviceSplit.features`."""
+        if self._engine.cut is None:
+            return None
+        self._read_view(NOT_AUGMENTED, None)
+        return self._read.images
+
     def evaluate(self, *, with_probabilities: bool = False) -> Evaluation:
         """See `DeviceSplit.evaluate`."""
         engine, count = self._engine, len(self.samples)
         engine.flush()
+        if engine.cut:
+            self._read_view(NOT_AUGMENTED, None)
         program = engine.program(self.batch, evaluates=True)
         size, results = program.evaluation_batch, []
         read = self._reader(size, is_training=False)

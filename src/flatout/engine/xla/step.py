@@ -21,6 +21,7 @@ from flatout.engine.xla.augment import Augmentation, mix
 from flatout.engine.xla.function import Function
 from flatout.engine.xla.keras import KerasFunction
 from flatout.engine.xla.lowerings import SampleMask
+from flatout.models.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.models.keras import KerasModule
 from flatout.models.layers import set_train_mode
 from flatout.numerics import augment, loss
@@ -120,6 +121,7 @@ class Program:
         evaluation_batch: samples in an evaluation batch, padding included.
         groups: parts of the batch with batch statistics of their own; 1 for global ones.
         precision: "fp32", "tf32" or "bf16".
+        cut: from `frozen_cut`: images are then the output of its prefix, float32 with channels last.
     """
 
     def __init__(
@@ -131,21 +133,38 @@ class Program:
         evaluation_batch: int,
         groups: int = 1,
         precision: str = "fp32",
+        cut: Cut | None = None,
     ) -> None:
         self.batch, self.evaluation_batch = batch, evaluation_batch
         self._model, self._recipe, self._groups, self._precision = model, recipe, groups, precision
         self._optimizer = optim.build(recipe.optimizer)
-        self._augment = Augmentation(recipe)
+        self._augment, self._cut = Augmentation(recipe), cut
+        # The shape of what the network reads of one image, channels first, and its stored shape and type.
+        self._read = (recipe.channels, recipe.image_size, recipe.image_size)
+        self._stored: tuple[tuple[int, ...], Any] = (
+            (recipe.stored_size, recipe.stored_size, recipe.channels),
+            np.uint8,
+        )
+        if cut:
+            with torch.no_grad():
+                self._read = tuple(cut.prefix(torch.zeros(1, *self._read)).shape[1:])
+            self._stored = (*self._read[1:], self._read[0]), np.float32
 
     @functools.cached_property
     def _training(self) -> "_Network":
         set_train_mode(self._model)
-        return _Network(self._model, self._recipe, self.batch, self._precision)
+        network = self._cut.train_suffix if self._cut else self._model
+        return _Network(network, self._recipe, (self.batch, *self._read), self._precision)
 
     @functools.cached_property
     def _evaluation(self) -> "_Network":
         self._model.eval()
-        return _Network(self._model, self._recipe, self.evaluation_batch, self._precision)
+        network = self._cut.eval_suffix if self._cut else self._model
+        return _Network(network, self._recipe, (self.evaluation_batch, *self._read), self._precision)
+
+    def _input(self, images: Any, transforms: Any) -> jax.Array:
+        """Return what the network reads of stored images, augmented; or of the output of the frozen prefix."""
+        return jnp.moveaxis(images, -1, 1) if self._cut else self._augment(images, transforms)
 
     def matmul_precision(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context to trace in, which decides how 32-bit products are computed."""
@@ -153,14 +172,13 @@ class Program:
 
     def example_inputs(self, *, is_resident: bool, batch: int = 0, steps: int | None = None) -> Inputs:
         """Return the shapes of a training batch, or of one of `batch` samples; of `steps` of them if given."""
-        size = self._recipe.stored_size
         front, count = () if steps is None else (steps,), batch or self.batch
 
         def shape(*lengths: int, dtype: Any = np.float32) -> Any:
             return jax.ShapeDtypeStruct((*front, *lengths), dtype)
 
-        pixels = shape(count, size, size, self._recipe.channels, dtype=np.uint8)
-        tables = augment.epoch_transforms(self._recipe, 0, 1)
+        pixels = shape(count, *self._stored[0], dtype=self._stored[1])
+        tables = None if self._cut else augment.epoch_transforms(self._recipe, 0, 1)
         images, labels = shape(count, dtype=np.int32) if is_resident else pixels, shape(count, dtype=np.int32)
         transforms = tables and {n: shape(count, *t.shape[1:], dtype=t.dtype) for n, t in tables.items()}
         return Inputs(
@@ -196,7 +214,7 @@ class Program:
             The state after it; and loss sum, weight sum, correct predictions and samples, float32 [4].
         """
         real = (inputs.weights > 0).astype(jnp.float32)
-        x = self._augment(_images(inputs.images, table), inputs.transforms)
+        x = self._input(_images(inputs.images, table), inputs.transforms)
         if inputs.partners is not None:
             images, partner_labels, transforms = inputs.partners
             x = mix(x, self._augment(_images(images, table), transforms), inputs.transforms["mix"])
@@ -242,7 +260,7 @@ class Program:
         self, state: State, images: jax.Array, labels: jax.Array, mask: jax.Array, table: jax.Array | None = None
     ) -> Evaluated:
         """Return the figures of one batch; arguments as in `Inputs`, `mask` [B] is 0 for padding."""
-        x = self._augment(_images(images, table), None)
+        x = self._input(_images(images, table), None)
         weights = state.average or state
         logits, _ = self._evaluation.model({**weights.trained, **state.frozen}, weights.buffers, x)
         losses, predicted, probabilities = self._evaluation.losses(logits, labels)
@@ -251,13 +269,40 @@ class Program:
         return Evaluated(loss_sum, predicted, probabilities)
 
 
-class _Network:
-    """The model and its loss for batches of one size, as JAX functions."""
+class FrozenPrefix:
+    """The frozen prefix of a model as a JAX function of stored images in batches of one size.
 
-    def __init__(self, model: nn.Module, recipe: Recipe, batch: int, precision: str) -> None:
-        kind = KerasFunction if isinstance(model, KerasModule) else Function
+    Attributes:
+        parameters, buffers: by name, on the host.
+    """
+
+    def __init__(self, cut: Cut, recipe: Recipe, batch: int, precision: str) -> None:
         x = _example(batch, recipe.channels, recipe.image_size, recipe.image_size)
-        self.model: Any = kind(model, (x,), name=recipe.model, precision=precision)  # pyright: ignore[reportArgumentType]
+        self._function = Function(cut.prefix, (x,), name=recipe.model, precision=precision)
+        self._augment = Augmentation(recipe)
+        self.parameters = {name: to_array(p) for name, p in cut.prefix.named_parameters()}
+        self.buffers = {name: to_array(b) for name, b in cut.prefix.named_buffers()}
+
+    def __call__(self, parameters: Arrays, buffers: Arrays, images: jax.Array, transforms: Any) -> jax.Array:
+        """Return its output, float32 [B, ...] with channels last."""
+        output, _ = self._function(parameters, buffers, self._augment(images, transforms))
+        return jnp.moveaxis(output, 1, -1).astype(jnp.float32)
+
+
+def frozen_cut(model: nn.Module, recipe: Recipe) -> Cut | None:
+    """Return a model in two parts where the output of the first can be cached; None where it cannot."""
+    if isinstance(model, KerasModule) or recipe.shard == "full" or not recipe.augment.is_finite:
+        return None
+    set_train_mode(model)
+    return cut_frozen_prefix(model)
+
+
+class _Network:
+    """The model, or what follows its frozen prefix, and its loss, as JAX functions of batches of one shape."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, shape: tuple[int, ...], precision: str) -> None:
+        kind = KerasFunction if isinstance(model, KerasModule) else Function
+        self.model: Any = kind(model, (_example(*shape),), name=recipe.model, precision=precision)  # pyright: ignore[reportArgumentType]
         self._head = _exported_head(recipe.loss, recipe.label_smoothing, tuple(self.model.output_shapes[0]))
 
     def losses(self, logits: jax.Array, labels: Array) -> tuple[jax.Array, ...]:

@@ -6,17 +6,10 @@ dominator).
 """
 
 import copy
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import fx, nn
-
-from flatout.dist.world import World
-from flatout.engine.eager.accelerator import Accelerator
-from flatout.engine.eager.device_setup import allocate
 
 # Modules and functions whose output is random, or depends on the rest of the batch.
 _RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -126,31 +119,3 @@ def _split(model: nn.Module, traced: fx.GraphModule, index: int) -> tuple[nn.Mod
     for node in nodes[index + 1 :]:
         copies[node] = after.node_copy(node, lambda n: copies[n])
     return fx.GraphModule(traced, before), fx.GraphModule(traced, after)
-
-
-def collect_features(
-    outputs: Iterable[torch.Tensor], count: int, wanted: str, world: World, accelerator: Accelerator
-) -> torch.Tensor | np.ndarray:
-    """Return the output of a prefix for a whole split, [count, ...], on all ranks.
-
-    Args:
-        outputs: this rank's, [B, C, ...] each, of every `world.size`-th batch of the split; as many on each rank.
-        count: samples of the split.
-        wanted: `data.placement`.
-        world: the ranks.
-        accelerator: of the device.
-    """
-    features: Any = None
-    start = 0
-    for output in outputs:
-        # In channels_last order, as the convolutions read them.
-        for rows in world.all_gather(output.movedim(1, -1)):
-            if features is None:
-                features = allocate(count, rows, accelerator, wanted, ranks_here=world.local_size)
-            rows = rows[: max(0, count - start)]
-            stop = start + len(rows)
-            kept: Any = rows if isinstance(features, torch.Tensor) else rows.float().cpu().numpy()
-            features[start:stop] = kept
-            start = stop
-    assert features is not None
-    return features
