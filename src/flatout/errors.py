@@ -12,6 +12,10 @@ class InputError(ValueError):
     exit_code = WRONG_INPUT
 
 
+class WeightsUnavailable(InputError):
+    """Published weights are neither on this host nor to be downloaded now: no network, offline, refused."""
+
+
 class TrainingFailed(RuntimeError):
     """Training cannot continue: a loss that is not finite, a lost device, a full disk."""
 

@@ -176,7 +176,7 @@ def make_engine(
     """Return an engine that trains `model` on the devices of all ranks.
 
     Args:
-        model: with the weights to start from.
+        model: rank 0's has the weights to start from.
         recipe: complete.
         engine: `torch` or `xla`.
         devices: the SPEC; a rank that has joined a world uses that world's device.

@@ -19,6 +19,8 @@ from flatout.settings import nearest
 if TYPE_CHECKING:
     from torch import nn
 
+    from flatout.models.weights import Tensors
+
 # The names of our own nets, and their classes in `models.nets`.
 _NETS = {
     "fashion-cnn": "FashionCNN",
@@ -135,11 +137,18 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def create_timm(recipe: Recipe, num_outputs: int, *, pretrained: bool) -> "nn.Module":
-    """Call timm.create_model, with the image size if the model takes one. timm's own errors are not translated."""
+def create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None" = None) -> "nn.Module":
+    """Call timm.create_model, with the image size if the model takes one. timm's own errors are not translated.
+
+    `weights` are those of the published network. timm adapts them to image size and channels, and downloads nothing.
+    """
     import timm
 
-    options: dict[str, Any] = {"num_classes": num_outputs, "in_chans": recipe.channels, "pretrained": pretrained}
+    options: dict[str, Any] = {"num_classes": num_outputs, "in_chans": recipe.channels}
+    if weights is not None:
+        # A copy, since timm changes the dict; without the other sources, which timm would use in place of an empty one.
+        source = {"state_dict": dict(weights), "hf_hub_id": None, "url": "", "custom_load": False}
+        options |= {"pretrained": True, "pretrained_cfg_overlay": source}
     timm_name = recipe.model.removeprefix("timm:")
     try:
         return timm.create_model(timm_name, img_size=recipe.image_size, **options)
@@ -162,7 +171,7 @@ def _build_timm(recipe: Recipe, num_outputs: int) -> "nn.Module":
         raise InputError(f"timm has no weights {tag!r} for {architecture}; {nearest(tag, tags)}")
     try:
         with seeded(recipe.seed):
-            return create_timm(recipe, num_outputs, pretrained=False)
+            return create_timm(recipe, num_outputs)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
             f"model = {recipe.model!r}: cannot be built for {recipe.channels}-channel images of {recipe.image_size} "

@@ -3,15 +3,14 @@
 Nothing read here can execute code: files are safetensors, or torch checkpoints read with `weights_only=True`.
 """
 
-import contextlib
 import pickle
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import InputError, first_line
+from flatout.models.hub import FIX, find_weights
 from flatout.models.layers import head_modules
 from flatout.models.load import create_timm, seeded
 from flatout.models.weights import Tensors, mismatches, read_weights
@@ -23,87 +22,81 @@ if TYPE_CHECKING:
 _FILES_IN_A_FOLDER = ("weights.safetensors", "model.safetensors", "pytorch_model.bin")
 _PREFIX = re.compile(r"(module|model|net|_orig_mod)\.")
 _NESTED_KEYS = ("state_dict", "model", "model_state_dict")
-_FIX = "give --weights FILE, or --no-pretrained to start from random weights"
 
 
 def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], None]) -> None:
     """Load the weights that a recipe names into its model. A head of another size keeps its fresh weights.
 
-    Those are the published weights of `recipe.model` (downloaded once, then cached); or, if `recipe.weights` is set, a
-    safetensors file, a torch checkpoint, or a folder with one, such as a run folder. `report` takes a sentence on what
-    was loaded.
+    Those are the published weights of `recipe.model`, from a cache or downloaded (`hub.find_weights`); or, if
+    `recipe.weights` is set, a safetensors file, a torch checkpoint, or a folder with one, such as a run folder.
+    `report` takes sentences on what was downloaded and loaded.
 
     Raises:
-        InputError: there are no such weights, they cannot be downloaded or read, would execute code, are damaged, or do
-            not fit; tensors that do not fit are named with both shapes. The model is not changed then.
+        WeightsUnavailable: published weights are in no cache and cannot be downloaded.
+        InputError: there are no such weights, they cannot be read, would execute code, are damaged, or do not fit;
+            tensors that do not fit are named with both shapes. The model is not changed then.
     """
     if recipe.weights:
         path = _find(Path(recipe.weights))
-        where = str(path)
-        tensors = read_weights(path)[0] if path.suffix == ".safetensors" else _read_checkpoint(path)
-    elif recipe.model.startswith("timm:"):
-        where, tensors = _timm_weights(model, recipe)
-    elif recipe.model == "vgg16":
-        where, tensors = _vgg16_weights()
-    else:
-        raise InputError(f"no weights are published for the model {recipe.model}; {_FIX}")
-    _fit(model, tensors, where, report)
-
-
-def _vgg16_weights() -> tuple[str, Tensors]:
-    from torch import hub
-
-    from flatout.models.nets import VGG16_IMAGENET_URL as URL
-
-    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True, "check_hash": True}
+        _fit(model, _read(path), path, report)
+        return
+    path = find_weights(recipe.model, report=report)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # torch.hub reports on stdout, which belongs to --json
-            return URL, hub.load_state_dict_from_url(URL, progress=sys.stderr.isatty(), **options)
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:  # RuntimeError: what came has another hash
-        raise InputError(f"could not download {URL} ({first_line(error)}); {_FIX}") from error
+        tensors = _read(path)
+        if recipe.model.startswith("timm:"):
+            tensors = _adapt(model, recipe, tensors, path)
+        _fit(model, tensors, path, report)
+    except InputError as error:
+        fix = f"remove it to download the weights of {recipe.model} again, or {FIX}"
+        raise InputError(f"{error}; {fix}") from error
 
 
-def _timm_weights(model: "nn.Module", recipe: Recipe) -> tuple[str, Tensors]:
-    """Return the weights of a second model: timm fits embeddings and channels only on creation."""
-    name = recipe.model
+def _adapt(model: "nn.Module", recipe: Recipe, tensors: Tensors, path: Path) -> Tensors:
+    """Return published weights as a model of timm's has them, with this image size and these channels.
+
+    A second model is created, since timm adapts weights only on creation. It has the published head: with another one,
+    timm would accept the weights of any network.
+    """
     config: Mapping[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
-    source = config.get("hf_hub_id") or config.get("url")
-    if not source:
-        raise InputError(f"no weights are published for the model {name}; {_FIX}")
-    num_outputs: int = model.num_classes  # type: ignore[assignment]
     try:
-        with seeded(0), contextlib.redirect_stdout(sys.stderr):
-            published = create_timm(recipe, num_outputs, pretrained=True)
-    except OSError as error:
-        raise InputError(f"could not download {source} for {name} ({first_line(error)}); {_FIX}") from error
-    except (RuntimeError, ValueError) as error:
-        raise InputError(f"the weights {source} do not load into {name} ({first_line(error)}); {_FIX}") from error
-    tensors = published.state_dict()
-    if config["num_classes"] != num_outputs:  # then the second model's head is as fresh as the first's
-        heads = tuple(f"{head}." for head in head_modules(published))
-        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(heads)}
-    return source, tensors
+        with seeded(0):
+            published = create_timm(recipe, config["num_classes"], tensors)
+    except Exception as error:  # timm's functions for one network may raise anything on the tensors of another
+        problems = _misfits(model, tensors) or first_line(error)
+        raise InputError(f"the weights {path} do not fit the model {recipe.model}: {problems}") from error
+    adapted = published.state_dict()
+    if config["num_classes"] == model.num_classes:
+        return adapted
+    return _without_head(adapted, model)
 
 
-def _fit(model: "nn.Module", tensors: Tensors, where: str, report: Callable[[str], None]) -> None:
+def _without_head(tensors: Tensors, model: "nn.Module") -> Tensors:
+    prefixes = tuple(f"{head}." if head else "" for head in head_modules(model))
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
+
+
+def _misfits(model: "nn.Module", tensors: Tensors) -> str:
+    """Return how tensors differ from a model's in names and shapes, the head left out; empty if they do not."""
+    own, body = _without_head(model.state_dict(), model), _without_head(tensors, model)
+    # Files older than PyTorch 0.4.1 lack the batch count of batch norm, which is not used here.
+    return mismatches({n: t for n, t in own.items() if n in body or not n.endswith(".num_batches_tracked")}, body)
+
+
+def _fit(model: "nn.Module", tensors: Tensors, path: Path, report: Callable[[str], None]) -> None:
     """Load tensors into a model, all or nothing; only the head may be missing, more, or of another shape."""
     own = model.state_dict()
     tensors = _strip_prefixes(tensors, own)
-    heads = tuple(head_modules(model))
-    prefixes = tuple(f"{head}." if head else "" for head in heads)
-    body, own_body = ({n: t for n, t in state.items() if not n.startswith(prefixes)} for state in (tensors, own))
-    # Files older than PyTorch 0.4.1 lack the batch count of batch norm, which is not used here.
-    counts = {name for name in own_body if name.endswith(".num_batches_tracked") and name not in body}
-    problems = mismatches({n: t for n, t in own_body.items() if n not in counts}, body)
+    body, own_body = _without_head(tensors, model), _without_head(own, model)
+    problems = _misfits(model, tensors)
     head, own_head = tensors.keys() - body.keys(), own.keys() - own_body.keys()
     head_fits = head == own_head and all(tensors[name].shape == own[name].shape for name in head)
     loaded = {name: tensor for name, tensor in tensors.items() if head_fits or name in body}
     if problems or not loaded:
         problems = problems or "none of their tensors has its shapes"
-        raise InputError(f"the weights {where} do not fit the model: {problems}")
+        raise InputError(f"the weights {path} do not fit the model: {problems}")
     model.load_state_dict(loaded, strict=False)
-    fresh = f"the head ({', '.join(heads)}) starts fresh, since the file has none of its size"
-    report(f"Weights from {where}: {len(loaded)} tensors; {'the head included' if head_fits else fresh}.")
+    fresh = f"the head ({', '.join(head_modules(model))}) starts fresh, since the file has none of its size"
+    report(f"Weights from {path}: {len(loaded)} tensors; {'the head included' if head_fits else fresh}.")
 
 
 def _strip_prefixes(tensors: Tensors, own: Iterable[str]) -> Tensors:
@@ -130,6 +123,10 @@ def _find(path: Path) -> Path:
         if (path / name).is_file():
             return path / name
     raise InputError(f"--weights {path}: the folder holds none of {', '.join(_FILES_IN_A_FOLDER)}; name the file")
+
+
+def _read(path: Path) -> Tensors:
+    return read_weights(path)[0] if path.suffix == ".safetensors" else _read_checkpoint(path)
 
 
 def _read_checkpoint(path: Path) -> Tensors:

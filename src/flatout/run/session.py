@@ -247,16 +247,30 @@ class Session:
             report=report,
         )
 
+    def _load_weights(self, model: "nn.Module") -> None:
+        """Load the weights to start from into rank 0's model, which the engine distributes: one rank downloads them."""
+        from flatout.models.pretrained import load_pretrained
+
+        failure: InputError | None = None
+        if self.world.is_main:
+            try:
+                with self.world.heartbeat.alone("loading the weights"):
+                    load_pretrained(model, self.recipe, self.note)
+            except InputError as error:
+                failure = error
+        failure = self.world.broadcast_object(failure)
+        if failure:
+            raise failure
+
     def _make_engine(self, model: "nn.Module", splits: "dict[str, Samples]", pack: "Pack") -> "Engine":
         """Return the engine, with the weights to start from."""
         from flatout.data.load import class_weights
         from flatout.engine.devices import spec_of
         from flatout.engine.factory import make_engine, precisions
-        from flatout.models.pretrained import load_pretrained
 
         recipe = self.recipe
         if recipe.pretrained or recipe.weights:
-            load_pretrained(model, recipe, self.note)
+            self._load_weights(model)
         elif recipe.freeze:
             self.note("frozen layers keep their random weights: no pre-trained weights were requested")
         is_balanced = recipe.class_weights == "balanced"

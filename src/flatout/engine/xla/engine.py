@@ -75,6 +75,7 @@ class XlaEngine:
             raise InputError("exact_sums = true is not available with --engine xla; use --engine torch on CPUs")
         self.recipe, self.world, self.class_weights, self.report = recipe, world or World(), class_weights, report
         self.model = model.to("cpu")
+        self.world.broadcast([*self.model.parameters(), *self.model.buffers()])
         self.recorder: Recorder | None = None
         self.sharding = MeshSharding(devices, recipe.shard)
         self.platform = devices[0].platform

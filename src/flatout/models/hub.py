@@ -1,0 +1,147 @@
+"""Published weights as a file: found in the caches of this host, or else downloaded into them.
+
+Files lie where other tools look too: in the Hugging Face cache and in torch.hub's.
+"""
+
+import contextlib
+import hashlib
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from flatout.data.cache import cache_folder
+from flatout.errors import InputError, WeightsUnavailable, first_line
+
+FIX = "give --weights FILE, or --no-pretrained to start from random weights"
+# What repositories of timm on the Hugging Face hub call the weights, the best first.
+_HUB_FILES = ("model.safetensors", "pytorch_model.bin")
+# Silence that ends a download from a URL; one from the hub ends after HF_HUB_DOWNLOAD_TIMEOUT, 10 s by default.
+_TIMEOUT_SECONDS = 10.0
+# SHA-256 in file names: torch.hub's have the first digits, the Hugging Face cache names large files by all 64.
+_DIGEST = re.compile(r"-([0-9a-f]{8,})\.|^([0-9a-f]{64})$")
+
+
+def find_weights(model_name: str, *, report: Callable[[str], None]) -> Path:
+    """Return the file with the published weights of a model: safetensors or a torch checkpoint.
+
+    These are searched in order: the Hugging Face cache, torch.hub's cache, and `weights/` in flatout's cache, for files
+    copied there by hand under the name of the repository (`resnet18.a1_in1k.safetensors`) or of the URL. Weights that
+    none of them has are downloaded: from the Hugging Face hub into its cache, by the settings of huggingface_hub
+    (HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, proxies), or else from a URL into torch.hub's cache.
+
+    Args:
+        model_name: `timm:NAME`, `timm:NAME.TAG` or `vgg16`.
+        report: takes a sentence about a download; terminals also show a progress bar.
+
+    Raises:
+        WeightsUnavailable: they are in no cache and cannot be downloaded. No partial file is left.
+        InputError: there are none for this model, or a file in a cache is damaged.
+    """
+    repository, url = _source(model_name)
+    path = next((path for path in _places(repository, url) if path.is_file()), None)
+    if path is not None:
+        if _is_damaged(path):
+            raise InputError(f"{path}: is damaged (SHA-256); remove it to download it again")
+        return path
+    try:
+        path = _from_hub(repository, report) if repository else _from_url(url, report)
+        if _is_damaged(path):
+            path.resolve().unlink()
+            path.unlink(missing_ok=True)  # the link to it
+            raise OSError("what arrived has another SHA-256 digest")
+    except Exception as error:  # huggingface_hub passes on what its HTTP library raises, which differs by version
+        response = getattr(error, "response", None)
+        reason = first_line(error) if response is None else f"{response.url} answers {response.status_code}"
+        where = repository or url
+        raise WeightsUnavailable(f"could not download {where} for {model_name} ({reason}); {FIX}") from error
+    return path
+
+
+def _source(model_name: str) -> tuple[str, str]:
+    """Return the repository on the hub and the URL of a model's weights; one of them may be empty."""
+    repository = url = ""
+    if model_name == "vgg16":
+        from flatout.models import nets
+
+        url = nets.VGG16_IMAGENET_URL
+    elif model_name.startswith("timm:"):
+        import timm
+
+        config = timm.get_pretrained_cfg(model_name.removeprefix("timm:"))
+        if config is not None:
+            repository, url = config.hf_hub_id or "", str(config.url or "")
+    if not repository and not url:
+        raise InputError(f"no weights are published for the model {model_name}; {FIX}")
+    return repository, url
+
+
+def _places(repository: str, url: str) -> Iterator[Path]:
+    """Yield where on this host the weights may be, in the order of the search."""
+    from huggingface_hub import try_to_load_from_cache
+    from torch import hub
+
+    if repository:
+        cached = (try_to_load_from_cache(repository, file) for file in _HUB_FILES)
+        yield from (Path(path) for path in cached if isinstance(path, str))
+    if url:
+        yield Path(hub.get_dir(), "checkpoints", Path(url).name)
+    own = cache_folder() / "weights"
+    if repository:
+        yield from (own / (Path(repository).name + Path(file).suffix) for file in _HUB_FILES)
+    if url:
+        yield own / Path(url).name
+
+
+def _is_damaged(path: Path) -> bool:
+    """Return whether a file has another digest than its name gives; the Hugging Face cache links to such names."""
+    digest = _DIGEST.search((path.readlink() if path.is_symlink() else path).name)
+    if digest is None:
+        return False
+    with path.open("rb") as file:
+        return not hashlib.file_digest(file, "sha256").hexdigest().startswith(digest[1] or digest[2])
+
+
+def _from_hub(repository: str, report: Callable[[str], None]) -> Path:
+    """Download weights from the Hugging Face hub into its cache. Of several processes, one does."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.utils import EntryNotFoundError
+
+    # hf_hub_download repeats a first request without an answer for minutes; these are made once.
+    try:
+        file = get_hf_file_metadata(hf_hub_url(repository, name := _HUB_FILES[0]))
+    except EntryNotFoundError:
+        file = get_hf_file_metadata(hf_hub_url(repository, name := _HUB_FILES[1]))
+    report(f"downloading {repository}, {name}" + (f" ({file.size / 1e6:,.1f} MB)" if file.size else ""))
+    with _without_xet():
+        return Path(hf_hub_download(repository, name))
+
+
+@contextlib.contextmanager
+def _without_xet() -> Iterator[None]:
+    """Download by plain HTTP, which keeps the timeouts: the client of Xet storage has its own, of minutes."""
+    from huggingface_hub import constants
+
+    before, constants.HF_HUB_DISABLE_XET = constants.HF_HUB_DISABLE_XET, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_DISABLE_XET = before
+
+
+def _from_url(url: str, report: Callable[[str], None]) -> Path:
+    """Download weights from a URL into torch.hub's cache."""
+    from torch import hub
+
+    path = Path(hub.get_dir(), "checkpoints", Path(url).name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report(f"downloading {url}")
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_TIMEOUT_SECONDS)  # torch.hub sets none
+    try:
+        digest = _DIGEST.search(path.name)
+        hub.download_url_to_file(url, str(path), digest and digest[1], progress=sys.stderr.isatty())
+    finally:
+        socket.setdefaulttimeout(before)
+    return path
