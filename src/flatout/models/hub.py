@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from flatout.data.cache import cache_folder
 from flatout.errors import InputError, WeightsUnavailable, first_line
@@ -105,14 +106,17 @@ def _is_damaged(path: Path) -> bool:
 
 def _from_hub(repository: str, report: Callable[[str], None]) -> Path:
     """Download weights from the Hugging Face hub into its cache. Of several processes, one does."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.utils import EntryNotFoundError
 
-    # hf_hub_download repeats a first request without an answer for minutes; these are made once.
+    def metadata(name: str) -> Any:
+        # Made once: hf_hub_download repeats a first request that gets no answer, for minutes.
+        return get_hf_file_metadata(hf_hub_url(repository, name), timeout=constants.HF_HUB_ETAG_TIMEOUT)
+
     try:
-        file = get_hf_file_metadata(hf_hub_url(repository, name := _HUB_FILES[0]))
+        file = metadata(name := _HUB_FILES[0])
     except EntryNotFoundError:
-        file = get_hf_file_metadata(hf_hub_url(repository, name := _HUB_FILES[1]))
+        file = metadata(name := _HUB_FILES[1])
     report(f"downloading {repository}, {name}" + (f" ({file.size / 1e6:,.1f} MB)" if file.size else ""))
     with _without_xet():
         return Path(hf_hub_download(repository, name))

@@ -1,0 +1,434 @@
+"""Published weights: where they are found, how they are downloaded, and what is reported if they cannot be had.
+
+A server on loopback answers as the Hugging Face hub does.
+"""
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+import timm
+import torch
+from huggingface_hub import close_session, constants
+from PIL import Image
+from safetensors.torch import save, save_file
+from torch import nn
+
+from flatout.errors import InputError, WeightsUnavailable
+from flatout.models import hub as weights_hub
+from flatout.models import nets
+from flatout.models.hub import find_weights
+from flatout.models.pretrained import load_pretrained
+from flatout.recipe import Recipe
+from tests.nets import build
+
+NAME = "timm:test_resnet.r160_in1k"
+REPOSITORY = "timm/test_resnet.r160_in1k"
+COMMIT = "c0ffee" * 6 + "c0ff"
+
+
+class Hub(ThreadingHTTPServer):
+    """A hub with one file in one repository. `trouble` is what goes wrong; `requests` are the method, URL and token."""
+
+    daemon_threads = True
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.content, self.sent = content, content
+        self.name, self.trouble = "model.safetensors", ""
+        self.digest = hashlib.sha256(content).hexdigest()
+        self.requests: list[tuple[str, str, str | None]] = []
+        self.released = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing about clients that have gone."""
+
+
+class Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        hub, path = self.server, urlsplit(self.path).path
+        if not path.startswith("/api/"):  # what huggingface_hub asks about the tool that uses it
+            hub.requests.append((self.command, self.path, self.headers["Authorization"]))
+        if hub.trouble == "hang":
+            hub.released.wait()
+        elif hub.trouble.isdigit():
+            self.answer(int(hub.trouble), {})
+        elif path.startswith("/cdn/"):
+            self.send_content()
+        elif path != f"/{REPOSITORY}/resolve/main/{hub.name}":
+            self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+        else:
+            linked = {"X-Linked-Size": str(len(hub.content)), "X-Linked-Etag": f'"{hub.digest}"'}
+            xet = {"X-Xet-Hash": hub.digest, "Link": f'<{hub.url}/xet>; rel="xet-auth"'}
+            # Files are on another host; a proxy gets whole URLs.
+            host = f"localhost:{hub.server_port}" if self.path == path else "cdn.test"
+            location = {"X-Repo-Commit": COMMIT, "Location": f"http://{host}/cdn/{hub.digest}"}
+            self.answer(302, {**linked, **xet, **location})
+
+    do_GET = do_HEAD
+
+    def send_content(self) -> None:
+        hub = self.server
+        start = int(re.sub(r"\D", "", self.headers["Range"] or "0"))
+        rest = hub.sent[start:]
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(hub.content) - start))
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(hub.content) - 1}/{len(hub.content)}")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(rest)
+            self.wfile.flush()
+            if hub.trouble == "hang in the file":
+                hub.released.wait()
+            self.close_connection = True
+
+    def answer(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": "0", **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        pass
+
+
+@pytest.fixture(scope="module")
+def published() -> nn.Module:
+    torch.manual_seed(5)
+    return timm.create_model("test_resnet.r160_in1k")
+
+
+@pytest.fixture
+def hub(published: nn.Module) -> Iterator[Hub]:
+    server = Hub(save(published.state_dict(), {"format": "pt"}))
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    yield server
+    server.released.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def set_endpoint(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+
+
+@pytest.fixture
+def caches(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give this process empty caches and the server as its hub: huggingface_hub has read the environment already."""
+    set_endpoint(monkeypatch, hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf" / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "flatout"))
+    close_session()
+    yield tmp_path
+    close_session()
+
+
+def load(name: str = NAME, *, size: int = 32, channels: int = 3, classes: int = 4) -> tuple[nn.Module, list[str]]:
+    """Return a model with the published weights, and what was reported."""
+    said: list[str] = []
+    model = build(name, num_classes=classes, image_size=size, channels=channels, seed=1)
+    recipe = Recipe(model=name, image_size=size, channels=channels, epochs=1, batch_size=1, pretrained=True)
+    load_pretrained(model, recipe, said.append)
+    return model, said
+
+
+def assert_published(model: nn.Module, published: nn.Module, *adapted: str) -> None:
+    theirs = published.state_dict()
+    for name, tensor in model.state_dict().items():
+        if not name.startswith(("fc.", "head.")):
+            assert torch.equal(tensor, theirs[name]) != (name in adapted), name
+
+
+def files(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob("*") if path.is_file() and path.suffix not in (".lock", ".TAG")]
+
+
+# --- downloads ---
+
+
+def test_weights_are_downloaded_once_and_then_found_offline(
+    hub: Hub, caches: Path, published: nn.Module, monkeypatch: pytest.MonkeyPatch
+):
+    model, said = load()
+    assert_published(model, published)
+    size = f"{len(hub.content) / 1e6:,.1f}"
+    assert said[0] == f"downloading {REPOSITORY}, model.safetensors ({size} MB)"
+    assert "the head (fc) starts fresh" in said[1]
+    url = f"/{REPOSITORY}/resolve/main/model.safetensors"
+    assert {request[:2] for request in hub.requests} == {("HEAD", url), ("GET", url), ("GET", f"/cdn/{hub.digest}")}
+    hub.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    again, said = load()
+    assert_published(again, published)
+    assert [sentence.partition(" ")[0] for sentence in said] == ["Weights"]
+    assert hub.requests == []
+
+
+def test_a_torch_checkpoint_is_downloaded_where_there_are_no_safetensors(
+    hub: Hub, caches: Path, published: nn.Module, tmp_path: Path
+):
+    torch.save(published.state_dict(), tmp_path / "file")
+    hub.content = hub.sent = (tmp_path / "file").read_bytes()
+    hub.digest, hub.name = hashlib.sha256(hub.content).hexdigest(), "pytorch_model.bin"
+    assert_published(load()[0], published)
+    hub.requests.clear()
+    assert_published(load()[0], published)
+    assert hub.requests == []
+
+
+def test_grey_images_and_another_head(hub: Hub, caches: Path, published: nn.Module):
+    assert_published(load(channels=1)[0], published, "conv1.0.weight")
+    model, said = load(classes=1000, size=160)
+    assert all(torch.equal(tensor, published.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert "the head included" in said[-1]
+
+
+def assert_proxied(hub: Hub) -> None:
+    """Check that one file was requested from the proxy, and that its host did not get the token for the hub."""
+    tokens = {urlsplit(url).netloc: token for _, url, token in hub.requests}
+    assert tokens == {"hub.test": "Bearer hf_secret", "cdn.test": None}
+    assert [method for method, url, _ in hub.requests if "cdn.test" in url] == ["GET"]
+
+
+def test_proxies_and_tokens_are_those_of_huggingface_hub(
+    hub: Hub, caches: Path, published: nn.Module, monkeypatch: pytest.MonkeyPatch
+):
+    set_endpoint(monkeypatch, "http://hub.test")
+    monkeypatch.setenv("HTTP_PROXY", hub.url)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert_published(load()[0], published)
+    assert_proxied(hub)
+
+
+def put(state: dict[str, torch.Tensor], *where: str | Path) -> Path:
+    path = Path(*where)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(state, path) if path.suffix == ".safetensors" else torch.save(state, path)
+    return path
+
+
+def test_transformers_are_adapted_to_the_image_size(hub: Hub, caches: Path):
+    theirs = timm.create_model("test_vit.r160_in1k")
+    put(theirs.state_dict(), caches, "flatout", "weights", "test_vit.r160_in1k.safetensors")
+    model, _ = load("timm:test_vit.r160_in1k", size=64, channels=1)
+    assert_published(model, theirs, "pos_embed", "patch_embed.proj.weight")
+    assert hub.requests == []
+
+
+def cached(caches: Path, state: dict[str, torch.Tensor]) -> Path:
+    """Put weights into the Hugging Face cache as huggingface_hub does; return the link."""
+    folder = caches / "hf" / "hub" / f"models--{REPOSITORY.replace('/', '--')}"
+    content = save(state)
+    blob = folder / "blobs" / hashlib.sha256(content).hexdigest()
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(content)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(COMMIT)
+    link = folder / "snapshots" / COMMIT / "model.safetensors"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(Path("..", "..", "blobs", blob.name))
+    return link
+
+
+def test_the_order_of_the_search(hub: Hub, caches: Path, published: nn.Module, monkeypatch: pytest.MonkeyPatch):
+    config = timm.get_pretrained_cfg("test_resnet.r160_in1k")
+    assert config is not None
+    registry = timm.models._registry._model_pretrained_cfgs  # timm offers no public way to add a URL
+    both = type(config)(**{**config.__dict__, "url": f"{hub.url}/cdn/resnet.pth"})
+    monkeypatch.setitem(registry, "test_resnet.r160_in1k", both)
+    state = published.state_dict()
+    own = put(state, caches, "flatout", "weights", "test_resnet.r160_in1k.safetensors")
+    assert find_weights(NAME, report=pytest.fail) == own
+    torchs = put(state, caches, "torch", "hub", "checkpoints", "resnet.pth")
+    assert find_weights(NAME, report=pytest.fail) == torchs
+    link = cached(caches, state)
+    assert find_weights(NAME, report=pytest.fail) == link
+    assert hub.requests == []
+
+
+# --- failures: one message, and nothing left ---
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 500])
+def test_a_refusal_is_reported_with_its_status(hub: Hub, caches: Path, status: int):
+    hub.trouble = str(status)
+    message = rf"could not download {REPOSITORY} for {NAME} \(http.* answers {status}\); give --weights FILE, or --no-p"
+    with pytest.raises(WeightsUnavailable, match=message):
+        load()
+    assert len(hub.requests) == 1
+    assert files(caches) == []
+
+
+def test_no_network_is_reported(caches: Path, monkeypatch: pytest.MonkeyPatch):
+    set_endpoint(monkeypatch, "http://127.0.0.1:9")
+    with pytest.raises(WeightsUnavailable, match=r"\(\[Errno 111\] Connection refused\); give --weights FILE"):
+        load()
+    assert files(caches) == []
+
+
+def test_offline_with_empty_caches_is_reported(hub: Hub, caches: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(WeightsUnavailable, match=r"offline mode.*HF_HUB_OFFLINE.*give --weights FILE"):
+        load()
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason", "requests"),
+    [("hang", "timed out", 1), ("hang in the file", "timed out", 15), ("truncated", "", 15)],
+)
+def test_silence_and_broken_transfers_end(
+    hub: Hub, caches: Path, trouble: str, reason: str, requests: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between attempts
+    hub.trouble, hub.sent = trouble, hub.content[: len(hub.content) // 2]
+    with pytest.raises(WeightsUnavailable, match=rf"could not download {REPOSITORY} .*\(.*{reason}.*\)"):
+        load()
+    assert len(hub.requests) <= requests
+    assert set(files(caches)) <= {"main"}
+
+
+def test_what_arrives_damaged_is_not_kept(hub: Hub, caches: Path):
+    hub.sent = hub.content[:-1] + bytes([hub.content[-1] ^ 1])
+    with pytest.raises(WeightsUnavailable, match="what arrived has another SHA-256 digest"):
+        load()
+    assert all(name == "main" for name in files(caches))
+    hub.sent = hub.content
+    load()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "one bit"])
+def test_a_damaged_file_in_the_cache_is_named(hub: Hub, caches: Path, published: nn.Module, damage: str):
+    link = cached(caches, published.state_dict())
+    content = link.read_bytes()
+    link.write_bytes(content[:-9] if damage == "truncated" else content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(InputError, match=rf"{link}: is damaged .*remove it to download it again") as raised:
+        load()
+    assert not isinstance(raised.value, WeightsUnavailable)
+
+
+def test_a_damaged_file_without_a_digest_is_named(caches: Path, published: nn.Module):
+    path = put(published.state_dict(), caches, "flatout", "weights", "test_resnet.r160_in1k.safetensors")
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(InputError, match=rf"{path}: cannot be read as safetensors.*remove it to download") as raised:
+        load()
+    assert not isinstance(raised.value, WeightsUnavailable)
+
+
+@pytest.mark.parametrize("other", ["test_vit.r160_in1k", "test_efficientnet.r160_in1k"])
+def test_another_networks_file_is_refused(hub: Hub, caches: Path, other: str):
+    theirs = timm.create_model(other)
+    link = cached(caches, theirs.state_dict())
+    model = build(NAME, num_classes=4, image_size=32, channels=3, seed=1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    recipe = Recipe(model=NAME, image_size=32, epochs=1, batch_size=1, pretrained=True)
+    message = rf"{link} do not fit the model {NAME}: .*weight \[.*\] is not in the file.*remove it to download the"
+    with pytest.raises(InputError, match=message) as raised:
+        load_pretrained(model, recipe, pytest.fail)
+    assert not isinstance(raised.value, WeightsUnavailable)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_another_size_of_the_network_is_refused_with_both_shapes(caches: Path):
+    wider = timm.create_model("test_resnet.r160_in1k", channels=(48, 48, 48, 96))
+    cached(caches, wider.state_dict())
+    with pytest.raises(InputError, match=r"layer1\.0\.bn1\.weight is \[48\] in the file but \[32\] in the model"):
+        load()
+
+
+# --- URLs ---
+
+
+def test_a_url_is_downloaded_into_torch_hubs_cache(hub: Hub, caches: Path, monkeypatch: pytest.MonkeyPatch):
+    path = put(build("vgg16", num_classes=4, image_size=32, channels=3, seed=3).state_dict(), caches, "vgg16.pth")
+    hub.content = hub.sent = path.read_bytes()
+    name = f"vgg16-{hashlib.sha256(hub.content).hexdigest()[:8]}.pth"
+    monkeypatch.setattr(nets, "VGG16_IMAGENET_URL", f"{hub.url}/cdn/{name}")
+    found = find_weights("vgg16", report=lambda sentence: None)
+    assert found == caches / "torch" / "hub" / "checkpoints" / name
+    assert find_weights("vgg16", report=pytest.fail) == found
+    assert len(hub.requests) == 1
+
+
+@pytest.mark.parametrize("trouble", ["hang", "truncated", "403"])
+def test_a_failed_download_from_a_url_is_reported(
+    hub: Hub, caches: Path, trouble: str, monkeypatch: pytest.MonkeyPatch
+):
+    hub.trouble, hub.sent = trouble, hub.content[: len(hub.content) // 2]
+    monkeypatch.setattr(weights_hub, "_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(nets, "VGG16_IMAGENET_URL", f"{hub.url}/cdn/vgg16-{hub.digest[:8]}.pth")
+    with pytest.raises(WeightsUnavailable, match=r"could not download http.*\.pth for vgg16 \(.*give --weights FILE"):
+        find_weights("vgg16", report=lambda sentence: None)
+    assert files(caches) == []
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    for index in range(24):
+        path = tmp_path / "photos" / "ab"[index % 2] / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
+    return tmp_path / "photos"
+
+
+def train(photos: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    folder = photos.parent
+    command = f"train {photos} --model {NAME} --epochs 1 --batch-size 8 --set pretrained=true --set image_size=32 --out run"
+    caches = {"HF_HOME": folder / "hf", "TORCH_HOME": folder / "torch", "FLATOUT_CACHE": folder / "flatout"}
+    return subprocess.run(
+        [sys.executable, "-m", "flatout", *command.split(), *options],
+        env={**os.environ, **{name: str(path) for name, path in caches.items()}, **environment},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.mark.slow
+def test_ranks_train_from_one_download_through_a_proxy_with_a_token(hub: Hub, photos: Path):
+    settings = {"HF_ENDPOINT": "http://hub.test", "HTTP_PROXY": hub.url, "HF_TOKEN": "hf_secret"}
+    ended = train(photos, "--devices", "2xcpu", **settings)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count(f"downloading {REPOSITORY}") == 1
+    assert ended.stdout.count("Weights from") == 1
+    assert_proxied(hub)
+
+
+def test_offline_is_one_message_and_leaves_nothing(hub: Hub, photos: Path):
+    ended = train(photos, "--devices", "cpu", HF_HUB_OFFLINE="1")
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    assert len(re.findall(f"could not download {REPOSITORY}", ended.stderr)) == 1
+    assert not (photos.parent / "run").exists()
