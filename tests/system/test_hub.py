@@ -404,7 +404,9 @@ def photos(tmp_path: Path) -> Path:
 
 def train(photos: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     folder = photos.parent
-    command = f"train {photos} --model {NAME} --epochs 1 --batch-size 8 --set pretrained=true --set image_size=32 --out run"
+    command = (
+        f"train {photos} --model {NAME} --epochs 1 --batch-size 8 --set pretrained=true --set image_size=32 --out run"
+    )
     caches = {"HF_HOME": folder / "hf", "TORCH_HOME": folder / "torch", "FLATOUT_CACHE": folder / "flatout"}
     return subprocess.run(
         [sys.executable, "-m", "flatout", *command.split(), *options],
