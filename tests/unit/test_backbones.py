@@ -1,5 +1,7 @@
 """The table of backbones against timm, and the choice among them."""
 
+from itertools import pairwise
+
 import pytest
 import timm
 import torch
@@ -28,7 +30,7 @@ def test_figures_are_timms(backbone: Backbone):
 
 
 def test_each_row_is_larger_and_more_accurate_than_the_one_before():
-    for smaller, larger in zip(BACKBONES, BACKBONES[1:], strict=False):
+    for smaller, larger in pairwise(BACKBONES):
         assert smaller.operations < larger.operations
         assert smaller.top1 < larger.top1
 

@@ -87,8 +87,8 @@ def choose(*, accelerated: bool, images: int, seconds: float | None) -> Backbone
 
     The estimate: 5 passes over the images at the published size, a training step at 3 times the forward pass, and
     4e9 multiply-adds per second on each core or 5e12 on an accelerator. Without a time budget, 10 minutes are assumed.
-    A CPU thus gets the smallest, except for a few hundred images or a long budget. More images mean a smaller one, since
-    each takes time; few images need no small one, since its weights are trained already.
+    A CPU thus gets the smallest, except for a few hundred images or a long budget. More images mean a smaller one,
+    since each takes time; few images do not call for a small one, since the weights are trained already.
 
     Args:
         accelerated: whether an accelerator will train it.

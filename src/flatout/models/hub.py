@@ -40,6 +40,8 @@ def find_weights(model_name: str, *, report: Callable[[str], None]) -> Path:
         WeightsUnavailable: they are in no cache and cannot be downloaded. No partial file is left.
         InputError: there are none for this model, or a file in a cache is damaged.
     """
+    from huggingface_hub import constants
+
     repository, url = _source(model_name)
     path = next((path for path in _places(repository, url) if path.is_file()), None)
     if path is not None:
@@ -54,9 +56,9 @@ def find_weights(model_name: str, *, report: Callable[[str], None]) -> Path:
             raise OSError("what arrived has another SHA-256 digest")
     except Exception as error:  # huggingface_hub passes on what its HTTP library raises, which differs by version
         response = getattr(error, "response", None)
-        reason = first_line(error) if response is None else f"{response.url} answers {response.status_code}"
-        where = repository or url
-        raise WeightsUnavailable(f"could not download {where} for {model_name} ({reason}); {FIX}") from error
+        reason = first_line(error) if response is None else f"HTTP {response.status_code}"
+        what = f"{repository} for {model_name} from {constants.ENDPOINT}" if repository else f"{url} for {model_name}"
+        raise WeightsUnavailable(f"could not download {what} ({reason}); {FIX}") from error
     return path
 
 
