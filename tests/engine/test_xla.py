@@ -2,7 +2,7 @@
 
 import copy
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -197,6 +197,23 @@ class NearDevice(FarDevice):
 
     def memory_stats(self) -> Any:
         return {"bytes_limit": 100, "bytes_in_use": 40, "peak_bytes_in_use": 70}
+
+
+def test_training_starts_from_the_weights_of_rank_0() -> None:
+    """Only that rank loads published weights."""
+    from flatout.engine.xla.devices import find
+    from flatout.engine.xla.engine import XlaEngine
+
+    class SecondHost(World):
+        def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+            with torch.no_grad():
+                for tensor in tensors:
+                    tensor.fill_(7)
+
+    engine = XlaEngine(small_net(), make_recipe(), devices=find("cpu", (0,)), world=SecondHost())
+    engine.place(make_samples(70)).compile()
+    state = engine.state()
+    assert all(bool((t == 7).all()) for name, t in state.items() if name.startswith("model."))
 
 
 def test_memory_of_other_hosts_devices_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
