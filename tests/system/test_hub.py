@@ -335,15 +335,18 @@ def test_a_damaged_file_in_the_cache_is_named(hub: Hub, caches: Path, published:
     link = cached(caches, published.state_dict())
     content = link.read_bytes()
     link.write_bytes(content[:-9] if damage == "truncated" else content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(InputError, match=rf"{link}: is damaged .*remove it to download it again") as raised:
+    file = link.resolve()
+    with pytest.raises(InputError, match=rf"{file}: is damaged .*remove it to download it again") as raised:
         load()
     assert not isinstance(raised.value, WeightsUnavailable)
+    file.unlink()
+    assert_published(load()[0], published)
 
 
 def test_a_damaged_file_without_a_digest_is_named(caches: Path, published: nn.Module):
     path = put(published.state_dict(), caches, "flatout", "weights", "test_resnet.r160_in1k.safetensors")
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(InputError, match=rf"{path}: cannot be read as safetensors.*remove it to download") as raised:
+    with pytest.raises(InputError, match=rf"{path}: cannot be read as safetensors.*remove {path} to down") as raised:
         load()
     assert not isinstance(raised.value, WeightsUnavailable)
 
@@ -355,7 +358,10 @@ def test_another_networks_file_is_refused(hub: Hub, caches: Path, other: str):
     model = build(NAME, num_classes=4, image_size=32, channels=3, seed=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     recipe = Recipe(model=NAME, image_size=32, epochs=1, batch_size=1, pretrained=True)
-    message = rf"{link} do not fit the model {NAME}: .*weight \[.*\] is not in the file.*remove it to download the"
+    problem = r"weight \[.*\] is not in the file"
+    message = (
+        rf"{link} do not fit {NAME} with image_size = 32 \(published: 160\): .*{problem}.*remove {link.resolve()} to"
+    )
     with pytest.raises(InputError, match=message) as raised:
         load_pretrained(model, recipe, pytest.fail)
     assert not isinstance(raised.value, WeightsUnavailable)

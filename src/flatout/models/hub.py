@@ -46,7 +46,7 @@ def find_weights(model_name: str, *, report: Callable[[str], None]) -> Path:
     path = next((path for path in _places(repository, url) if path.is_file()), None)
     if path is not None:
         if _is_damaged(path):
-            raise InputError(f"{path}: is damaged (SHA-256); remove it to download it again")
+            raise InputError(f"{path.resolve()}: is damaged (SHA-256); remove it to download it again")
         return path
     try:
         path = _from_hub(repository, report) if repository else _from_url(url, report)

@@ -47,8 +47,9 @@ def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], 
             tensors = _adapt(model, recipe, tensors, path)
         _fit(model, tensors, path, report)
     except InputError as error:
-        fix = f"remove it to download the weights of {recipe.model} again, or {FIX}"
-        raise InputError(f"{error}; {fix}") from error
+        # The Hugging Face cache has a link there; without the link alone, the same file would be found again.
+        fix = f"if the file is wrong, remove {path.resolve()} to download the weights of {recipe.model}"
+        raise InputError(f"{error}; {fix}; or {FIX}") from error
 
 
 def _adapt(model: "nn.Module", recipe: Recipe, tensors: Tensors, path: Path) -> Tensors:
@@ -63,7 +64,8 @@ def _adapt(model: "nn.Module", recipe: Recipe, tensors: Tensors, path: Path) -> 
             published = create_timm(recipe, config["num_classes"], tensors)
     except Exception as error:  # timm's functions for one network may raise anything on the tensors of another
         problems = _misfits(model, tensors) or first_line(error)
-        raise InputError(f"the weights {path} do not fit the model {recipe.model}: {problems}") from error
+        size = f"image_size = {recipe.image_size} (published: {config['input_size'][-1]})"
+        raise InputError(f"the weights {path} do not fit {recipe.model} with {size}: {problems}") from error
     adapted = published.state_dict()
     if config["num_classes"] == model.num_classes:
         return adapted
