@@ -1,6 +1,7 @@
 """The commands. Each takes the parsed arguments and a console, and returns what it prints, if anything."""
 
 import os
+import shlex
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,45 @@ def do_train(args: Namespace, console: Console) -> None:
     accelerated = parse_devices(args.devices, engine).is_accelerated
     recipe, data = resolve(job, args.data, _changes(args), accelerated=accelerated, console=console)
     train_recipe(recipe, data, options, console)
+
+
+@_command(
+    "[JOB]",
+    "--data --model --batch-size --seed --set --weights --no-pretrained --devices --engine --allow-untested"
+    " --out --json",
+    "lr fashion-mnist --data data/ --batch-size 512",
+)
+def do_lr(args: Namespace, console: Console) -> Output:
+    """Find a learning rate: train some steps while it rises."""
+    from flatout.engine.devices import parse_devices
+    from flatout.lr.range_test import find_rate, lines_of
+    from flatout.run.resolve import resolve
+    from flatout.run.session import Options
+
+    engine = _engine(args)
+    accelerated = parse_devices(args.devices, engine).is_accelerated
+    recipe, data = resolve(args.job, args.data, _changes(args), accelerated=accelerated, console=console)
+    options = Options(out=args.out, devices=args.devices, engine=engine, allow_code=args.model is not None)
+    result = find_rate(recipe, data, options, console)
+    if result["lr"] is None:
+        return {**result, "train": None}, lines_of(result)
+    train = _train_command(args, result["lr"])
+    return {**result, "train": train}, [*lines_of(result), f"train with it: {train}"]
+
+
+def _train_command(args: Namespace, lr: float) -> str:
+    """Return the command that trains what the flags of `lr` describe."""
+    words = ["flatout", "train", *([args.job] if args.job else [])]
+    for flag in ("data", "model", "batch_size", "seed", "weights"):
+        if (value := getattr(args, flag)) is not None:
+            words += [f"--{flag.replace('_', '-')}", str(value)]
+    words += ["--no-pretrained"] * args.no_pretrained
+    # A rate given with --set would take precedence over --lr.
+    words += [word for text in args.set if parse_setting(text)[0] != "optimizer.lr" for word in ("--set", text)]
+    for flag in ("devices", "engine"):
+        if (value := getattr(args, flag)) != "auto":
+            words += [f"--{flag}", value]
+    return shlex.join([*words, "--lr", f"{lr:g}"])
 
 
 def _engine(args: Namespace) -> str:

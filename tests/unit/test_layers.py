@@ -13,7 +13,7 @@ ROOT = Path(flatout.__file__).parent
 # From the bottom to the top: a module imports from its own entry and from those to the left of it.
 LAYERS = (
     *("errors", "host", "files", "settings", "console", "recipe", "jobs"),
-    *("numerics", "data", "models", "dist", "engine", "report", "run", "scale", "plan"),
+    *("numerics", "data", "models", "dist", "engine", "report", "run", "scale", "lr", "plan"),
     *("commands", "parser", "cli", "__main__"),
 )
 # Libraries that only some folders may use.

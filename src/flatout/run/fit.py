@@ -1,9 +1,10 @@
 """The public call `fit`: from data, a model and a recipe to a run folder."""
 
 import dataclasses
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flatout.console import Console
 from flatout.errors import Stopped
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from flatout.data.source import DataRef, Source
     from flatout.dist.world import World
+
+T = TypeVar("T")
 
 
 @in_python
@@ -145,18 +148,28 @@ def train_recipe(
         InputError, TrainingFailed: as `fit`.
         Stopped: the process was told to end; the run folder is usable and can be resumed.
     """
+    if options.hosts.most > 1 and options.out is None:
+        # The first host's name is used by all, and again after a restart.
+        options = dataclasses.replace(options, out=Path("runs") / f"{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}")
+    return run_session(Session(recipe, data, options, module), console, _run)
+
+
+def run_session(session: Session, console: Console, function: "Callable[[Console, World, Session], T]") -> T:
+    """Call function(console, world, session) on every rank of the session's devices; return what the first one returns.
+
+    The folder is claimed and the pack made before the processes start. `function` must be importable by them.
+
+    Raises:
+        InputError, TrainingFailed, Stopped: as `train_recipe`.
+    """
     from flatout.dist.env import launched
     from flatout.engine.devices import parse_devices
     from flatout.engine.factory import choose_processes
     from flatout.run.launch import run_on_devices
 
-    hosts, engine = options.hosts, options.engine
-    if hosts.most > 1 and options.out is None:
-        # The first host's name is used by all, and again after a restart.
-        options = dataclasses.replace(options, out=Path("runs") / f"{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}")
-    session = Session(recipe, data, options, module)
+    recipe, options, engine = session.recipe, session.options, session.options.engine
     if launched() is not None:
-        return run_on_devices(_run, (session,), spec=options.devices, engine=engine, console=console)
+        return run_on_devices(function, (session,), spec=options.devices, engine=engine, console=console)
     devices = parse_devices(options.devices, engine)
     if options.devices != "auto":
         # Before the data is read and the ranks start.
@@ -175,12 +188,12 @@ def train_recipe(
             session.note(chosen.reason)
         session.options = dataclasses.replace(options, devices=str(chosen.devices))
         return run_on_devices(
-            _run,
+            function,
             (session,),
             spec=session.options.devices,
             engine=engine,
             console=console,
-            hosts=hosts,
+            hosts=options.hosts,
             restarts=options.restarts,
             threads=chosen.threads,
         )

@@ -143,25 +143,31 @@ class Session:
         """
         from flatout.run.finish import finish
 
+        with self.set_up(console, world) as (pack, splits, engine):
+            progress = self._resume(engine, pack)
+            self._begin_folder(overwrite=self.options.overwrite and not progress)
+            progress = progress or Progress()
+            placed = self.place(engine, splits)
+            self._fit_into_budget(engine, placed, progress)
+            with signals_noted(world.control):
+                ended, failure = self._train(engine, placed, progress)
+                failure = finish(self, engine, pack, placed, progress, ended, failure)
+        if failure:
+            raise failure
+        return self.out
+
+    # --- set-up ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def set_up(self, console: Console, world: "World") -> "Iterator[tuple[Pack, dict[str, Samples], Engine]]":
+        """Provide the pack, its splits and the engine on one rank, while the folder is held."""
         self.console, self.world = console, world
         with self._claim_folder(), self._load_pack() as pack:
             splits = self._split(pack)
             agree(world, self.recipe, pack)
             model = self.build_model(pack, self.note)
             with contextlib.closing(self._make_engine(model, splits, pack)) as engine:
-                progress = self._resume(engine, pack)
-                self._begin_folder(overwrite=self.options.overwrite and not progress)
-                progress = progress or Progress()
-                placed = self._place(engine, splits)
-                self._fit_into_budget(engine, placed, progress)
-                with signals_noted(world.control):
-                    ended, failure = self._train(engine, placed, progress)
-                    failure = finish(self, engine, pack, placed, progress, ended, failure)
-        if failure:
-            raise failure
-        return self.out
-
-    # --- set-up ---------------------------------------------------------------------------------------------------
+                yield pack, splits, engine
 
     @contextlib.contextmanager
     def _claim_folder(self) -> Iterator[None]:
@@ -384,7 +390,7 @@ class Session:
 
     # --- training -------------------------------------------------------------------------------------------------
 
-    def _place(self, engine: "Engine", splits: "dict[str, Samples]") -> "dict[str, DeviceSplit]":
+    def place(self, engine: "Engine", splits: "dict[str, Samples]") -> "dict[str, DeviceSplit]":
         """Bring the splits to the devices, and compile the steps."""
         placed = {name: engine.place(samples) for name, samples in splits.items()}
         self._time("place")

@@ -1,0 +1,141 @@
+"""`flatout lr` from the command line."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flatout.cli import main
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the arguments for digits in a file: no test then imports scikit-learn again."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    path = tmp_path_factory.mktemp("data") / "digits.npz"
+    np.savez(path, images=(images * 15).astype(np.uint8).reshape(-1, 8, 8), labels=labels)
+    return ["digits", "--data", str(path), "--devices", "cpu"]
+
+
+def find(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Return what --json prints."""
+    assert main(["lr", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_suggestion_trains_better_than_others(
+    digits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "lr"
+    assert main(["lr", *digits, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert {path.name for path in out.iterdir()} == {"lr.json", "lr.png"}
+    with Image.open(out / "lr.png") as picture:
+        assert picture.width > 1000
+    result = json.loads((out / "lr.json").read_text())
+    assert 1e-3 < result["lr"] < 0.03
+    command = printed[-1].removeprefix("train with it: ")
+    assert command == shlex.join(["flatout", "train", *digits, "--lr", f"{result['lr']:g}"])
+
+    losses = []
+    for number, factor in enumerate((1, 1 / 30, 30)):
+        run = tmp_path / f"run-{number}"
+        words = [*shlex.split(command)[1:], "--lr", str(result["lr"] * factor), "--epochs", "2", "--out", str(run)]
+        assert main(words) == 0
+        losses.append(json.loads((run / "summary.json").read_text())["valid_loss"])
+    assert losses[0] < 0.8 * min(losses[1:])
+
+
+def test_the_rates_rise_and_the_loss_ends_the_test(
+    digits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checked against a plain computation of the average from the losses by step."""
+    result = find([*digits, "--set", "optimizer.name=adamw", "--out", str(tmp_path / "out")], capsys)
+    rates, losses, smoothed = map(np.array, zip(*result["points"], strict=True))
+    assert rates[0] == pytest.approx(1e-7)
+    assert np.diff(np.log(rates)) == pytest.approx(7 * np.log(10) / 139)
+    weights = 0.9 ** np.arange(len(losses))
+    expected = [np.average(losses[: n + 1], weights=weights[n::-1]) for n in range(len(losses))]
+    assert smoothed == pytest.approx(expected)
+    assert result["steps"] == len(rates) < 140
+    assert rates[-1] < result["diverged"] <= 1
+    assert smoothed[-1] < 4 * smoothed.min()
+    assert result["rate"] == pytest.approx(rates[smoothed.argmin()] / 10)
+    assert losses[0] > 2 > losses.min()
+
+
+def test_a_rate_for_the_base_batch(digits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe's own rate changes nothing but what the suggestion is converted to."""
+    settings = ["--set", "optimizer.lr=0.5", "--set", "optimizer.lr_base_batch=16", "--set", "augment.rotate=0"]
+    result = find([*digits, "--seed", "3", *settings, "--out", str(tmp_path / "out")], capsys)
+    assert result["recipe_rate"] == pytest.approx(0.5 * 2)
+    assert result["lr"] == pytest.approx(result["rate"] / 2, rel=0.05)
+    assert shlex.split(result["train"])[2:] == [
+        *digits[:3],
+        *["--seed", "3", "--set", "optimizer.lr_base_batch=16", "--set", "augment.rotate=0", "--devices", "cpu"],
+        *["--lr", f"{result['lr']:g}"],
+    ]
+
+
+def test_a_loss_that_never_falls_gets_no_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Images are all alike, so no rate makes the loss fall below that of guessing."""
+    data, out = tmp_path / "data.npz", tmp_path / "out"
+    np.savez(data, images=np.full((256, 8, 8), 100, np.uint8), labels=np.arange(256) % 10)
+    means = ["--set", "data.mean=0.4", "--set", "data.std=0.2"]
+    frozen = ["--set", "freeze=all-but-last-0", "--set", "augment.rotate=0", "--set", "augment.zoom=0"]
+    words = ["lr", "digits", "--data", str(data), "--devices", "cpu", *means, *frozen, "--out", str(out)]
+    assert main(words) == 0
+    assert "no suggestion: the loss fell at no learning rate" in capsys.readouterr().out
+    result = json.loads((out / "lr.json").read_text())
+    assert result["lr"] is result["rate"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [["--devices", "2xcpu"], ["--engine", "xla"]])
+def test_on_several_devices_and_xla(
+    how: list[str], digits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first losses, before the weights differ by rounding, are those of one device."""
+    words = [*digits, "--batch-size", "16"]
+    alone = find([*words, "--out", str(tmp_path / "alone")], capsys)
+    result = find([*words, *how, "--out", str(tmp_path / "out")], capsys)
+    first = [[loss for _, loss, _ in found["points"][:40]] for found in (alone, result)]
+    assert first[0] == pytest.approx(first[1], rel=1e-3)
+    assert alone["lr"] / 3 < result["lr"] < alone["lr"] * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["digitz"], "'digitz'"),
+        ([], "no job and no data"),
+        (["digits", "--set", "optimizer.rate=1"], "optimizer.rate"),
+        (["digits", "--devices", "cpux"], "cpux"),
+        (["digits", "--model", "no-such-net"], "no-such-net"),
+        (["digits", "--set", "data.std=0"], "data.std"),
+    ],
+)
+def test_wrong_input_gets_one_message_and_leaves_nothing(
+    words: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["lr", *words, "--out", str(out)]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("flatout: ")
+    assert named in message
+    assert not out.exists()
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    assert main(["lr", "digits", "--out", str(tmp_path)]) == 2
+    assert "not an empty folder; choose another --out" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
