@@ -32,6 +32,7 @@ TIME_PARTS = {
     "model": ("building the model", "#c9a227"),
     "place": ("copying to the devices", "#4c9a8b"),
     "compile": ("compiling", "#8a6bbf"),
+    "check": ("checks before training", "#b5838d"),
     "train": ("training", "#2f7fce"),
     "evaluate": ("evaluation", "#7fb2e5"),
     "pictures": ("pictures", "#6fae5e"),

@@ -20,7 +20,7 @@ from flatout.errors import DiskFull, InputError, RankLost, Stopped, TrainingFail
 from flatout.numerics.schedule import describe_scaling
 from flatout.recipe import Augment, Recipe
 from flatout.report import run_files
-from flatout.run import claim
+from flatout.run import claim, sanity
 from flatout.run.budget import Budget, measure
 from flatout.run.loop import train
 from flatout.run.monitor import Monitor, signals_noted
@@ -149,6 +149,7 @@ class Session:
             progress = progress or Progress()
             placed = self.place(engine, splits)
             self._fit_into_budget(engine, placed, progress)
+            self._check_sanity(engine, placed["train"], progress, len(pack.classes))
             with signals_noted(world.control):
                 ended, failure = self._train(engine, placed, progress)
                 failure = finish(self, engine, pack, placed, progress, ended, failure)
@@ -423,6 +424,16 @@ class Session:
             f"{self.recipe.batch_size / rates.step:,.0f} images per second"
         )
         self._time("measure")
+
+    def _check_sanity(self, engine: "Engine", train: "DeviceSplit", progress: Progress, classes: int) -> None:
+        """Before a long run, note what would make it useless. A resumed run has been checked before."""
+        recipe = self.recipe
+        if (progress.epoch, progress.step) != (0, 0) or not sanity.is_worthwhile(recipe, len(train.samples)):
+            return
+        is_fresh = not (recipe.pretrained or recipe.weights)
+        for sentence in sanity.check(engine, train, recipe, self.world, classes, is_fresh=is_fresh):
+            self.note(sentence)
+        self._time("check")
 
     def set_length(self, recipe: Recipe) -> None:
         """Go on with the main process's recipe, which has another length, and write it into the run folder."""

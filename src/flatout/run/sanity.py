@@ -1,0 +1,86 @@
+"""Checks before a long run: whether the first loss is about that of guessing, and whether one batch can be fitted.
+
+Both are from Karpathy, "A Recipe for Training Neural Networks" (2019): "verify loss @ init" and "overfit one batch".
+"""
+
+import math
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+from flatout.data.order import steps_per_epoch, training_batches
+from flatout.numerics.augment import epoch_transforms
+from flatout.numerics.schedule import scaled_rate
+from flatout.recipe import Recipe
+
+if TYPE_CHECKING:
+    from flatout.dist.world import World
+    from flatout.engine.base import DeviceSplit, Engine
+
+# Steps on one batch, and how many of the last of them are averaged. Runs of which they are more than a share skip them.
+STEPS, LAST_STEPS, LARGEST_SHARE = 25, 5, 0.01
+# Logits of standard deviation s cost about s²/2 more than guessing; fresh models have logits of less than 2.
+LARGEST_EXCESS = 2.0
+# If a run lowers the loss by less than this share at the pace of those steps, it learns nothing.
+LEAST_DECREASE = 0.01
+
+
+def is_worthwhile(recipe: Recipe, images: int) -> bool:
+    """Return whether a run is so long that the checks take only a small share of it."""
+    return LARGEST_SHARE * _total_steps(recipe, images) >= STEPS
+
+
+def check(
+    engine: "Engine", train: "DeviceSplit", recipe: Recipe, world: "World", classes: int, *, is_fresh: bool
+) -> list[str]:
+    """Train on one batch, go back to where the engine was, and return a sentence for each thing that seems wrong.
+
+    All ranks call this, and all get the same sentences.
+
+    Args:
+        engine: at the state to train from.
+        train: the training split.
+        recipe: of the run.
+        world: the ranks.
+        classes: their number.
+        is_fresh: whether no trained weights were loaded.
+    """
+    rate, images, before = scaled_rate(recipe), len(train.samples), engine.snapshot()
+    train.begin_epoch(epoch_transforms(recipe, 0, images))
+    batch = next(training_batches(recipe.seed, 0, images, recipe.batch_size, recipe.drop_last))
+    first = math.nan
+    for step, inputs in enumerate(train.feed(repeat(batch, STEPS)), start=1):
+        # A short warm-up. The seed is always the same, so that dropout adds no noise to the losses.
+        train.train_step(inputs, rate * step / STEPS, 0)
+        world.control.received()
+        world.keep_alive()
+        if step == 1:
+            first = engine.counts()[0].loss
+        elif step == STEPS - LAST_STEPS:
+            engine.counts()
+    last = engine.counts()[0].loss
+    engine.restore(before)
+    engine.communication_seconds()  # those of training begin at 0
+
+    guessing, found = math.log(max(2, classes)), []
+    if is_fresh and not first < guessing + LARGEST_EXCESS:
+        found.append(
+            f"the first loss is {first:.3g}, and that of guessing one of {classes} classes {guessing:.3g}: usual "
+            "causes are a data.mean and data.std that do not suit the images, and large weights in the last layer"
+        )
+    # The rate rose to its peak, so it was half of that on average.
+    at_this_pace = 2 * (first - last) * _total_steps(recipe, images) / STEPS
+    if not last < max(first, guessing) + LARGEST_EXCESS:
+        found.append(
+            f"{STEPS} steps on one batch raised its loss from {first:.3g} to {last:.3g}: usual causes are too high "
+            f"a learning rate ({rate:.2g}; flatout lr finds one), and a data.mean and data.std that do not suit the images"
+        )
+    elif at_this_pace < LEAST_DECREASE * first and first > guessing / 2:  # not fitted by the starting weights already
+        found.append(
+            f"{STEPS} steps on one batch left its loss at {last:.3g}: usual causes are too low a learning rate "
+            f"({rate:.2g}; flatout lr finds one), and outputs that hardly depend on the trained weights"
+        )
+    return found
+
+
+def _total_steps(recipe: Recipe, images: int) -> int:
+    return recipe.total_steps(steps_per_epoch(images, recipe.batch_size, recipe.drop_last))
