@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 STEPS, LAST_STEPS, LARGEST_SHARE = 25, 5, 0.01
 # Logits of standard deviation s cost about s²/2 more than guessing; fresh models have logits of less than 2.
 LARGEST_EXCESS = 2.0
-# If a run lowers the loss by less than this share at the pace of those steps, it learns nothing.
-LEAST_DECREASE = 0.01
+# If a run changes the loss by less than this share at the pace of those steps, it learns nothing.
+LEAST_CHANGE = 0.01
 
 
 def is_worthwhile(recipe: Recipe, images: int) -> bool:
@@ -68,13 +68,14 @@ def check(
             "causes are a data.mean and data.std that do not suit the images, and large weights in the last layer"
         )
     # The rate rose to its peak, so it was half of that on average.
-    at_this_pace = 2 * (first - last) * _total_steps(recipe, images) / STEPS
+    change_at_this_pace = 2 * abs(first - last) * _total_steps(recipe, images) / STEPS
     if not last < max(first, guessing) + LARGEST_EXCESS:
         found.append(
-            f"{STEPS} steps on one batch raised its loss from {first:.3g} to {last:.3g}: usual causes are too high "
-            f"a learning rate ({rate:.2g}; flatout lr finds one), and a data.mean and data.std that do not suit the images"
+            f"{STEPS} steps on one batch raised its loss from {first:.3g} to {last:.3g}: usual causes are too high a "
+            f"learning rate ({rate:.2g}; flatout lr finds one), and a data.mean and data.std that do not suit the "
+            "images"
         )
-    elif at_this_pace < LEAST_DECREASE * first and first > guessing / 2:  # not fitted by the starting weights already
+    elif change_at_this_pace < LEAST_CHANGE * first and first > guessing / 2:  # the starting weights do not fit it
         found.append(
             f"{STEPS} steps on one batch left its loss at {last:.3g}: usual causes are too low a learning rate "
             f"({rate:.2g}; flatout lr finds one), and outputs that hardly depend on the trained weights"
