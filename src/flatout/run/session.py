@@ -149,8 +149,8 @@ class Session:
             progress = progress or Progress()
             placed = self.place(engine, splits)
             self._fit_into_budget(engine, placed, progress)
-            self._check_sanity(engine, placed["train"], progress, len(pack.classes))
             with signals_noted(world.control):
+                self._check_sanity(engine, placed["train"], progress, len(pack.classes))
                 ended, failure = self._train(engine, placed, progress)
                 failure = finish(self, engine, pack, placed, progress, ended, failure)
         if failure:
