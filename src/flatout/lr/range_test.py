@@ -114,7 +114,7 @@ def _measure(
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
         smoothed = average / (1 - SMOOTHING ** (step + 1))
         least = min(least, smoothed)
-        if not smoothed <= DIVERGED * least:
+        if not smoothed < DIVERGED * least:  # or not finite
             break
         points.append((rate, loss, smoothed))
         console.update(step + 1, STEPS, "steps", f"learning rate {rate:.1e}, loss {loss:.4f}")
