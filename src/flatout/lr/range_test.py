@@ -18,7 +18,6 @@ from flatout import __version__
 from flatout.console import Console, aligned
 from flatout.data.order import training_batches
 from flatout.errors import TrainingFailed
-from flatout.numerics.augment import epoch_transforms
 from flatout.numerics.schedule import scaled_rate
 from flatout.recipe import Recipe
 from flatout.report.run_files import write_json
@@ -128,7 +127,7 @@ def _endless_inputs(train: "DeviceSplit", recipe: Recipe) -> Iterator[Any]:
     """Yield the inputs of training steps, epoch after epoch."""
     images = len(train.samples)
     for epoch in count():
-        train.begin_epoch(epoch_transforms(recipe, epoch, images))
+        train.begin_epoch(epoch)
         yield from train.feed(training_batches(recipe.seed, epoch, images, recipe.batch_size, recipe.drop_last))
 
 

@@ -8,7 +8,6 @@ from itertools import repeat
 from typing import TYPE_CHECKING
 
 from flatout.data.order import steps_per_epoch, training_batches
-from flatout.numerics.augment import epoch_transforms
 from flatout.numerics.schedule import scaled_rate
 from flatout.recipe import Recipe
 
@@ -45,7 +44,7 @@ def check(
         is_fresh: whether no trained weights were loaded.
     """
     rate, images, before = scaled_rate(recipe), len(train.samples), engine.snapshot()
-    train.begin_epoch(epoch_transforms(recipe, 0, images))
+    train.begin_epoch(0)
     batch = next(training_batches(recipe.seed, 0, images, recipe.batch_size, recipe.drop_last))
     first = math.nan
     for step, inputs in enumerate(train.feed(repeat(batch, STEPS)), start=1):
