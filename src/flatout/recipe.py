@@ -69,6 +69,7 @@ class Optimizer(_Checked):
     lr_base_batch: the batch size that `lr` was chosen for; `lr` is scaled from it to `batch_size`. 0 for no scaling.
     lr_scaling: by the batch size or its square root; by default linear, and sqrt for Adam and AdamW.
     eps: by default torch's value for the optimizer.
+    layer_decay: the rate of each group of layers is that of the next one times this; the head has the full rate.
     """
 
     section = "optimizer."
@@ -82,6 +83,7 @@ class Optimizer(_Checked):
     weight_decay: Annotated[float, "[0, inf)"] = 0.0
     betas: tuple[float, ...] = (0.9, 0.999)
     eps: Annotated[float | None, "(0, inf)"] = None
+    layer_decay: Annotated[float, "(0, 1]"] = 1.0
 
     def __post_init__(self) -> None:
         is_sgd = self.name in ("sgd", "momentum")

@@ -130,7 +130,7 @@ def train_all(world: World, resumed: dict[str, State] | None) -> Trained:
         net = make_net()
         shard(net, CPU)
         parameters = trained(net)
-        optimizer = build_optimizer(section, parameters.values())
+        optimizer = build_optimizer(section, parameters)
         update, first, states = optim.plain_step(optimizer), 0, {}
         if resumed:
             load_into(resumed[name], net, optimizer, parameters)
@@ -181,7 +181,7 @@ def test_a_state_of_three_ranks_goes_on_with_one_that_holds_all(three_ranks: lis
     section, make = OPTIMIZERS[name]
     net = make_net()
     parameters = trained(net)
-    optimizer = optim.build(section, parameters.values(), capturable=False)
+    optimizer = optim.build(section, parameters, capturable=False)
     load_into(three_ranks[0].states[name][SAVED_AT], net, optimizer, parameters)
     train_steps(net, optim.plain_step(optimizer), range(SAVED_AT, STEPS))
     assert_equal_states(full_state(net, optimizer, parameters), plain_loop(make, STEPS))
@@ -272,7 +272,7 @@ def test_a_state_shares_no_memory_with_the_engine() -> None:
     net = make_net()
     shard(net, CPU)
     parameters = trained(net)
-    optimizer = build_optimizer(OPTIMIZERS["adamw"][0], parameters.values())
+    optimizer = build_optimizer(OPTIMIZERS["adamw"][0], parameters)
     update = optim.plain_step(optimizer)
     train_steps(net, update, range(2))
     state = full_state(net, optimizer, parameters)
@@ -290,7 +290,7 @@ def test_a_state_shares_no_memory_with_the_engine() -> None:
 def test_a_state_of_another_model_is_refused(change: str) -> None:
     net = make_net()
     shard(net, CPU)
-    optimizer = build_optimizer(OPTIMIZERS["momentum"][0], trained(net).values())
+    optimizer = build_optimizer(OPTIMIZERS["momentum"][0], trained(net))
     state = full_state(net, optimizer, trained(net))
     weight = state.pop("model.classifier.2.weight")
     if change == "shape":

@@ -91,6 +91,7 @@ CASES: dict[str, dict[str, Any]] = {
     "micro-batches": {"micro_batch": 3, "norm": "per-device"},
     "momentum": {"optimizer.name": "momentum", "optimizer.nesterov": True},
     "adamw": {"optimizer.name": "adamw", "optimizer.lr": 0.01},
+    "layer decay": {"optimizer.name": "momentum", "optimizer.layer_decay": 0.5},
     "affine maps": {"augment.rotate": 20.0, "augment.flip": True},
     "colours and rectangles": {"augment.color_jitter": 0.4, "augment.policy": "trivialaugment", "augment.erase": 0.5},
     "mixtures": {"augment.mixup": 0.4, "augment.cutmix": 1.0, "augment.flip": True},
@@ -192,6 +193,7 @@ def test_a_learning_rate_that_is_no_tensor(monkeypatch: pytest.MonkeyPatch) -> N
     build = optim.build
     monkeypatch.setattr(optim, "build", lambda *args, capturable: build(*args, capturable=False))
     assert "model.0.weight" in differences(net_recipe(), norm_net)
+    assert "model.4.weight" in differences(net_recipe(**{"optimizer.layer_decay": 0.5}), norm_net)
 
 
 class Waits(nn.Module):

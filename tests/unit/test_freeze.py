@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flatout.errors import InputError
-from flatout.models.layers import freeze, frozen_modules, set_train_mode
+from flatout.models.layers import freeze, frozen_modules, learning_rate_scales, set_train_mode
 from tests.nets import build
 
 
@@ -124,3 +124,35 @@ def test_a_frozen_block_computes_the_same_every_time_in_training():
     x = torch.rand(3, 50)
     assert torch.equal(block(x), block(x))
     assert model[1].training
+
+
+# --- layer-wise learning-rate decay -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_efficientnet"])
+def test_timm_models_have_the_rates_of_timm(name: str):
+    from timm.optim import param_groups_layer_decay
+
+    model = make(f"timm:{name}")
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = param_groups_layer_decay(model, layer_decay=0.7)
+    expected = {names[id(p)]: group["lr_scale"] for group in groups for p in group["params"]}
+    assert learning_rate_scales(model, 0.7) == pytest.approx(expected)
+
+
+def test_a_norm_and_its_convolution_have_one_rate():
+    model = nn.Sequential(
+        nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4, 2)
+    )
+    scales = learning_rate_scales(model, 0.5)
+    by_layer = {0: 0.125, 1: 0.25, 2: 0.25, 3: 0.5, 5: 1.0}
+    assert scales == {f"{layer}.{kind}": scale for layer, scale in by_layer.items() for kind in ("weight", "bias")}
+
+
+def test_frozen_layers_count_for_the_rates():
+    model = make("vgg16")
+    scales = learning_rate_scales(model, 0.5)
+    freeze(model, "all-but-last-4")
+    assert learning_rate_scales(model, 0.5) == scales
+    assert [scales[f"features.{n}.weight"] for n in (24, 26, 28)] == [0.125, 0.25, 0.5]
+    assert scales["classifier.bias"] == 1.0

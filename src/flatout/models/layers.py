@@ -1,4 +1,4 @@
-"""A model's layers: which are its head, which train, and how much its dropout layers drop."""
+"""A model's layers: which are its head, which train and how fast, and how much its dropout layers drop."""
 
 import fnmatch
 import re
@@ -98,6 +98,35 @@ def _matching(names: list[str], spec: str) -> set[str]:
             raise InputError(f"freeze = {spec!r}: the pattern {pattern!r} matches no parameter; {hint}")
         frozen.update(matched)
     return frozen
+
+
+def learning_rate_scales(model: nn.Module, decay: float) -> dict[str, float]:
+    """Return by name what the learning rate of each parameter is multiplied by: `decay` for each group behind its own.
+
+    The groups are those of `timm.optim.param_groups_layer_decay` where the model has timm's `group_matcher`. Elsewhere,
+    each module with parameters of its own begins a group, unless all of them are vectors, as in a norm: these belong to
+    the layer before. The head is the last group.
+    """
+    if callable(group_matcher := getattr(model, "group_matcher", None)):
+        from timm.models import group_parameters
+
+        groups = dict(group_parameters(model, group_matcher(coarse=False), reverse=True))
+    else:
+        groups = _groups(model)
+    last = max(groups.values())
+    return {name: decay ** (last - group) for name, group in groups.items()}
+
+
+def _groups(model: nn.Module) -> dict[str, int]:
+    """Return the number of each parameter's group, from the first layer to the head."""
+    heads = head_modules(model)
+    in_heads = [name for prefix, head in heads.items() for name, _ in head.named_parameters(prefix)]
+    groups, number = {}, 0
+    for prefix, module in model.named_modules():
+        own = {name: p for name, p in module.named_parameters(prefix, recurse=False) if name not in in_heads}
+        number += any(parameter.ndim > 1 for parameter in own.values())
+        groups |= dict.fromkeys(own, number)
+    return groups | dict.fromkeys(in_heads, number + 1)
 
 
 def frozen_modules(model: nn.Module) -> list[nn.Module]:

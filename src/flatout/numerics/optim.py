@@ -3,7 +3,7 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,29 +13,40 @@ from flatout.recipe import Optimizer
 _ANSWER = "__dynamo_disable"
 
 
-def build(optimizer: Optimizer, parameters: Iterable[torch.Tensor], *, capturable: bool) -> torch.optim.Optimizer:
+def build(
+    optimizer: Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    scales: Mapping[str, float] | None = None,
+    *,
+    capturable: bool,
+) -> torch.optim.Optimizer:
     """Return the torch optimizer of a recipe's section, fused where torch has that.
 
     Args:
         optimizer: the section.
-        parameters: what to train, all on one device.
-        capturable: whether steps are recorded in a CUDA graph. The learning rate is then a tensor on the device, so
-            that it can change.
+        parameters: what to train by name, all on one device.
+        scales: what the learning rate of each parameter is multiplied by; None for 1. Those of equal scale are a group.
+        capturable: whether steps are recorded in a CUDA graph. The learning rate of a group is then a tensor on the
+            device, so that it can change.
     """
-    parameters = list(parameters)
     assert parameters
-    device = parameters[0].device
-    lr = torch.tensor(optimizer.lr, device=device) if capturable else optimizer.lr
-    options: dict[str, Any] = {"lr": lr, "weight_decay": optimizer.weight_decay}
+    device = next(iter(parameters.values())).device
+    grouped: dict[float, list[torch.Tensor]] = {}
+    for name, parameter in parameters.items():
+        grouped.setdefault(scales[name] if scales else 1.0, []).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": members, "lr_scale": scale} for scale, members in grouped.items()]
+    for group in groups:
+        group["lr"] = torch.tensor(optimizer.lr, device=device) if capturable else optimizer.lr
+    options: dict[str, Any] = {"weight_decay": optimizer.weight_decay}
     options["fused"] = device.type in (("cpu",) if optimizer.name == "adagrad" else ("cpu", "cuda", "mps"))
     if optimizer.name in ("sgd", "momentum"):
         options |= {key: getattr(optimizer, key) for key in ("momentum", "dampening", "nesterov")}
-        return torch.optim.SGD(parameters, **options)
+        return torch.optim.SGD(groups, **options)
     options["eps"] = optimizer.eps
     if optimizer.name == "adagrad":
-        return torch.optim.Adagrad(parameters, **options)
+        return torch.optim.Adagrad(groups, **options)
     cls = torch.optim.Adam if optimizer.name == "adam" else torch.optim.AdamW
-    return cls(parameters, betas=(optimizer.betas[0], optimizer.betas[1]), capturable=capturable, **options)
+    return cls(groups, betas=(optimizer.betas[0], optimizer.betas[1]), capturable=capturable, **options)
 
 
 def can_capture(optimizer: Optimizer) -> bool:
@@ -44,12 +55,13 @@ def can_capture(optimizer: Optimizer) -> bool:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Change the learning rate of every group, in place where it is a tensor."""
+    """Change the learning rate of every group, times the group's own scale, in place where it is a tensor."""
     for group in optimizer.param_groups:
+        scaled = learning_rate * group["lr_scale"]
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(learning_rate)
+            group["lr"].fill_(scaled)
         else:
-            group["lr"] = learning_rate
+            group["lr"] = scaled
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:

@@ -33,7 +33,7 @@ from flatout.engine.eager.split import Inputs, Source, TorchSplit, place
 from flatout.engine.eager.weight_average import WeightAverage
 from flatout.engine.recorder import Recorder
 from flatout.models.frozen_prefix import Cut, cut_frozen_prefix
-from flatout.models.layers import set_train_mode
+from flatout.models.layers import learning_rate_scales, set_train_mode
 from flatout.numerics import augment, loss, optim
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe
@@ -117,12 +117,13 @@ class TorchEngine:
         )
         can_capture = capture and accelerator.can_capture and self._can_capture()
         self._gradients = self._make_gradients()
+        scales = learning_rate_scales(self.model, recipe.optimizer.layer_decay)
         if self.is_sharded:
             from flatout.engine.eager.fsdp import build_optimizer
 
-            self._optimizer = build_optimizer(recipe.optimizer, self.parameters.values())
+            self._optimizer = build_optimizer(recipe.optimizer, self.parameters, scales)
         else:
-            self._optimizer = optim.build(recipe.optimizer, self.parameters.values(), capturable=can_capture)
+            self._optimizer = optim.build(recipe.optimizer, self.parameters, scales, capturable=can_capture)
         self._update = optim.plain_step(self._optimizer)
         self._average = WeightAverage(self.model, recipe.ema) if recipe.ema else None
         self._captured = None

@@ -8,7 +8,7 @@ evaluation; a rank without samples calls it with any batch, even an empty one.
 Sources: Rajbhandari et al., ZeRO, arXiv 1910.02054 (stage 3); Zhao et al., PyTorch FSDP, arXiv 2304.11277.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -97,9 +97,11 @@ def _count(module: nn.Module, *, recurse: bool = True) -> int:
     return sum(parameter.numel() for parameter in module.parameters(recurse))
 
 
-def build_optimizer(section: recipe.Optimizer, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+def build_optimizer(
+    section: recipe.Optimizer, parameters: Mapping[str, torch.Tensor], scales: Mapping[str, float] | None = None
+) -> torch.optim.Optimizer:
     """Return the torch optimizer for shards: fused for Adam, which alone supports them, else foreach."""
-    optimizer = optim.build(section, parameters, capturable=False)
+    optimizer = optim.build(section, parameters, scales, capturable=False)
     if not isinstance(optimizer, torch.optim.Adam):
         for group in optimizer.param_groups:
             group["fused"], group["foreach"] = False, True

@@ -23,7 +23,7 @@ from flatout.engine.xla.keras import KerasFunction
 from flatout.engine.xla.lowerings import SampleMask
 from flatout.models.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.models.keras import KerasModule
-from flatout.models.layers import set_train_mode
+from flatout.models.layers import learning_rate_scales, set_train_mode
 from flatout.numerics import augment, loss
 from flatout.recipe import Recipe
 
@@ -138,6 +138,7 @@ class Program:
         self.batch, self.evaluation_batch = batch, evaluation_batch
         self._model, self._recipe, self._groups, self._precision = model, recipe, groups, precision
         self._optimizer = optim.build(recipe.optimizer)
+        self._scales = learning_rate_scales(model, recipe.optimizer.layer_decay)
         self._augment, self._cut = Augmentation(recipe), cut
         # The shape of what the network reads of one image, channels first, and its stored shape and type.
         self._read = (recipe.channels, recipe.image_size, recipe.image_size)
@@ -244,7 +245,8 @@ class Program:
             scale = jnp.minimum(1, limit / (norm + 1e-6))
             gradients = jax.tree.map(lambda g: g * scale, gradients)
         directions, optimizer = self._optimizer.update(gradients, state.optimizer, state.trained)
-        trained = jax.tree.map(lambda p, d: p - inputs.learning_rate * d, state.trained, directions)
+        rates = {name: inputs.learning_rate * self._scales[name] for name in state.trained}
+        trained = jax.tree.map(lambda p, d, rate: p - rate * d, state.trained, directions, rates)
         average = state.average and state.average.update(trained, buffers, self._recipe.ema)
         return State(trained, state.frozen, buffers, optimizer, average), sums
 
