@@ -131,7 +131,7 @@ def test_a_frozen_block_computes_the_same_every_time_in_training():
 
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_efficientnet"])
 def test_timm_models_have_the_rates_of_timm(name: str):
-    from timm.optim import param_groups_layer_decay
+    from timm.optim._param_groups import param_groups_layer_decay
 
     model = make(f"timm:{name}")
     names = {id(p): name for name, p in model.named_parameters()}
