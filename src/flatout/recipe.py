@@ -19,8 +19,12 @@ from flatout.settings import nearest, typed
 
 T = TypeVar("T")
 
+# The optimizers that both engines have; torch and timm have more.
+OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam", "adamw")
 MOMENTUM_DEFAULT = 0.9
 MAX_IMAGE_SIZE = 8192
+# Of an optimizer whose name is changed.
+KEPT_OF_OPTIMIZER = ("lr", "lr_base_batch", "layer_decay", "weight_decay")
 # These keys may differ when a run is resumed: they set its length, or change results by rounding only.
 FREE_KEYS = (
     "epochs",
@@ -51,6 +55,8 @@ class _Checked:
         if high < math.inf:
             need += f" and at most {high:g}" if interval[-1] == "]" else f" and less than {high:g}"
         value = getattr(self, name)
+        if value is None:
+            return
         is_end = (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
         self._require((is_end or low < value < high, name, need))
 
@@ -65,7 +71,8 @@ class _Checked:
 class Optimizer(_Checked):
     """An optimizer and its hyper-parameters, as torch defines them.
 
-    name: `momentum` is SGD with a default momentum of 0.9; that of `sgd` is 0.
+    name: one of `OPTIMIZERS`, or `torch:NAME` or `timm:NAME`, whose own defaults hold where a field is None.
+        `momentum` is SGD with a default momentum of 0.9; that of `sgd` is 0.
     lr_base_batch: the batch size that `lr` was chosen for; `lr` is scaled from it to `batch_size`. 0 for no scaling.
     lr_scaling: by the batch size or its square root; by default linear, and sqrt for Adam and AdamW.
     eps: by default torch's value for the optimizer.
@@ -73,30 +80,41 @@ class Optimizer(_Checked):
     """
 
     section = "optimizer."
-    name: Literal["sgd", "momentum", "adagrad", "adam", "adamw"] = "sgd"
+    name: str = "sgd"
     lr: Annotated[float, "(0, inf)"] = 0.01
     lr_base_batch: Annotated[int, "[0, inf)"] = 0
     lr_scaling: Literal["linear", "sqrt"] | None = None
     momentum: Annotated[float | None, "[0, 1)"] = None
     dampening: Annotated[float, "[0, 1)"] = 0.0
-    nesterov: bool = False
+    nesterov: bool | None = None
     weight_decay: Annotated[float, "[0, inf)"] = 0.0
-    betas: tuple[float, ...] = (0.9, 0.999)
+    betas: tuple[float, ...] | None = None
     eps: Annotated[float | None, "(0, inf)"] = None
     layer_decay: Annotated[float, "(0, 1]"] = 1.0
 
     def __post_init__(self) -> None:
+        known = (*OPTIMIZERS, "torch:NAME", "timm:NAME")
+        self._require((self.name in OPTIMIZERS or self.is_of_library, "name", nearest(self.name, known)))
         is_sgd = self.name in ("sgd", "momentum")
-        if self.momentum is None:
-            object.__setattr__(self, "momentum", MOMENTUM_DEFAULT if self.name == "momentum" else 0.0)
-        if self.eps is None:
-            object.__setattr__(self, "eps", 1e-10 if self.name == "adagrad" else 1e-8)
-        if self.lr_scaling is None:
-            object.__setattr__(self, "lr_scaling", "sqrt" if self.name in ("adam", "adamw") else "linear")
+        defaults: dict[str, Any] = {
+            "momentum": MOMENTUM_DEFAULT if self.name == "momentum" else 0.0,
+            "nesterov": False,
+            "betas": (0.9, 0.999),
+            "eps": 1e-10 if self.name == "adagrad" else 1e-8,
+        }
+        defaults = {} if self.is_of_library else defaults
+        defaults["lr_scaling"] = "sqrt" if self.name in ("adam", "adamw") else "linear"
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         super().__post_init__()
-        momentum = self.momentum or 0.0
+        momentum, betas = self.momentum or 0.0, self.betas or ()
+        are_betas = all(0 <= beta < 1 for beta in betas)
+        if self.is_of_library:
+            self._require((are_betas, "betas", "each must be at least 0 and less than 1"))
+            return
         can_nesterov = momentum > 0 and self.dampening == 0
-        are_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        are_betas = are_betas and len(betas) == 2
         self._require(
             (is_sgd or momentum == 0, "momentum", f"{self.name} has none; set it to 0"),
             (self.name != "momentum" or momentum > 0, "momentum", "must be greater than 0; or use the optimizer sgd"),
@@ -104,6 +122,11 @@ class Optimizer(_Checked):
             (can_nesterov or not self.nesterov, "nesterov", "needs a momentum greater than 0 and no dampening"),
             (are_betas, "betas", "must be two numbers, each at least 0 and less than 1"),
         )
+
+    @property
+    def is_of_library(self) -> bool:
+        """Whether the name is that of a class of torch or timm."""
+        return self.name.startswith(("torch:", "timm:"))
 
 
 SGD = functools.partial(Optimizer, name="sgd")
@@ -299,7 +322,7 @@ class Recipe(_Checked):
         """Return a recipe with dotted keys changed, such as `{"epochs": 3, "optimizer.lr": 0.1}`.
 
         Another `optimizer.name` or `schedule.name` resets the rest of that section to its defaults, except the learning
-        rate, its base batch and weight decay.
+        rate, its base batch, its decay by layer and weight decay.
 
         Raises:
             InputError: a key is unknown, or a value has the wrong type or is impossible.
@@ -308,7 +331,7 @@ class Recipe(_Checked):
         for key in ("optimizer", "schedule"):
             name = changes.get(f"{key}.name", table[key]["name"])
             if name != table[key]["name"]:
-                kept = {k: v for k, v in table[key].items() if k in ("lr", "lr_base_batch", "weight_decay")}
+                kept = {k: v for k, v in table[key].items() if k in KEPT_OF_OPTIMIZER}
                 table[key] = {"name": name, **kept}
         for key, value in changes.items():
             section, _, name = key.partition(".")
@@ -330,11 +353,16 @@ class Recipe(_Checked):
         return table
 
     def to_toml(self, comment: str = "") -> str:
-        """Return the complete recipe as TOML, every line of `comment` above it."""
+        """Return the complete recipe as TOML, every line of `comment` above it.
+
+        Defaults of torch's and timm's own optimizers are left out.
+        """
         import tomli_w
 
+        table = self.to_dict()
+        table["optimizer"] = {key: value for key, value in table["optimizer"].items() if value is not None}
         head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
-        return head + ("\n" if head else "") + tomli_w.dumps(self.to_dict())
+        return head + ("\n" if head else "") + tomli_w.dumps(table)
 
 
 def known_keys() -> list[str]:

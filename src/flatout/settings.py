@@ -71,7 +71,7 @@ def typed(value: Any, hint: Any, key: str) -> Any:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a hint: the known word that `word` abbreviates, is another name of, or resembles; else all known words."""
-    by_name = {name.lstrip("-").replace("-", "_"): name for name in known}
+    by_name = {name.lstrip("-").replace("-", "_").lower(): name for name in known}
     plain = word.lstrip("-").replace("-", "_").lower()
     last = plain.rpartition(".")[2]
     meant = (last, _ALIASES.get(last))

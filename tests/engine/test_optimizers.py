@@ -1,19 +1,31 @@
 """Optimizers beyond one rate for all weights, against loops written by hand with torch's parameter groups."""
 
+import copy
+import inspect
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from timm.optim._optim_factory import list_optimizers
+from timm.optim.lamb import Lamb
+from timm.optim.lion import Lion
 from torch import nn
 
+import flatout
 from flatout.dist.world import World
 from flatout.engine.eager.engine import TorchEngine
+from flatout.errors import InputError
+from flatout.numerics import optim
+from flatout.recipe import Optimizer, Recipe
 from flatout.run.loop import train
 from flatout.run.progress import Progress
 from tests.engine.engines import make_engine
 from tests.engine.ranks import on_ranks
+from tests.engine.tape import FakeAccelerator
 from tests.engine.test_against_plain_loop import (
     SILENT,
     assert_close,
@@ -23,6 +35,7 @@ from tests.engine.test_against_plain_loop import (
     make_samples,
     plain_loop,
 )
+from tests.engine.test_tape import differences
 
 DECAYED = {"optimizer.layer_decay": 0.5, "optimizer.lr": 0.05, "optimizer.weight_decay": 0.01}
 
@@ -78,3 +91,172 @@ def test_sharded_layers_learn_at_their_own_rates() -> None:
     assert alone.keys() == together.keys()
     for name, value in alone.items():
         np.testing.assert_allclose(together[name], value, rtol=2e-3, atol=5e-5, err_msg=name)
+
+
+# --- classes of torch and timm ----------------------------------------------------------------------------------------
+
+LIBRARY: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
+    "torch:RMSprop": (
+        {"momentum": 0.9, "eps": 1e-6, "weight_decay": 0.01},
+        lambda p: torch.optim.RMSprop(p, lr=0.005, momentum=0.9, eps=1e-6, weight_decay=0.01),
+    ),
+    "torch:NAdam": ({"betas": [0.8, 0.9]}, lambda p: torch.optim.NAdam(p, lr=0.005, betas=(0.8, 0.9))),
+    # The weight decay of a recipe is 0, whatever the class's own default is.
+    "torch:AdamW": ({}, lambda p: torch.optim.AdamW(p, lr=0.005, weight_decay=0.0)),
+    "timm:lamb": ({"weight_decay": 0.1}, lambda p: Lamb(p, lr=0.005, weight_decay=0.1)),
+    "timm:lion": ({"betas": [0.9, 0.95]}, lambda p: Lion(p, lr=0.005, betas=(0.9, 0.95))),
+    "timm:sgd": ({"momentum": 0.9}, lambda p: torch.optim.SGD(p, lr=0.005, momentum=0.9, nesterov=True)),
+}
+
+
+def library_recipe(name: str, **keys: Any) -> Recipe:
+    return make_recipe(
+        **{"optimizer.name": name, "optimizer.lr": 0.005, **{f"optimizer.{k}": v for k, v in keys.items()}}
+    )
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_classes_of_libraries_train_as_in_a_plain_loop(name: str) -> None:
+    keys, make = LIBRARY[name]
+    samples, net, recipe = make_samples(), make_net(), library_recipe(name, **keys)
+    expected = plain_loop(net, samples, recipe, make(net.parameters())).state_dict()
+    assert_close(engine_weights(make_net(), samples, recipe), expected)
+
+
+def test_layer_decay_holds_for_classes_of_libraries() -> None:
+    samples, net, recipe = (
+        make_samples(),
+        make_net(),
+        library_recipe("torch:SGD", layer_decay=0.5, lr=0.05, momentum=0.9),
+    )
+    expected = plain_loop(net, samples, recipe, torch.optim.SGD(decayed_groups(net), momentum=0.9)).state_dict()
+    assert_close(engine_weights(make_net(), samples, recipe), expected)
+
+
+def trainable() -> list[str]:
+    named = [n for n in torch.optim.__all__ if isinstance(getattr(torch.optim, n), type) and n != "Optimizer"]
+    names = [f"torch:{n}" for n in named if n not in ("LBFGS", "SparseAdam", "Muon")]
+    listed = list_optimizers(exclude_filters=["fused*", "bnb*", "kron*", "adahessian"])
+    return names + [f"timm:{name}" for name in listed]
+
+
+def flat_net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Flatten(), nn.Linear(144, 6), nn.ReLU(), nn.Linear(6, 5))
+
+
+@pytest.mark.parametrize("name", trainable())
+def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(name: str) -> None:
+    """Also after an epoch was undone: whatever an optimizer keeps is copied, numbers of Python included."""
+    has_momentum = "momentum" in inspect.signature(optim.of_library(Optimizer(name=name))).parameters
+    samples, recipe = make_samples(40), library_recipe(name, **({"momentum": 0.9} if has_momentum else {}))
+
+    def engine_after(epochs: int, progress: Progress, engine: TorchEngine) -> TorchEngine:
+        shorter = recipe.override({"epochs": epochs})
+        train(engine, World(), shorter, {"train": engine.place(samples)}, progress, SILENT)
+        return engine
+
+    whole = engine_after(2, Progress(), TorchEngine(flat_net(), recipe))
+    expected = whole.state()
+    whole.close()
+    progress = Progress()
+    first = engine_after(1, progress, TorchEngine(flat_net(), recipe))
+    saved, snapshot, position = first.state(), first.snapshot(), copy.deepcopy(progress)
+    engine_after(2, progress, first)
+    first.restore(snapshot)
+    engine_after(2, copy.deepcopy(position), first)
+    again = first.state()
+    first.close()
+    second = TorchEngine(flat_net(), recipe)
+    second.load_state(saved)
+    assert_equal(second.state(), saved)
+    found = engine_after(2, position, second).state()
+    second.close()
+    assert_equal(again, expected)
+    assert_equal(found, expected)
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "torch:RMSProp": ({}, "torch has no optimizer called 'RMSProp'; did you mean 'RMSprop'?"),
+    "timm:lam": ({}, "timm has no optimizer called 'lam'; did you mean 'lamb'?"),
+    "torch:LBFGS": (
+        {},
+        "optimizer.name = 'torch:LBFGS' is not supported: it computes the loss several times in a step",
+    ),
+    "torch:SparseAdam": ({}, "is not supported: it needs sparse gradients"),
+    "timm:adahessian": ({}, "is not supported: it needs second derivatives"),
+    "timm:kronw": ({}, "is not supported: what it keeps cannot be written into a checkpoint"),
+    "torch:Rprop": ({"weight_decay": 0.1}, "optimizer.weight_decay = 0.1: torch:Rprop has none; leave the key out"),
+    "timm:lion": ({"eps": 1e-3}, "optimizer.eps = 0.001: timm:lion has none; leave the key out"),
+    "torch:NAdam": ({"momentum": 0.9}, "optimizer.momentum = 0.9: torch:NAdam has none; leave the key out"),
+    "torch:Adadelta": ({"dampening": 0.1}, "optimizer.dampening = 0.1: torch:Adadelta has none; leave the key out"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_train_is_named_before_the_data_is_read(name: str, tmp_path: Path) -> None:
+    keys, message = WRONG[name]
+    recipe = library_recipe(name, **keys)
+    for label in ("a", "b"):
+        (tmp_path / "images" / label).mkdir(parents=True)
+        (tmp_path / "images" / label / "broken.png").write_bytes(b"")
+    with pytest.raises(InputError, match=re.escape(message)):
+        flatout.fit(data=tmp_path / "images", job=recipe, out=tmp_path / "run", quiet=True)
+
+
+def test_a_class_that_refuses_the_model_is_named() -> None:
+    with pytest.raises(InputError, match=r"optimizer.name = 'torch:Muon': Muon only supports 2D parameters"):
+        TorchEngine(make_net(), library_recipe("torch:Muon"))
+    with pytest.raises(InputError, match=r"optimizer.name = 'timm:sgd': Nesterov momentum requires a momentum"):
+        TorchEngine(make_net(), library_recipe("timm:sgd"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes", "message"),
+    [
+        ("xla 8", {}, "is not available with --engine xla; use sgd, momentum, adagrad, adam, adamw, or --engine torch"),
+        ("torch", {"exact_sums": True}, "exact_sums = true is not available: optimizer.name = 'torch:NAdam'"),
+    ],
+)
+def test_where_they_are_not_available(engine: str, changes: dict[str, Any], message: str) -> None:
+    recipe = library_recipe("torch:NAdam").override(changes)
+    with pytest.raises(InputError, match=re.escape(message)):
+        make_engine(engine, make_net(), recipe).place(make_samples()).compile()
+
+
+def refused(world: World) -> str:
+    with pytest.raises(InputError) as caught:
+        TorchEngine(make_net(), library_recipe("timm:lamb").override({"shard": "full"}), world=world)
+    return str(caught.value)
+
+
+def test_they_are_not_sharded() -> None:
+    assert set(on_ranks(2, refused)) == {
+        "optimizer.name = 'timm:lamb' is not available with shard = 'full'; use sgd, momentum, adagrad, adam, adamw"
+    }
+
+
+CAPTURABLE = ["Adadelta", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"]
+
+
+@pytest.mark.parametrize("name", CAPTURABLE)
+def test_capturable_classes_are_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The branch of a GPU; for CPUs they have another, which refuses to be recorded.
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    recipe = library_recipe(f"torch:{name}", layer_decay=0.5).override({"epochs": 3, "schedule.name": "cosine"})
+    recipe = recipe.override({"batch_size": 8})
+    assert differences(recipe, lambda: make_net(classes=4)) == []
+
+
+def test_the_others_run_without_a_graph() -> None:
+    notes: list[str] = []
+    for name in ("timm:lamb", "torch:Adafactor"):
+        TorchEngine(make_net(), library_recipe(name), accelerator=FakeAccelerator(), report=notes.append).close()
+    assert notes == [
+        f"the step runs without a CUDA graph: {name} cannot be recorded" for name in ("timm:lamb", "torch:Adafactor")
+    ]

@@ -97,6 +97,17 @@ def test_a_written_recipe_reads_back_equal_and_complete(job: str, tmp_path) -> N
     assert all(f"{key.rpartition('.')[2]} = " in text for key in known_keys())
 
 
+def test_defaults_of_a_librarys_optimizer_stay_its_own(tmp_path) -> None:
+    recipe = BASE.override({"optimizer.name": "torch:RMSprop", "optimizer.momentum": 0.5, "optimizer.layer_decay": 0.7})
+    (tmp_path / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
+    text = (tmp_path / "recipe.toml").read_text(encoding="utf-8")
+    assert "momentum = 0.5" in text
+    assert "\neps = " not in text
+    assert load_recipe(tmp_path / "recipe.toml").optimizer == recipe.optimizer
+    again = recipe.override({"optimizer.name": "adam"}).optimizer
+    assert (again.eps, again.momentum, again.layer_decay, again.betas) == (1e-8, 0.0, 0.7, (0.9, 0.999))
+
+
 WRONG = [
     ({"epoch": 3}, "unknown recipe key 'epoch'; did you mean 'epochs'?"),
     ({"lr": 0.1}, "did you mean 'optimizer.lr'?"),
@@ -112,6 +123,10 @@ WRONG = [
     ({"optimizer.lr": 0}, "optimizer.lr = 0.0: must be greater than 0"),
     ({"optimizer.lr": float("nan")}, "optimizer.lr"),
     ({"optimizer.name": "adm"}, "optimizer.name = 'adm': did you mean 'adam'?"),
+    ({"optimizer.name": "lamb"}, "optimizer.name = 'lamb': known: sgd, momentum, adagrad, adam, adamw, torch:NAME"),
+    ({"optimizer.name": 3}, "optimizer.name = 3: must be text in quotes"),
+    ({"optimizer.name": "timm:lion", "optimizer.betas": [1.5]}, "optimizer.betas = (1.5,): each must be at least 0"),
+    ({"optimizer.layer_decay": 0}, "optimizer.layer_decay = 0.0: must be greater than 0 and at most 1"),
     ({"optimizer.lr_scaling": "square"}, "optimizer.lr_scaling = 'square': did you mean 'sqrt'?"),
     ({"optimizer.lr_base_batch": -256}, "optimizer.lr_base_batch = -256: must be at least 0"),
     ({"optimizer.lr_base_batch": 256.0}, "optimizer.lr_base_batch = 256.0: must be a whole number"),

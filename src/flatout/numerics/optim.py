@@ -1,4 +1,4 @@
-"""torch optimizers of a recipe, in their fastest form."""
+"""The torch optimizer of a recipe, in its fastest form."""
 
 import functools
 import inspect
@@ -8,8 +8,17 @@ from typing import Any
 
 import torch
 
+from flatout.errors import InputError, first_line
 from flatout.recipe import Optimizer
+from flatout.settings import nearest
 
+# Why some classes of torch and timm cannot train here.
+UNSUPPORTED = {
+    "LBFGS": "it computes the loss several times in a step",
+    "SparseAdam": "it needs sparse gradients",
+    "Adahessian": "it needs second derivatives",
+    "Kron": "what it keeps cannot be written into a checkpoint",
+}
 _ANSWER = "__dynamo_disable"
 
 
@@ -37,6 +46,11 @@ def build(
     groups: list[dict[str, Any]] = [{"params": members, "lr_scale": scale} for scale, members in grouped.items()]
     for group in groups:
         group["lr"] = torch.tensor(optimizer.lr, device=device) if capturable else optimizer.lr
+    if optimizer.is_of_library:
+        try:
+            return of_library(optimizer)(groups, **({"capturable": True, "foreach": True} if capturable else {}))
+        except (TypeError, ValueError) as error:
+            raise InputError(f"optimizer.name = {optimizer.name!r}: {first_line(error)}") from error
     options: dict[str, Any] = {"weight_decay": optimizer.weight_decay}
     options["fused"] = device.type in (("cpu",) if optimizer.name == "adagrad" else ("cpu", "cuda", "mps"))
     if optimizer.name in ("sgd", "momentum"):
@@ -45,13 +59,55 @@ def build(
     options["eps"] = optimizer.eps
     if optimizer.name == "adagrad":
         return torch.optim.Adagrad(groups, **options)
-    cls = torch.optim.Adam if optimizer.name == "adam" else torch.optim.AdamW
-    return cls(groups, betas=(optimizer.betas[0], optimizer.betas[1]), capturable=capturable, **options)
+    cls, betas = torch.optim.Adam if optimizer.name == "adam" else torch.optim.AdamW, optimizer.betas
+    assert betas is not None
+    return cls(groups, betas=(betas[0], betas[1]), capturable=capturable, **options)
+
+
+def of_library(optimizer: Optimizer) -> functools.partial[torch.optim.Optimizer]:
+    """Return the class of an optimizer `torch:NAME` or `timm:NAME`, with the options of the section bound.
+
+    Raises:
+        InputError: there is no such class, it cannot train here, or it does not take a key.
+    """
+    library, _, name = optimizer.name.partition(":")
+    if library == "torch":
+        known = {name: getattr(torch.optim, name) for name in torch.optim.__all__}
+        known = {n: c for n, c in known.items() if isinstance(c, type) and c is not torch.optim.Optimizer}
+    else:
+        from timm.optim._optim_factory import get_optimizer_class, list_optimizers
+
+        # Those of Apex and bitsandbytes need their libraries.
+        names = map(str, list_optimizers(exclude_filters=["fused*", "bnb*"]))
+        known = {name: get_optimizer_class(name) for name in names}
+    if name not in known:
+        raise InputError(f"{library} has no optimizer called {name!r}; {nearest(name, known)}")
+    bound = functools.partial(known[name])
+    if reason := UNSUPPORTED.get(bound.func.__name__):
+        raise InputError(f"optimizer.name = {optimizer.name!r} is not supported: {reason}")
+    taken = inspect.signature(bound).parameters
+    wanted = {
+        "momentum": optimizer.momentum,
+        "dampening": optimizer.dampening or None,
+        "nesterov": optimizer.nesterov,
+        # The class's own default is not 0 everywhere.
+        "weight_decay": optimizer.weight_decay if "weight_decay" in taken else optimizer.weight_decay or None,
+        "betas": optimizer.betas,
+        "eps": optimizer.eps,
+    }
+    options = {key: value for key, value in wanted.items() if value is not None}
+    for key, value in options.items():
+        if key not in taken:
+            raise InputError(f"optimizer.{key} = {value!r}: {optimizer.name} has none; leave the key out")
+    return functools.partial(bound, **options)
 
 
 def can_capture(optimizer: Optimizer) -> bool:
-    """Return whether torch's implementation may run inside a CUDA graph."""
-    return optimizer.name != "adagrad"
+    """Return whether the implementation may run inside a CUDA graph; timm's own read the learning rate on the host."""
+    if not optimizer.is_of_library:
+        return optimizer.name != "adagrad"
+    cls = of_library(optimizer).func
+    return cls.__module__.startswith("torch.") and "capturable" in inspect.signature(cls).parameters
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -62,6 +118,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
             group["lr"].fill_(scaled)
         else:
             group["lr"] = scaled
+
+
+@torch.no_grad()
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer create what it keeps for each parameter, by a step whose effect on the parameters is undone."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = [(parameter.grad, parameter.clone()) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    plain_step(optimizer)()
+    for parameter, (gradient, value) in zip(parameters, before, strict=True):
+        parameter.grad = gradient
+        parameter.copy_(value)
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:

@@ -136,8 +136,9 @@ def _at_chance(run: _Run) -> Iterator[str]:
 
 
 def _learning_rate_advice(recipe: Recipe) -> str:
-    lr, usual = recipe.optimizer.lr, USUAL_LEARNING_RATE[recipe.optimizer.name]
+    lr = recipe.optimizer.lr
     effective = lr / (1 - (recipe.optimizer.momentum or 0.0))
+    usual = USUAL_LEARNING_RATE.get(recipe.optimizer.name, effective)
     higher, lower = f"--lr {lr * LEARNING_RATE_STEP:g}", f"--lr {lr / LEARNING_RATE_STEP:g}"
     if effective < usual / UNSUSPECTED_FACTOR:
         return f"The learning rate {lr:g} is probably too low; try {higher}."

@@ -168,6 +168,11 @@ def run_session(session: Session, console: Console, function: "Callable[[Console
     from flatout.run.launch import run_on_devices
 
     recipe, options, engine = session.recipe, session.options, session.options.engine
+    if recipe.optimizer.is_of_library:
+        from flatout.numerics import optim
+
+        # Its name and keys are checked before the data is read.
+        optim.of_library(recipe.optimizer)
     if launched() is not None:
         return run_on_devices(function, (session,), spec=options.devices, engine=engine, console=console)
     devices = parse_devices(options.devices, engine)

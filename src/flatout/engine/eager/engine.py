@@ -408,8 +408,12 @@ class TorchEngine:
         for name, value in self._tensors(weights_only=snapshot.weights_only).items():
             if name in snapshot.tensors:
                 states.local(value).copy_(snapshot.tensors[name])
-        if not any(name.startswith("optimizer.") for name in snapshot.tensors) and not snapshot.weights_only:
-            self._optimizer.state.clear()
+        if snapshot.weights_only:
+            return
+        if any(name.startswith("optimizer.") for name in snapshot.tensors):
+            states.assign_numbers(self._optimizer, self.parameters, snapshot.tensors)
+        else:
+            states.clear(self._optimizer)
 
     @torch.no_grad()
     def state(self, snapshot: Snapshot | None = None) -> dict[str, torch.Tensor]:

@@ -52,6 +52,7 @@ def exact_sums(model: nn.Module, recipe: Recipe, world: World, precision: str) -
         f"precision = {precision!r}; it must be 'fp32'": precision != "fp32",
         "norm = 'per-device' depends on the number of devices": recipe.norm != "global",
         "shard = 'full' adds up in torch's own order": recipe.shard == "full",
+        f"optimizer.name = {recipe.optimizer.name!r} may add up in torch's own order": recipe.optimizer.is_of_library,
         f"micro_batch = {recipe.micro_batch} sums in another order": recipe.micro_batch > 0,
         "dropout draws on each rank for its own samples (dropout = 0 turns it off)": drops and world.size > 1,
         f"the convolution {', '.join(large[:1])} has more than {MOST_WEIGHTS:,} weights": bool(large),

@@ -100,7 +100,14 @@ def _count(module: nn.Module, *, recurse: bool = True) -> int:
 def build_optimizer(
     section: recipe.Optimizer, parameters: Mapping[str, torch.Tensor], scales: Mapping[str, float] | None = None
 ) -> torch.optim.Optimizer:
-    """Return the torch optimizer for shards: fused for Adam, which alone supports them, else foreach."""
+    """Return the torch optimizer for shards: fused for Adam, which alone supports them, else foreach.
+
+    Raises:
+        InputError: the optimizer is one of torch's or timm's own, which may compute with whole parameters.
+    """
+    if section.is_of_library:
+        known = ", ".join(recipe.OPTIMIZERS)
+        raise InputError(f"optimizer.name = {section.name!r} is not available with shard = 'full'; use {known}")
     optimizer = optim.build(section, parameters, scales, capturable=False)
     if not isinstance(optimizer, torch.optim.Adam):
         for group in optimizer.param_groups:

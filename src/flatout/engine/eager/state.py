@@ -1,16 +1,18 @@
 """The training state as tensors by name, independent of the number of ranks, and copies of it.
 
 `model.NAME` holds parameters and buffers under their plain names, `optimizer.NAME.KEY` what the optimizer keeps for a
-trained parameter. Of a sharded model these are DTensors, of which a rank holds one shard.
+trained parameter, Python numbers included. Of a sharded model these are DTensors, of which a rank holds one shard.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from flatout.dist.world import World
 from flatout.errors import InputError
+from flatout.numerics import optim
 
 Tensors = dict[str, torch.Tensor]
 
@@ -27,10 +29,43 @@ def named_tensors(
         weights_only: whether to leave the optimizer out.
     """
     named = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
-    for name, parameter in () if weights_only else parameters.items():
-        kept = optimizer.state.get(parameter, {}).items()
-        named |= {f"optimizer.{name}.{key}": torch.as_tensor(value) for key, value in kept if value is not None}
-    return named
+    kept = {} if weights_only else _kept(optimizer, parameters)
+    return named | {name: _as_tensor(owner[key]) for name, (owner, key) in kept.items()}
+
+
+def _kept(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, tuple[dict[str, Any], str]]:
+    """Return where an optimizer keeps each tensor or number: a dictionary and its key, by the name in checkpoints."""
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    found = {}
+    for name, parameter in parameters.items():
+        own = optimizer.state.get(parameter, {})
+        # Some optimizers of timm count the steps of a whole group.
+        for owner, keys in ((groups[parameter], {"step"} & groups[parameter].keys()), (own, own)):
+            found |= {f"optimizer.{name}.{key}": (owner, key) for key in keys if owner[key] is not None}
+    return found
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    # A float is one of 64 bits, so that it returns as it was.
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else torch.as_tensor(value)
+
+
+def assign_numbers(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Overwrite what the optimizer keeps as Python numbers, which cannot be overwritten in place."""
+    for name, (owner, key) in _kept(optimizer, parameters).items():
+        if isinstance(owner[key], int | float):
+            owner[key] = type(owner[key])(tensors[name].item())
+
+
+def clear(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer forget its steps."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group.pop("step", None)
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
@@ -58,36 +93,33 @@ def gathered(named: Mapping[str, torch.Tensor], locals: Mapping[str, torch.Tenso
 
 def load(
     state: Mapping[str, torch.Tensor],
-    targets: Mapping[str, torch.Tensor],
+    targets: dict[str, torch.Tensor],
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
     world: World,
 ) -> None:
     """Overwrite the training state on all ranks with rank 0's `state`, which any number of ranks may have gathered.
 
-    `targets` are the tensors to overwrite; what the optimizer does not have yet is added to it.
+    `targets` are the tensors to overwrite; what the optimizer does not have yet is created.
 
     Raises:
         InputError: the state is of another model.
     """
     shapes = world.broadcast_object({name: (value.shape, value.dtype) for name, value in state.items()})
     _check_fits({n: s for n, (s, _) in shapes.items() if n.startswith("model.")}, targets)
-    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    if any(name.startswith("optimizer.") and name not in targets for name in shapes):
+        optim.create_state(optimizer)
+        targets = targets | {
+            name: _as_tensor(owner[key]) for name, (owner, key) in _kept(optimizer, parameters).items()
+        }
+        for name, parameter in parameters.items():
+            # One that never had a gradient.
+            if not any(kept.startswith(f"optimizer.{name}.") for kept in shapes):
+                optimizer.state.pop(parameter, None)
     for name, (shape, dtype) in shapes.items():
-        target = targets.get(name)
-        if target is None:
-            # The optimizer's state of a parameter: like it for each weight, or the number of steps, which torch keeps
-            # on the CPU unless the optimizer runs on the device.
-            owner, _, key = name.removeprefix("optimizer.").rpartition(".")
-            parameter = parameters.get(owner)
-            if parameter is None:
-                continue
-            if shape == parameter.shape:
-                target = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            else:
-                target = torch.zeros(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
-            optimizer.state[parameter][key] = target
-        _receive(state.get(name), target, shape, dtype, world)
+        if name in targets:
+            _receive(state.get(name), targets[name], shape, dtype, world)
+    assign_numbers(optimizer, parameters, targets)
 
 
 def _check_fits(shapes: Mapping[str, torch.Size], targets: Mapping[str, torch.Tensor]) -> None:

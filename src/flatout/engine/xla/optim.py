@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flatout.recipe import Optimizer
+from flatout.errors import InputError
+from flatout.recipe import OPTIMIZERS, Optimizer
 
 Arrays = dict[str, jax.Array]
 
@@ -40,10 +41,20 @@ _KEYS = {
 
 
 def build(optimizer: Optimizer) -> optax.GradientTransformation:
-    """Return the transformation from gradients to the direction that is subtracted, times the learning rate."""
+    """Return the transformation from gradients to the direction that is subtracted, times the learning rate.
+
+    Raises:
+        InputError: the optimizer is one of torch's or timm's own.
+    """
+    if optimizer.is_of_library:
+        raise InputError(
+            f"optimizer.name = {optimizer.name!r} is not available with --engine xla; use {', '.join(OPTIMIZERS)}, or "
+            "--engine torch"
+        )
     decay = optax.add_decayed_weights(optimizer.weight_decay)
     eps, betas = optimizer.eps, optimizer.betas
     assert eps is not None
+    assert betas is not None
     if optimizer.name == "adamw":
         return optax.chain(optax.scale_by_adam(betas[0], betas[1], eps), decay)
     if optimizer.name == "adam":
@@ -54,7 +65,7 @@ def build(optimizer: Optimizer) -> optax.GradientTransformation:
     assert momentum is not None
     if momentum == 0:
         return optax.chain(decay)
-    return optax.chain(decay, scale_by_momentum(momentum, optimizer.dampening, nesterov=optimizer.nesterov))
+    return optax.chain(decay, scale_by_momentum(momentum, optimizer.dampening, nesterov=bool(optimizer.nesterov)))
 
 
 def scale_by_momentum(momentum: float, dampening: float, *, nesterov: bool) -> optax.GradientTransformation:
