@@ -157,7 +157,7 @@ def _changes(args: Namespace) -> dict[str, Any]:
 
 @_command(
     "RUN [DATA]",
-    "--run --data --devices --engine --allow-untested --allow-code --json",
+    "--run --data --tta --devices --engine --allow-untested --allow-code --json",
     "evaluate runs/first new-photos/",
     data={"help": "other data; default: the run's own"},
 )
@@ -167,19 +167,20 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
     from flatout.run.folder import Run
 
     run = Run(args.run, allow_code=args.allow_code)
-    result = evaluate(run, args.data, devices=args.devices, engine=_engine(args), console=console)
+    result = evaluate(run, args.data, devices=args.devices, engine=_engine(args), console=console, tta=args.tta)
     name = "valid" if result["split"] == "valid" else "test"
     accuracy, correct, count, loss = (result[f"{name}_{k}"] for k in ("accuracy", "correct", "count", "loss"))
-    return result, [f"{name} accuracy {accuracy:.4f} ({correct:,} of {count:,} right), loss {loss:.4f}"]
+    how = ", with test-time augmentation" if result["tta"] else ""
+    return result, [f"{name} accuracy {accuracy:.4f} ({correct:,} of {count:,} right), loss {loss:.4f}{how}"]
 
 
-@_command("RUN FILE...", "--run --top --allow-code --json", "predict runs/first cat.jpg more-photos/")
+@_command("RUN FILE...", "--run --top --tta --allow-code --json", "predict runs/first cat.jpg more-photos/")
 def do_predict(args: Namespace, console: Console) -> Output:
     """Classify images with a run."""
     from flatout.run.folder import Run
     from flatout.run.predict import predict
 
-    predictions = predict(Run(args.run, allow_code=args.allow_code), args.files, top=args.top)
+    predictions = predict(Run(args.run, allow_code=args.allow_code), args.files, top=args.top, tta=args.tta)
     lines = []
     for prediction in predictions:
         pairs = zip(prediction.classes, prediction.probabilities, strict=True)

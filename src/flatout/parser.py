@@ -41,6 +41,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--clear": {"action": "store_true", "help": "remove all that is not in use"},
     "--json": {"action": "store_true", "help": "print one JSON object and nothing else"},
     "--top": {"type": int, "default": 5, "metavar": "K", "help": "classes per image (5)"},
+    "--tta": {"action": "store_true", "help": "test-time augmentation: average over views of each image"},
     "--size": {"type": int, "required": True, "metavar": "N", "help": "height and width in pixels"},
     "--channels": {"type": int, "choices": (1, 3), "help": "default: as the images have"},
     "--resize": {"choices": ("stretch", "crop"), "default": "stretch", "help": "stretch, or crop the longer side"},

@@ -259,6 +259,7 @@ class Recipe(_Checked):
     keep: whether the run's weights are those of the best epoch by validation, or of the last.
     early_stopping: epochs without improvement in validation before training ends; 0 for never.
     log_every: steps between printed losses; 0 for none.
+    tta: whether the evaluation at the end averages over views of each image (test-time augmentation).
     """
 
     job: str = "custom"
@@ -288,6 +289,7 @@ class Recipe(_Checked):
     keep: Literal["best", "last"] = "best"
     early_stopping: Annotated[int, "[0, inf)"] = 0
     log_every: Annotated[int, "[0, inf)"] = 0
+    tta: bool = False
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     augment: Augment = field(default_factory=Augment)

@@ -145,7 +145,13 @@ def flat_net() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(144, 6), nn.ReLU(), nn.Linear(6, 5))
 
 
-@pytest.mark.parametrize("name", trainable())
+# Numbers and tensors of all kinds, kept for a parameter or for a group.
+KINDS = ("torch:Adafactor", "torch:ASGD", "timm:lamb", "timm:adabelief", "timm:laprop", "timm:adan", "timm:muon")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in trainable()]
+)
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(name: str) -> None:
     """Also after an epoch was undone: whatever an optimizer keeps is copied, numbers of Python included."""
     has_momentum = "momentum" in inspect.signature(optim.of_library(Optimizer(name=name))).parameters
@@ -244,7 +250,9 @@ def test_they_are_not_sharded() -> None:
 CAPTURABLE = ["Adadelta", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"]
 
 
-@pytest.mark.parametrize("name", CAPTURABLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("NAdam", "RMSprop") else pytest.mark.slow) for name in CAPTURABLE]
+)
 def test_capturable_classes_are_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The branch of a GPU; for CPUs they have another, which refuses to be recorded.
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

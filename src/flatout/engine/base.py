@@ -60,8 +60,8 @@ class DeviceSplit(Protocol):
     def train_step(self, inputs: Any, learning_rate: float, seed: int) -> None:
         """Update the engine's state from one batch; `seed` determines dropout."""
 
-    def evaluate(self, *, with_probabilities: bool = False) -> Evaluation:
-        """Run the model over the split and wait for the result."""
+    def evaluate(self, *, with_probabilities: bool = False, tta: bool = False) -> Evaluation:
+        """Run the model over the split, or over views of its images (`augment.views`), and wait for the result."""
         ...
 
     def features(self) -> np.ndarray | None:

@@ -41,6 +41,8 @@ POLICY = {
 RAND_OPERATIONS, RAND_MAGNITUDE = 2, 9 / 30
 # TrivialAugment draws one of this many magnitudes (Müller and Hutter, arXiv 2103.10158).
 TRIVIAL_MAGNITUDES = 31
+# Test-time augmentation moves images of this size by two pixels, smaller ones by one.
+TWO_PIXELS_FROM = 64
 # Random erasing: area and aspect ratio of the rectangle (Zhong et al., arXiv 1708.04896).
 ERASE_AREAS, ERASE_ASPECTS = (0.02, 1 / 3), (0.3, 10 / 3)
 
@@ -246,6 +248,13 @@ def apply(
     if "erase" in transforms:
         images = images * ~inside(transforms["erase"], images)
     return images
+
+
+def views(recipe: Recipe) -> list[tuple[int, bool]]:
+    """Return the views that test-time augmentation averages, as arguments of `pixels.view`."""
+    shift = 1 if recipe.image_size < TWO_PIXELS_FROM else 2
+    mirrors = (False, True) if recipe.augment.flip else (False,)
+    return [(moved, is_mirrored) for is_mirrored in mirrors for moved in (0, -shift, shift)]
 
 
 def mix(images_BCHW: "torch.Tensor", partners_BCHW: "torch.Tensor", rows_B6: "torch.Tensor") -> "torch.Tensor":

@@ -1,4 +1,6 @@
-"""Losses per sample, and predictions from logits. Shape letters: B batch, K outputs."""
+"""Losses per sample, and predictions from logits. Shape letters: V views, B batch, K outputs."""
+
+import math
 
 import torch
 from torch.nn import functional
@@ -30,3 +32,11 @@ def predicted(logits_BK: torch.Tensor) -> torch.Tensor:
     """Return the most probable class of each sample, int64 [B]; -1 where the logits are not finite."""
     best_B = (logits_BK[:, 0] > 0).long() if logits_BK.shape[1] == 1 else logits_BK.argmax(dim=1)
     return torch.where(logits_BK.isfinite().all(dim=1), best_B, -1)
+
+
+def averaged(logits_VBK: torch.Tensor) -> torch.Tensor:
+    """Return logits [B, K] whose probabilities are the mean of those of several views of the same images."""
+    logits = logits_VBK.float()
+    if logits.shape[2] == 1:
+        return functional.logsigmoid(logits).logsumexp(0) - functional.logsigmoid(-logits).logsumexp(0)
+    return logits.log_softmax(2).logsumexp(0) - math.log(len(logits))

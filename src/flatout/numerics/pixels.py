@@ -1,4 +1,4 @@
-"""What augmentation does to pixels beside moving them, for torch and JAX alike: `xp` is either of the two modules.
+"""What augmentation does to pixels beside resampling them, for torch and JAX alike: `xp` is either of the two modules.
 
 Pixels are floats from 0 to 255. Operations are those of Pillow, without intermediate rounding.
 Shape letters: B batch, H height, W width, C channels.
@@ -84,3 +84,14 @@ def inside(boxes_B4: Any, rows_H: Any, columns_W: Any) -> Any:
 def partner_weight(is_inside: Any, share: Any) -> Any:
     """Return the partner's weight in each pixel of a mixture: 1 inside the box, else its share."""
     return is_inside + ~is_inside * share
+
+
+def view(xp: Any, x_BCHW: Any, shift: int, is_mirrored: bool) -> Any:
+    """Return images moved down and right by `shift` pixels, up and left if negative, edge pixels repeated; mirrored."""
+    down, up = max(0, shift), max(0, -shift)
+    height, width = x_BCHW.shape[2:]
+    x = xp.concatenate(
+        [*[x_BCHW[:, :, :1]] * down, x_BCHW[:, :, up : height - down], *[x_BCHW[:, :, -1:]] * up], axis=2
+    )
+    x = xp.concatenate([*[x[..., :1]] * down, x[..., up : width - down], *[x[..., -1:]] * up], axis=3)
+    return xp.flip(x, (3,)) if is_mirrored else x

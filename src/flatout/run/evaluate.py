@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from flatout.run.folder import Run
 
 
-def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Console) -> dict[str, Any]:
+def evaluate(
+    run: "Run", data: Any, *, devices: str, engine: str, console: Console, tta: bool = False
+) -> dict[str, Any]:
     """See `Run.evaluate`. Several devices have a process each, as in training."""
     from flatout.dist.env import launched
     from flatout.engine.devices import engine_for, parse_devices
@@ -24,10 +26,14 @@ def evaluate(run: "Run", data: Any, *, devices: str, engine: str, console: Conso
     if devices == "auto" and launched() is None:
         # Starting a process for each device would take longer than they would save.
         devices = parse_devices("auto", engine).names[0]
-    return run_on_devices(_evaluate, (run, data, devices, engine), spec=devices, engine=engine, console=console)
+    return run_on_devices(
+        _evaluate, (run, data, devices, engine, tta or run.recipe.tta), spec=devices, engine=engine, console=console
+    )
 
 
-def _evaluate(console: Console, world: "World", run: "Run", data: Any, devices: str, engine: str) -> dict[str, Any]:
+def _evaluate(
+    console: Console, world: "World", run: "Run", data: Any, devices: str, engine: str, tta: bool
+) -> dict[str, Any]:
     from flatout.data.load import find, load, match_classes, splits_of
     from flatout.data.shared_pack import load_once_per_host
     from flatout.engine.devices import spec_of
@@ -59,15 +65,16 @@ def _evaluate(console: Console, world: "World", run: "Run", data: Any, devices: 
     if formats and recipe.precision not in formats:
         # Trained on other hardware.
         recipe = recipe.override({"precision": "auto"})
+    recipe = recipe.override({"tta": tta})
     built = make_engine(
         model, recipe, engine=engine, devices=devices, world=world, report=console.note, cache_prefix=False
     )
     try:
-        counts = built.place(samples).evaluate().counts
+        counts = built.place(samples).evaluate(tta=tta).counts
     finally:
         built.close()
     name = "valid" if split == "valid" else "test"
     figures = {"loss": counts.loss, "accuracy": counts.accuracy, "correct": counts.correct, "count": counts.count}
     named = {f"{name}_{key}": value for key, value in figures.items()}
     devices = spec_of([name for names in world.all_gather_object(built.device_names) for name in names])
-    return {"run": str(run.path), "split": split, **named, "devices": devices, "engine": engine}
+    return {"run": str(run.path), "split": split, **named, "tta": tta, "devices": devices, "engine": engine}

@@ -16,6 +16,7 @@ from flatout.data.feed import Samples
 from flatout.dist.control import Flag
 from flatout.errors import Stopped
 from flatout.files import write_atomically
+from flatout.numerics.augment import views
 from flatout.numerics.random import Stream, permutation
 from flatout.report import run_files
 from flatout.run.progress import Progress
@@ -57,6 +58,8 @@ def finish(
     shown = next((name for name in ("test", "valid") if name in placed), None)
     results: dict[str, Evaluation] = {}
     began = time.perf_counter()
+    if session.recipe.tta:
+        session.note(f"test-time augmentation: evaluated on {len(views(session.recipe))} views of each image")
     if isinstance(failure, Stopped):
         # The signal that ended training reaches some ranks only now.
         session.world.control.heeded = Flag.TERMINATE
@@ -64,7 +67,7 @@ def finish(
         # Whoever terminates a run does not wait for an evaluation.
         if not (isinstance(failure, Stopped) and failure.signal_number == signal.SIGTERM):
             for name in [name for name in placed if name != "train"]:
-                results[name] = placed[name].evaluate(with_probabilities=name == shown)
+                results[name] = placed[name].evaluate(with_probabilities=name == shown, tta=session.recipe.tta)
     except Stopped as stopped:
         failure = failure or stopped
         ended = ended or f"{stopped.how} during evaluation"
@@ -204,6 +207,7 @@ def _summary(
         "epochs_trained": progress.epoch,
         "best_epoch": progress.best_epoch or None,
         "kept_epoch": chosen or None,
+        "tta": recipe.tta,
         "seed": recipe.seed,
         "parameters": session.parameters,
         "trained_parameters": session.trained_parameters,

@@ -97,7 +97,9 @@ class Run:
         return model
 
     @in_python
-    def evaluate(self, data: Any = None, *, devices: str = "auto", engine: str = "auto") -> dict[str, Any]:
+    def evaluate(
+        self, data: Any = None, *, devices: str = "auto", engine: str = "auto", tta: bool = False
+    ) -> dict[str, Any]:
         """Return `test_loss`, `test_accuracy`, `test_correct`, `test_count` on the run's test data, or on other data.
 
         Where only a validation split exists, the names say `valid`.
@@ -106,14 +108,15 @@ class Run:
             data: as for `fit`; where it has a test split that is used, else a validation split, else all of it.
             devices: a device SPEC.
             engine: `torch`, `xla` or `auto`.
+            tta: average over views of each image (test-time augmentation), as the recipe's `tta` does.
         """
         from flatout.console import Console
         from flatout.run.evaluate import evaluate
 
-        return evaluate(self, data, devices=devices, engine=engine, console=Console())
+        return evaluate(self, data, devices=devices, engine=engine, console=Console(), tta=tta)
 
     @in_python
-    def predict(self, images: Any, *, top: int = 5) -> list[Prediction]:
+    def predict(self, images: Any, *, top: int = 5, tta: bool = False) -> list[Prediction]:
         """Return the `top` most probable classes of each image.
 
         Args:
@@ -121,24 +124,31 @@ class Run:
                 [C, H, W], or a list of these; or one array or tensor of many images, [N, ...]. Values are uint8, or
                 numbers in 0..1 or 0..255. Images of another size are resized.
             top: how many classes.
+            tta: as for `evaluate`.
 
         Raises:
             InputError: an image is missing or cannot be read.
         """
-        return predict(self, images, top=top)
+        return predict(self, images, top=top, tta=tta)
 
-    def probabilities(self, pixels_NHWC: np.ndarray) -> np.ndarray:
-        """Return class probabilities, float32 [N, K], of uint8 images of the size that they are decoded to."""
+    def probabilities(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> np.ndarray:
+        """Return class probabilities, float32 [N, K], of uint8 images of the size that they are decoded to.
+
+        With `tta`, or if the recipe has it, they are averaged over views of each image.
+        """
         import torch
 
-        from flatout.numerics import augment, loss
+        from flatout.numerics import augment, loss, pixels
 
+        views = augment.views(self.recipe) if tta or self.recipe.tta else []
         mean, std = (torch.tensor(values) for values in (self.recipe.data.mean, self.recipe.data.std))
         results, model = [], self.model.eval()
         with torch.no_grad():
             for start in range(0, len(pixels_NHWC), self.recipe.batch_size):
                 batch = torch.from_numpy(np.ascontiguousarray(pixels_NHWC[start : start + self.recipe.batch_size]))
-                logits = model(augment.apply(batch, None, 1 / (255 * std), -mean / std, self.recipe.image_size))
+                images = augment.apply(batch, None, 1 / (255 * std), -mean / std, self.recipe.image_size)
+                seen = [model(pixels.view(torch, images, *view)) for view in views]
+                logits = loss.averaged(torch.stack(seen)) if seen else model(images)
                 results.append(loss.probabilities(logits).numpy())
         return np.concatenate(results)
 

@@ -32,7 +32,7 @@ class Prediction:
         return {"file": self.file, "predictions": [{"class": c, "probability": p} for c, p in pairs]}
 
 
-def predict(run: "Run", images: Any, *, top: int) -> list[Prediction]:
+def predict(run: "Run", images: Any, *, top: int, tta: bool = False) -> list[Prediction]:
     """See `Run.predict`."""
     if not top >= 1:
         raise InputError(f"--top {top}: must be at least 1")
@@ -44,7 +44,7 @@ def predict(run: "Run", images: Any, *, top: int) -> list[Prediction]:
             bad += [error for error in decoded if isinstance(error, str)]
             if bad:  # the rest is decoded only to name every bad file
                 continue
-            for (name, _), row in zip(batch, run.probabilities(np.stack(decoded)), strict=True):
+            for (name, _), row in zip(batch, run.probabilities(np.stack(decoded), tta=tta), strict=True):
                 best = np.argsort(-row, kind="stable")[:top]
                 classes, probabilities = tuple(run.classes[i] for i in best), tuple(row[best].tolist())
                 results.append(Prediction(file=name, classes=classes, probabilities=probabilities))

@@ -34,7 +34,7 @@ from flatout.engine.eager.weight_average import WeightAverage
 from flatout.engine.recorder import Recorder
 from flatout.models.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.models.layers import learning_rate_scales, set_train_mode
-from flatout.numerics import augment, loss, optim
+from flatout.numerics import augment, loss, optim, pixels
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe
 
@@ -269,6 +269,12 @@ class TorchEngine:
     def network_input(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """Return what the network reads, [B, C, ...]: normalised, augmented images or the output of the prefix."""
         return images.movedim(-1, 1) if self.cut else self.normalised(images, transforms)
+
+    def view_logits(self, network: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        """Return the logits of stored images, averaged over their views."""
+        images, prefix = self.normalised(images), self.cut.prefix if self.cut else nn.Identity()
+        seen = [network(prefix(pixels.view(torch, images, *view))) for view in augment.views(self.recipe)]
+        return loss.averaged(torch.stack(seen))
 
     def _training_input(self, source: Source, inputs: Inputs) -> torch.Tensor:
         """Return a batch's augmented images, mixed with others if the recipe says so."""

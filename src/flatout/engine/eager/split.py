@@ -263,9 +263,10 @@ class TorchSplit:
         engine.train_step(source, inputs, learning_rate, seed)
 
     @torch.no_grad()
-    def evaluate(self, *, with_probabilities: bool = False) -> Evaluation:
+    def evaluate(self, *, with_probabilities: bool = False, tta: bool = False) -> Evaluation:
         """See `DeviceSplit.evaluate`. Losses are those of the recipe, without class weights."""
-        engine, source = self._engine, self._view(NOT_AUGMENTED, {})
+        # What a frozen prefix computes of moved images is not cached.
+        engine, source = self._engine, self._images if tta else self._view(NOT_AUGMENTED, {})
         recipe, world, accelerator = engine.recipe, engine.world, engine.setup.accelerator
         engine.synchronise_buffers()
         loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
@@ -275,7 +276,9 @@ class TorchSplit:
             for inputs in self._batches(source, equally_many=engine.is_sharded):
                 start, real = int(inputs.batch.samples[0]), inputs.batch.count
                 with engine.setup.autocast():
-                    logits = network(engine.network_input(source.images_of(inputs)))[:real]
+                    images = source.images_of(inputs)
+                    logits = engine.view_logits(network, images) if tta else network(engine.network_input(images))
+                    logits = logits[:real]
                 labels = source.labels.index_select(0, inputs.samples[:real])
                 loss_sum += loss.per_sample(logits, labels, recipe.loss, recipe.label_smoothing).sum()
                 rows = slice(start, start + real)

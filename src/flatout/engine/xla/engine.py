@@ -144,14 +144,20 @@ class XlaEngine:
         return self._program
 
     def compiled(
-        self, program: Program, table: jax.Array | None, *, steps: int | None = None, evaluates: bool = False
+        self,
+        program: Program,
+        table: jax.Array | None,
+        *,
+        steps: int | None = None,
+        evaluates: bool = False,
+        tta: bool = False,
     ) -> Callable[..., Any]:
         """Return one training step, `steps` of them, or an evaluation batch, compiled when first requested."""
-        key = program.batch, None if table is None else table.shape, steps, evaluates
+        key = program.batch, None if table is None else table.shape, steps, evaluates, tta
         if key not in self._compiled:
             assert self._state is not None
             if evaluates:
-                lowered = self.sharding.lower_evaluation(program, self._state, table=table)
+                lowered = self.sharding.lower_evaluation(program, self._state, table=table, tta=tta)
             else:
                 lowered = self.sharding.lower_step(program, self._state, steps=steps, table=table)
             with compilation_cache():
@@ -168,11 +174,11 @@ class XlaEngine:
         self._sums.append(sums)
         self._in_flight.append(sums)
 
-    def evaluate(self, split: "XlaSplit", program: Program, group: HostBatches) -> Evaluated:
+    def evaluate(self, split: "XlaSplit", program: Program, group: HostBatches, *, tta: bool) -> Evaluated:
         """Enqueue one evaluation batch of a split."""
         arrays = (group.images[0], group.labels[0], group.weights[0])
         put = self.sharding.put_batch(arrays, (self.sharding.split,) * len(arrays))
-        return self.compiled(program, split.table, evaluates=True)(self._state, *put, *split.tables)
+        return self.compiled(program, split.table, evaluates=True, tta=tta)(self._state, *put, *split.tables)
 
     def features(self, samples: Samples, transforms: Transforms | None) -> Samples:
         """Return a split with the output of the frozen prefix instead of its images, which are augmented first."""
@@ -430,7 +436,7 @@ class XlaSplit:
         self._read_view(NOT_AUGMENTED, None)
         return self._read.images
 
-    def evaluate(self, *, with_probabilities: bool = False) -> Evaluation:
+    def evaluate(self, *, with_probabilities: bool = False, tta: bool = False) -> Evaluation:
         """See `DeviceSplit.evaluate`."""
         engine, count = self._engine, len(self.samples)
         engine.flush()
@@ -441,7 +447,7 @@ class XlaSplit:
         read = self._reader(size, is_training=False)
         for group in prefetch(read, ([batch] for batch in evaluation_batches(count, size))):
             engine.world.control.check_stop()
-            results.append((engine.evaluate(self, program, group), group.batches[0].count))
+            results.append((engine.evaluate(self, program, group, tta=tta), group.batches[0].count))
             if len(results) > RUN_AHEAD:
                 results[-RUN_AHEAD - 1][0].predicted.block_until_ready()
         rows = [np.asarray(result.probabilities)[:number] for result, number in results] if with_probabilities else None

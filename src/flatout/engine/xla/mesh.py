@@ -3,6 +3,7 @@
 Shape letters: B batch.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,12 +104,14 @@ class MeshSharding:
         with program.matmul_precision():
             return jitted.lower(_shapes(state), inputs, *tables)
 
-    def lower_evaluation(self, program: Program, state: State, *, table: jax.Array | None = None) -> jax.stages.Lowered:
-        """Return the evaluation of a batch, ready to be compiled; arguments as for `lower_step`."""
+    def lower_evaluation(
+        self, program: Program, state: State, *, table: jax.Array | None = None, tta: bool = False
+    ) -> jax.stages.Lowered:
+        """Return the evaluation of a batch, ready to be compiled; arguments as for `lower_step`, `Program.evaluate`."""
         inputs = program.example_inputs(is_resident=table is not None, batch=program.evaluation_batch)
         tables = () if table is None else (table,)
         jitted = jax.jit(
-            program.evaluate,
+            functools.partial(program.evaluate, tta=tta),
             in_shardings=(self.of_state(state), *[self.split] * 3, *[self.replicated] * len(tables)),
             out_shardings=self.replicated,
         )

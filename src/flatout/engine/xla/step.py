@@ -24,7 +24,7 @@ from flatout.engine.xla.lowerings import SampleMask
 from flatout.models.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.models.keras import KerasModule
 from flatout.models.layers import learning_rate_scales, set_train_mode
-from flatout.numerics import augment, loss
+from flatout.numerics import augment, loss, pixels
 from flatout.recipe import Recipe
 
 Array = Any  # jax.Array or np.ndarray
@@ -109,6 +109,14 @@ def _exported_head(name: str, label_smoothing: float, logits_shape: tuple[int, .
     """Return a `LossHead` as a function. Training and evaluation share one where their batches have the same size."""
     examples = _example(*logits_shape), _example(logits_shape[0], dtype=torch.int64)
     return Function(LossHead(name, label_smoothing), examples, name="loss")
+
+
+class Averaged(nn.Module):
+    """Logits [B, K] averaged over views [V, B, K]."""
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return them."""
+        return loss.averaged(logits)
 
 
 class Program:
@@ -259,12 +267,31 @@ class Program:
         return jax.lax.scan(lambda state, one: self.train_step(state, one, table), state, inputs)
 
     def evaluate(
-        self, state: State, images: jax.Array, labels: jax.Array, mask: jax.Array, table: jax.Array | None = None
+        self,
+        state: State,
+        images: jax.Array,
+        labels: jax.Array,
+        mask: jax.Array,
+        table: jax.Array | None = None,
+        *,
+        tta: bool = False,
     ) -> Evaluated:
-        """Return the figures of one batch; arguments as in `Inputs`, `mask` [B] is 0 for padding."""
+        """Return the figures of one batch; arguments as in `Inputs`, `mask` [B] is 0 for padding.
+
+        With `tta` they are those of the probabilities averaged over `augment.views`.
+        """
         x = self._input(_images(images, table), None)
         weights = state.average or state
-        logits, _ = self._evaluation.model({**weights.trained, **state.frozen}, weights.buffers, x)
+
+        def logits_of(x: jax.Array) -> jax.Array:
+            return self._evaluation.model({**weights.trained, **state.frozen}, weights.buffers, x)[0]
+
+        if tta:
+            views = augment.views(self._recipe)
+            logits_VBK = jnp.stack([logits_of(pixels.view(jnp, x, *view)) for view in views]).astype(jnp.float32)
+            logits = Function(Averaged(), (_example(*logits_VBK.shape),), name="views")({}, {}, logits_VBK)[0]
+        else:
+            logits = logits_of(x)
         losses, predicted, probabilities = self._evaluation.losses(logits, labels)
         # A prediction of NaN for padding must not reach the sums.
         loss_sum = jnp.where(mask > 0, losses, 0).sum()
@@ -292,8 +319,11 @@ class FrozenPrefix:
 
 
 def frozen_cut(model: nn.Module, recipe: Recipe) -> Cut | None:
-    """Return a model in two parts where the output of the first can be cached; None where it cannot."""
-    if isinstance(model, KerasModule) or recipe.shard == "full" or not recipe.augment.is_finite:
+    """Return a model in two parts where the output of the first can be cached; None where it cannot.
+
+    Test-time augmentation needs the whole model.
+    """
+    if isinstance(model, KerasModule) or recipe.shard == "full" or not recipe.augment.is_finite or recipe.tta:
         return None
     set_train_mode(model)
     return cut_frozen_prefix(model)

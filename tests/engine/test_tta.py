@@ -1,0 +1,139 @@
+"""Test-time augmentation on both engines, against views moved and averaged by hand in NumPy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import flatout
+from flatout.cli import main
+from flatout.data.feed import Samples
+from flatout.dist.world import World
+from flatout.engine.base import Evaluation
+from flatout.engine.eager.engine import TorchEngine
+from flatout.recipe import Recipe
+from tests.engine.engines import make_engine
+from tests.engine.ranks import on_ranks
+from tests.engine.test_against_plain_loop import make_net, make_recipe, make_samples
+from tests.engine.test_prefix import frozen_net
+
+MOVES = {12: (0, 1, -1), 64: (0, 2, -2)}
+
+
+def mean_by_hand(net: nn.Module, images: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Return float64 [N, K], the mean of the probabilities of all views."""
+    size, views = images.shape[1], []
+    for move in MOVES[size]:
+        # Pixel i of the view is pixel i + move of the image, and that at the edge where there is none.
+        places = np.clip(np.arange(size) + move, 0, size - 1)
+        moved = images[:, places][:, :, places]
+        views += [moved, moved[:, :, ::-1]] if recipe.augment.flip else [moved]
+    found = []
+    for view in views:
+        x = (torch.from_numpy(view.copy()).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
+        with torch.no_grad():
+            logits = net.eval()(x).double()
+        positive = logits.sigmoid()
+        found.append(torch.cat([1 - positive, positive], 1) if logits.shape[1] == 1 else logits.softmax(1))
+    return torch.stack(found).mean(0).numpy()
+
+
+def assert_is_mean(result: Evaluation, expected: np.ndarray, samples: Samples) -> None:
+    assert result.probabilities is not None
+    np.testing.assert_allclose(result.probabilities, expected, atol=1e-5)
+    assert (result.predicted == expected.argmax(1)).all()
+    loss = -np.log(expected[np.arange(len(expected)), samples.labels]).sum()
+    assert result.loss_sum == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.parametrize(("engine", "flip"), [("torch", False), ("torch", True), ("xla 8", True)])
+def test_probabilities_are_the_mean_over_the_views(engine: str, flip: bool) -> None:
+    samples, recipe = make_samples(), make_recipe(**{"augment.flip": flip})
+    made = make_engine(engine, make_net(), recipe)
+    placed = made.place(samples)
+    assert_is_mean(
+        placed.evaluate(with_probabilities=True, tta=True), mean_by_hand(make_net(), samples.images, recipe), samples
+    )
+    plain = placed.evaluate(with_probabilities=True).probabilities
+    made.close()
+    assert plain is not None
+    with torch.no_grad():
+        x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
+        np.testing.assert_allclose(plain, functional.softmax(make_net().eval()(x), 1), atol=1e-5)
+
+
+def one_logit() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Conv2d(1, 2, 9, stride=9), nn.ReLU(), nn.Flatten(), nn.Linear(98, 1))
+
+
+@pytest.mark.parametrize("engine", ["torch", "xla 8"])
+def test_a_single_logit_and_images_that_move_by_two_pixels(engine: str) -> None:
+    samples = make_samples(20, size=64, classes=2)
+    recipe = make_recipe(image_size=64, loss="binary-cross-entropy", **{"augment.flip": True})
+    made = make_engine(engine, one_logit(), recipe)
+    result = made.place(samples).evaluate(with_probabilities=True, tta=True)
+    made.close()
+    assert_is_mean(result, mean_by_hand(one_logit(), samples.images, recipe), samples)
+
+
+def test_views_pass_a_frozen_prefix_whose_output_is_cached() -> None:
+    samples, recipe, net = make_samples(), make_recipe(), frozen_net()
+    engine = TorchEngine(net, recipe)
+    assert engine.cut is not None
+    result = engine.place(samples).evaluate(with_probabilities=True, tta=True)
+    engine.close()
+    assert_is_mean(result, mean_by_hand(net, samples.images, recipe), samples)
+
+
+def of_ranks(world: World) -> Any:
+    engine = TorchEngine(make_net(), make_recipe(), world=world)
+    result = engine.place(make_samples()).evaluate(with_probabilities=True, tta=True)
+    engine.close()
+    return result.loss_sum, result.predicted, result.probabilities
+
+
+def test_ranks_share_the_images() -> None:
+    ((loss, predicted, probabilities),), both = on_ranks(1, of_ranks), on_ranks(2, of_ranks)
+    for found in both:
+        assert found[0] == pytest.approx(loss)
+        assert (found[1] == predicted).all()
+        np.testing.assert_allclose(found[2], probabilities, atol=1e-6)
+
+
+def test_a_run_says_that_its_metrics_are_of_views(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(2)
+    labels = np.arange(60) % 2
+    images = np.clip(rng.normal(90 + 60 * labels[:, None, None], 60, (60, 16, 16)), 0, 255).astype(np.uint8)
+    np.savez(tmp_path / "images.npz", images=images, labels=labels)
+    keys: dict[str, Any] = {
+        "model": "keras-cnn",
+        "epochs": 1,
+        "batch_size": 10,
+        "image_size": 18,
+        "augment": {"flip": True},
+    }
+    for name, tta in (("with", True), ("without", False)):
+        data, out = tmp_path / "images.npz", tmp_path / name
+        flatout.fit(data=data, out=out, devices="cpu", quiet=True, tta=tta, **keys)
+    run, plain = flatout.load(tmp_path / "with"), flatout.load(tmp_path / "without")
+    assert (run.summary["tta"], plain.summary["tta"]) == (True, False)
+    assert "test-time augmentation: evaluated on 6 views of each image" in run.summary["notes"]
+    assert run.summary["test_loss"] != plain.summary["test_loss"]
+    assert plain.evaluate(devices="cpu", tta=True)["test_loss"] == pytest.approx(run.summary["test_loss"], rel=1e-6)
+    assert run.evaluate(devices="cpu")["test_loss"] == pytest.approx(run.summary["test_loss"], rel=1e-6)
+    given = images[:8]
+    views = [p.probabilities for p in plain.predict(given, tta=True)]
+    assert views == [p.probabilities for p in run.predict(given)]
+    assert views != [p.probabilities for p in plain.predict(given)]
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "without"), "--devices", "cpu", "--tta"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(", with test-time augmentation")
+    np.save(tmp_path / "one.npy", images[0])
+    assert main(["evaluate", str(tmp_path / "without"), "--devices", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tta"] is False
