@@ -209,6 +209,7 @@ class Data(_Checked):
     max_bad_share: the largest share of unreadable images that `skip` accepts.
     stored_size: height and width of the decoded images, if they are to be larger than `image_size`: evaluation takes
     the centre, `augment.crop` any part.
+    eval_size: height and width of the images in evaluation and prediction; 0 for `image_size`.
     placement: where the decoded images are during training.
     """
 
@@ -227,6 +228,7 @@ class Data(_Checked):
     on_bad_image: Literal["stop", "skip"] = "stop"
     max_bad_share: Annotated[float, "[0, 1)"] = 0.05
     stored_size: Annotated[int, f"[0, {MAX_IMAGE_SIZE}]"] = 0
+    eval_size: Annotated[int, f"[0, {MAX_IMAGE_SIZE}]"] = 0
     placement: Literal["auto", "device", "memory", "disk"] = "auto"
 
     def __post_init__(self) -> None:
@@ -304,10 +306,11 @@ class Recipe(_Checked):
             (bool(self.model), "model", "must name a model"),
             (0 <= self.seed < 2**63, "seed", "must be at least 0 and less than 2^63"),
         )
-        larger = f"must be at least image_size ({self.image_size}), or 0 for that"
+        largest = max(self.image_size, self.eval_size)
+        larger = f"must be at least {largest}, the largest of image_size and data.eval_size, or 0 for that"
         self.data._require(
             (len(self.data.mean) in (0, 1, self.channels), "mean", need),
-            (self.stored_size >= self.image_size, "stored_size", larger),
+            (self.stored_size >= largest, "stored_size", larger),
         )
 
     def total_steps(self, steps_per_epoch: int) -> int:
@@ -318,7 +321,17 @@ class Recipe(_Checked):
     @property
     def stored_size(self) -> int:
         """Height and width of the decoded images."""
-        return self.data.stored_size or self.image_size
+        return self.data.stored_size or max(self.image_size, self.eval_size)
+
+    @property
+    def eval_size(self) -> int:
+        """Height and width of the images in evaluation and prediction."""
+        return self.data.eval_size or self.image_size
+
+    @property
+    def is_cacheable(self) -> bool:
+        """Whether what a frozen layer computes of an image can be kept for training and evaluation."""
+        return self.augment.is_finite and self.eval_size == self.image_size
 
     def override(self, changes: Mapping[str, Any]) -> "Recipe":
         """Return a recipe with dotted keys changed, such as `{"epochs": 3, "optimizer.lr": 0.1}`.

@@ -29,7 +29,7 @@ def test_pixels_equal_torchs(changes: dict[str, Any]) -> None:
     mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
     transforms = {name: torch.from_numpy(table) for name, table in tables.items()}
     expected = augment.apply(torch.from_numpy(images), transforms, 1 / (255 * std), -mean / std, recipe.image_size)
-    found: Any = Augmentation(recipe)(images, tables)
+    found: Any = Augmentation(recipe)(images, tables, is_training=True)
     np.testing.assert_allclose(found, expected, atol=2e-5)
     if "mix" in tables:
         expected = augment.mix(expected, expected[tables["partner"]], transforms["mix"])

@@ -65,7 +65,7 @@ def build_model(
         InputError: there is no such model, it may not be called, or it does not fit the data or the recipe.
     """
     from flatout.models.layers import freeze, set_dropout
-    from flatout.models.outputs import ensure_logits
+    from flatout.models.outputs import check_size, ensure_logits
 
     is_binary = recipe.loss == "binary-cross-entropy"
     if is_binary and num_classes != 2:
@@ -79,6 +79,8 @@ def build_model(
         name, model = type(module).__name__, copied(module)
     if module is not None or name not in _NETS:
         ensure_logits(model, name, recipe, num_outputs, report)
+    if recipe.eval_size != recipe.image_size:
+        check_size(model, name, recipe, num_outputs, recipe.eval_size, "data.eval_size")
     freeze(model, recipe.freeze)
     set_dropout(model, recipe.dropout)
     return model

@@ -75,3 +75,27 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
     elif not all(isinstance(output, torch.Tensor) for output in outputs):
         report(f"model {name!r} returns several outputs: the logits are trained, the others are not")
         model.register_forward_hook(_logits)
+
+
+def check_size(model: nn.Module, name: str, recipe: Recipe, num_outputs: int, size: int, key: str) -> None:
+    """Check that a model built for images of the recipe's `image_size` takes images of another, which `key` names.
+
+    Raises:
+        InputError: it does not.
+    """
+    modes = {module: module.training for module in model.modules()}
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    try:
+        with torch.no_grad():
+            logits = model.eval()(torch.zeros(2, recipe.channels, size, size, device=device))
+        reason = "" if logits.shape == (2, num_outputs) else f"it returns {list(logits.shape)}"
+    except Exception as error:  # someone else's code may raise anything
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    if reason:
+        raise InputError(
+            f"{key} = {size}: the model {name!r}, built for images of {recipe.image_size} pixels, does not take others "
+            f"({reason}); leave the key out, or choose a model with global pooling, such as timm:resnet18"
+        )

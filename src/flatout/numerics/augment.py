@@ -252,7 +252,7 @@ def apply(
 
 def views(recipe: Recipe) -> list[tuple[int, bool]]:
     """Return the views that test-time augmentation averages, as arguments of `pixels.view`."""
-    shift = 1 if recipe.image_size < TWO_PIXELS_FROM else 2
+    shift = 1 if recipe.eval_size < TWO_PIXELS_FROM else 2
     mirrors = (False, True) if recipe.augment.flip else (False,)
     return [(moved, is_mirrored) for is_mirrored in mirrors for moved in (0, -shift, shift)]
 

@@ -129,6 +129,7 @@ def _write_weights(session: "Session", state: dict[str, Any], pack: "Pack") -> N
         "classes": json.dumps(pack.classes),
         "image_size": str(recipe.image_size),
         "stored_size": str(recipe.stored_size),
+        "eval_size": str(recipe.eval_size),
         "channels": str(recipe.channels),
         "mean": json.dumps(recipe.data.mean),
         "std": json.dumps(recipe.data.std),

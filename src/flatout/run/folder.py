@@ -146,7 +146,7 @@ class Run:
         with torch.no_grad():
             for start in range(0, len(pixels_NHWC), self.recipe.batch_size):
                 batch = torch.from_numpy(np.ascontiguousarray(pixels_NHWC[start : start + self.recipe.batch_size]))
-                images = augment.apply(batch, None, 1 / (255 * std), -mean / std, self.recipe.image_size)
+                images = augment.apply(batch, None, 1 / (255 * std), -mean / std, self.recipe.eval_size)
                 seen = [model(pixels.view(torch, images, *view)) for view in views]
                 logits = loss.averaged(torch.stack(seen)) if seen else model(images)
                 results.append(loss.probabilities(logits).numpy())

@@ -137,7 +137,7 @@ class TorchEngine:
         self.metric_sums = MetricSums(accelerator)
         self._communication_seconds = 0.0
         self._micro_batches, self._offload = 0, False
-        may_cut = cache_prefix and recipe.augment.is_finite and not self.is_sharded
+        may_cut = cache_prefix and recipe.is_cacheable and not self.is_sharded
         self.cut: Cut | None = cut_frozen_prefix(self.model) if may_cut else None
         if self.cut:
             often = f"for {views} views of each image" if (views := recipe.augment.views) else "once"
@@ -263,11 +263,12 @@ class TorchEngine:
         nn.utils.clip_grad_norm_(parameters, self.recipe.clip_norm)
 
     def normalised(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """Return stored images [B, H, W, C] as the model takes them, [B, C, H, W], augmented."""
-        return augment.apply(images, transforms, *self._normalisation, self.recipe.image_size)
+        """Return stored images [B, H, W, C] as the model takes them, [B, C, H, W]: augmented, or for evaluation."""
+        size = self.recipe.eval_size if transforms is None else self.recipe.image_size
+        return augment.apply(images, transforms, *self._normalisation, size)
 
     def network_input(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """Return what the network reads, [B, C, ...]: normalised, augmented images or the output of the prefix."""
+        """Return what the network reads, [B, C, ...]: `normalised` images, or the output of the prefix."""
         return images.movedim(-1, 1) if self.cut else self.normalised(images, transforms)
 
     def view_logits(self, network: nn.Module, images: torch.Tensor) -> torch.Tensor:

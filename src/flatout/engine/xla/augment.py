@@ -28,18 +28,19 @@ class Augmentation:
 
     def __init__(self, recipe: Recipe) -> None:
         mean, std = (np.asarray(values, np.float32) for values in (recipe.data.mean, recipe.data.std))
-        self._size = recipe.image_size
+        self._size, self._eval_size = recipe.image_size, recipe.eval_size
         self._scale, self._bias = 1 / (255 * std), -mean / std
         self._is_separable = not (recipe.augment.rotate or recipe.augment.shear or recipe.augment.policy != "none")
 
-    def __call__(self, images_BHWC: Any, transforms: Any) -> jax.Array:
+    def __call__(self, images_BHWC: Any, transforms: Any, *, is_training: bool) -> jax.Array:
         """Return float32 [B, C, H, W].
 
         Args:
             images_BHWC: uint8.
-            transforms: the batch's rows of `numerics.augment.epoch_transforms`; None for evaluation.
+            transforms: the batch's rows of `numerics.augment.epoch_transforms`; None where nothing is random.
+            is_training: whether the images are of the size for training, or of that for evaluation.
         """
-        transforms, size = transforms or {}, self._size
+        transforms, size = transforms or {}, self._size if is_training else self._eval_size
         if "affine" not in transforms:
             top, left = ((length - size) // 2 for length in images_BHWC.shape[1:3])
             images_BHWC = images_BHWC[:, top : top + size, left : left + size]

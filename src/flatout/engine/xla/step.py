@@ -168,12 +168,19 @@ class Program:
     @functools.cached_property
     def _evaluation(self) -> "_Network":
         self._model.eval()
-        network = self._cut.eval_suffix if self._cut else self._model
-        return _Network(network, self._recipe, (self.evaluation_batch, *self._read), self._precision)
+        if self._cut:
+            return _Network(
+                self._cut.eval_suffix, self._recipe, (self.evaluation_batch, *self._read), self._precision
+            )
+        size = self._recipe.eval_size
+        shape = self.evaluation_batch, self._recipe.channels, size, size
+        return _Network(self._model, self._recipe, shape, self._precision)
 
-    def _input(self, images: Any, transforms: Any) -> jax.Array:
+    def _input(self, images: Any, transforms: Any, *, is_training: bool) -> jax.Array:
         """Return what the network reads of stored images, augmented; or of the output of the frozen prefix."""
-        return jnp.moveaxis(images, -1, 1) if self._cut else self._augment(images, transforms)
+        if self._cut:
+            return jnp.moveaxis(images, -1, 1)
+        return self._augment(images, transforms, is_training=is_training)
 
     def matmul_precision(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context to trace in, which decides how 32-bit products are computed."""
@@ -223,10 +230,11 @@ class Program:
             The state after it; and loss sum, weight sum, correct predictions and samples, float32 [4].
         """
         real = (inputs.weights > 0).astype(jnp.float32)
-        x = self._input(_images(inputs.images, table), inputs.transforms)
+        x = self._input(_images(inputs.images, table), inputs.transforms, is_training=True)
         if inputs.partners is not None:
             images, partner_labels, transforms = inputs.partners
-            x = mix(x, self._augment(_images(images, table), transforms), inputs.transforms["mix"])
+            partners = self._augment(_images(images, table), transforms, is_training=True)
+            x = mix(x, partners, inputs.transforms["mix"])
         # Rounding to zero weight would turn 0 / 0 into a gradient where a batch is nothing but padding.
         total = jnp.maximum(inputs.weights.sum(), jnp.finfo(jnp.float32).tiny)
 
@@ -280,7 +288,7 @@ class Program:
 
         With `tta` they are those of the probabilities averaged over `augment.views`.
         """
-        x = self._input(_images(images, table), None)
+        x = self._input(_images(images, table), None, is_training=False)
         weights = state.average or state
 
         def logits_of(x: jax.Array) -> jax.Array:
@@ -314,7 +322,7 @@ class FrozenPrefix:
 
     def __call__(self, parameters: Arrays, buffers: Arrays, images: jax.Array, transforms: Any) -> jax.Array:
         """Return its output, float32 [B, ...] with channels last."""
-        output, _ = self._function(parameters, buffers, self._augment(images, transforms))
+        output, _ = self._function(parameters, buffers, self._augment(images, transforms, is_training=True))
         return jnp.moveaxis(output, 1, -1).astype(jnp.float32)
 
 
@@ -323,7 +331,7 @@ def frozen_cut(model: nn.Module, recipe: Recipe) -> Cut | None:
 
     Test-time augmentation needs the whole model.
     """
-    if isinstance(model, KerasModule) or recipe.shard == "full" or not recipe.augment.is_finite or recipe.tta:
+    if isinstance(model, KerasModule) or recipe.shard == "full" or not recipe.is_cacheable or recipe.tta:
         return None
     set_train_mode(model)
     return cut_frozen_prefix(model)

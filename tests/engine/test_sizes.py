@@ -1,0 +1,124 @@
+"""Images of several sizes in one run, on both engines, against loops written by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import flatout
+from flatout.data.feed import Samples
+from flatout.data.order import training_batches
+from flatout.dist.world import World
+from flatout.engine.eager.engine import TorchEngine
+from flatout.errors import InputError
+from flatout.models.weights import read_weights
+from flatout.recipe import Recipe
+from flatout.run.loop import train
+from flatout.run.progress import Progress
+from tests.engine.engines import make_engine
+from tests.engine.test_against_plain_loop import SILENT, assert_close, make_recipe, make_samples
+
+LARGER = {"data.eval_size": 16, "optimizer.lr": 0.05}
+
+
+def pooled_net() -> nn.Module:
+    """A net for images of any size."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5)
+    )
+
+
+def pixels_of(samples: Samples) -> torch.Tensor:
+    return (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
+
+
+def trained_by_hand(x: torch.Tensor, samples: Samples, recipe: Recipe) -> nn.Module:
+    net, labels = pooled_net().train(), torch.from_numpy(samples.labels)
+    optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)
+    for epoch in range(recipe.epochs):
+        for batch in training_batches(recipe.seed, epoch, len(samples), recipe.batch_size):
+            chosen = torch.from_numpy(batch.samples[: batch.count])
+            optimizer.zero_grad()
+            functional.cross_entropy(net(x[chosen]), labels[chosen]).backward()
+            optimizer.step()
+    return net.eval()
+
+
+@pytest.mark.parametrize("engine", ["torch", "xla 8"])
+def test_evaluation_sees_larger_images_than_training(engine: str) -> None:
+    samples, recipe = make_samples(size=16), make_recipe(**LARGER)
+    assert recipe.stored_size == 16
+    x = pixels_of(samples)
+    net = trained_by_hand(x[:, :, 2:14, 2:14], samples, recipe)
+    with torch.no_grad():
+        expected = net(x).softmax(1)
+    made = make_engine(engine, pooled_net(), recipe)
+    placed = made.place(samples)
+    placed.compile()
+    train(made, World(), recipe, {"train": placed}, Progress(), SILENT)
+    found, state = placed.evaluate(with_probabilities=True).probabilities, made.state()
+    made.close()
+    assert_close({k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}, net.state_dict())
+    assert found is not None
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_the_output_of_a_frozen_prefix_is_not_shared_between_sizes() -> None:
+    net = pooled_net()
+    for parameter in net[0].parameters():  # type: ignore[index]
+        parameter.requires_grad_(False)
+    engine = TorchEngine(net, make_recipe(**LARGER))
+    assert engine.cut is None
+    engine.close()
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_pictures() -> Any:
+    """Leave out pictures and report, which take longer than these runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatout.report.page.draw_all", lambda run: None)
+        yield
+
+
+def arrays() -> tuple[np.ndarray, np.ndarray]:
+    labels = np.arange(60) % 3
+    noise = np.random.default_rng(0).integers(0, 40, (60, 20, 20))
+    return (noise + 90 * labels[:, None, None]).astype(np.uint8), labels
+
+
+KEYS: dict[str, Any] = {"devices": "cpu", "quiet": True, "batch_size": 16, "epochs": 2, "image_size": 16}
+
+
+def test_evaluation_and_prediction_have_the_size_of_the_recipe(tmp_path: Path) -> None:
+    np.savez(tmp_path / "images.npz", images=arrays()[0], labels=arrays()[1])
+    path = tmp_path / "run"
+    run = flatout.fit(data=tmp_path / "images.npz", out=path, model="small-resnet-16", eval_size=20, **KEYS)
+    metadata = read_weights(path / "weights.safetensors")[1]
+    assert (metadata["image_size"], metadata["stored_size"], metadata["eval_size"]) == ("16", "20", "20")
+    assert run.evaluate(devices="cpu")["test_loss"] == pytest.approx(run.summary["test_loss"], rel=1e-6)
+    seen: list[torch.Size] = []
+    run.model.register_forward_pre_hook(lambda module, images: seen.append(images[0].shape))
+    run.predict(arrays()[0][:2])
+    assert seen == [torch.Size((2, 1, 20, 20))]
+
+
+@pytest.mark.parametrize("model", ["keras-cnn", "timm:test_vit"])
+def test_a_model_for_one_size_is_named_before_training(model: str, tmp_path: Path) -> None:
+    size = {"keras-cnn": 18, "timm:test_vit": 32}[model]
+    message = rf"data.eval_size = 40: the model '{model}', built for images of {size} pixels, does not take others \("
+    with pytest.raises(InputError, match=message):
+        flatout.fit(data=arrays(), out=tmp_path / "run", model=model, eval_size=40, **KEYS | {"image_size": size})
+
+
+def test_images_are_not_stored_smaller_than_they_are_shown() -> None:
+    message = "data.stored_size = 14: must be at least 16, the largest of image_size and data.eval_size, or 0 for that"
+    with pytest.raises(InputError, match=message):
+        make_recipe(**LARGER, **{"data.stored_size": 14})
