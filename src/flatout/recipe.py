@@ -163,6 +163,7 @@ class Augment(_Checked):
     of RandAugment. erase: the probability that a random rectangle gets the mean colour. mixup, cutmix: the parameter of
     the Beta distribution by which images are mixed with others; where both are given, each applies to half of them.
     views: the number of ways in which each image is changed; after as many epochs they repeat. 0 for no limit.
+    start_size: height and width of the training images in the first epoch, from which they grow to `image_size`.
     """
 
     section = "augment."
@@ -178,6 +179,7 @@ class Augment(_Checked):
     mixup: Annotated[float, "[0, inf)"] = 0.0
     cutmix: Annotated[float, "[0, inf)"] = 0.0
     views: Annotated[int, "[0, inf)"] = 0
+    start_size: Annotated[int, f"[0, {MAX_IMAGE_SIZE}]"] = 0
 
     @property
     def is_affine(self) -> bool:
@@ -308,6 +310,8 @@ class Recipe(_Checked):
         )
         largest = max(self.image_size, self.eval_size)
         larger = f"must be at least {largest}, the largest of image_size and data.eval_size, or 0 for that"
+        smaller = f"must be at most image_size ({self.image_size})"
+        self.augment._require((self.augment.start_size <= self.image_size, "start_size", smaller))
         self.data._require(
             (len(self.data.mean) in (0, 1, self.channels), "mean", need),
             (self.stored_size >= largest, "stored_size", larger),
@@ -331,7 +335,8 @@ class Recipe(_Checked):
     @property
     def is_cacheable(self) -> bool:
         """Whether what a frozen layer computes of an image can be kept for training and evaluation."""
-        return self.augment.is_finite and self.eval_size == self.image_size
+        sizes = {self.image_size, self.eval_size, self.augment.start_size or self.image_size}
+        return self.augment.is_finite and len(sizes) == 1
 
     def override(self, changes: Mapping[str, Any]) -> "Recipe":
         """Return a recipe with dotted keys changed, such as `{"epochs": 3, "optimizer.lr": 0.1}`.

@@ -1,5 +1,8 @@
 """Images of several sizes in one run, on both engines, against loops written by hand."""
 
+import contextlib
+import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,15 @@ from flatout.data.feed import Samples
 from flatout.data.order import training_batches
 from flatout.dist.world import World
 from flatout.engine.eager.engine import TorchEngine
-from flatout.errors import InputError
+from flatout.errors import InputError, Stopped
 from flatout.models.weights import read_weights
+from flatout.numerics.augment import training_size
 from flatout.recipe import Recipe
-from flatout.run.loop import train
+from flatout.run.loop import Callbacks, train
 from flatout.run.progress import Progress
 from tests.engine.engines import make_engine
 from tests.engine.test_against_plain_loop import SILENT, assert_close, make_recipe, make_samples
+from tests.engine.test_tape import run
 
 LARGER = {"data.eval_size": 16, "optimizer.lr": 0.05}
 
@@ -122,3 +127,124 @@ def test_images_are_not_stored_smaller_than_they_are_shown() -> None:
     message = "data.stored_size = 14: must be at least 16, the largest of image_size and data.eval_size, or 0 for that"
     with pytest.raises(InputError, match=message):
         make_recipe(**LARGER, **{"data.stored_size": 14})
+
+
+# --- images that grow -------------------------------------------------------------------------------------------------
+
+GROWING = {"epochs": 4, "image_size": 16, "augment.start_size": 8, "optimizer.lr": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("size", "start", "epochs", "expected"),
+    [
+        (16, 8, 4, [8, 8, 12, 16]),
+        (128, 64, 8, [64, 64, 64, 96, 96, 96, 128, 128]),
+        (160, 100, 4, [100, 100, 132, 160]),
+        (64, 63, 4, [63, 63, 63, 64]),
+        (28, 8, 3, [8, 16, 28]),
+        (28, 28, 2, [28, 28]),
+        (28, 0, 2, [28, 28]),
+    ],
+)
+def test_the_size_is_a_function_of_the_epoch(size: int, start: int, epochs: int, expected: list[int]) -> None:
+    recipe = make_recipe(image_size=size, epochs=epochs, **{"augment.start_size": start})
+    assert [training_size(recipe, epoch) for epoch in range(epochs)] == expected
+
+
+def reduced_by_hand(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Return each pixel as the mean of those that it covers, at least in part."""
+    length = x.shape[2]
+    ends = [(i * length // size, math.ceil((i + 1) * length / size)) for i in range(size)]
+    rows = [torch.stack([x[:, :, a:b, c:d].mean((2, 3)) for c, d in ends], 2) for a, b in ends]
+    return torch.stack(rows, 2)
+
+
+@pytest.mark.parametrize("size", [8, 12, 15])
+def test_both_engines_reduce_alike(size: int) -> None:
+    from flatout.engine.xla.augment import reduced
+
+    x = pixels_of(make_samples(4, size=16))
+    expected = reduced_by_hand(x, size)
+    torch.testing.assert_close(functional.interpolate(x, size=size, mode="area"), expected, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(np.asarray(reduced(x.numpy(), size)), expected, atol=1e-5)
+
+
+def grown_by_hand(samples: Samples, recipe: Recipe, sizes: list[int]) -> dict[str, torch.Tensor]:
+    net, x, labels = pooled_net().train(), pixels_of(samples), torch.from_numpy(samples.labels)
+    optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)
+    for epoch, size in enumerate(sizes):
+        small = reduced_by_hand(x, size)
+        for batch in training_batches(recipe.seed, epoch, len(samples), recipe.batch_size):
+            chosen = torch.from_numpy(batch.samples[: batch.count])
+            optimizer.zero_grad()
+            functional.cross_entropy(net(small[chosen]), labels[chosen]).backward()
+            optimizer.step()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("engines", [("torch", "torch"), ("xla 8", "torch")])
+def test_training_on_growing_images_and_resuming_equals_a_plain_loop(engines: tuple[str, str]) -> None:
+    """The second engine continues in the middle, where the images have grown already."""
+    samples, recipe = make_samples(size=16), make_recipe(**GROWING)
+    expected = grown_by_hand(samples, recipe, [8, 8, 12, 16])
+    state, progress = {}, Progress()
+    for number, name in enumerate(engines):
+        engine = make_engine(name, pooled_net(), recipe)
+        placed = engine.place(samples)
+        placed.compile()
+        if number:
+            engine.load_state(state)
+        callbacks = Callbacks() if number else StopAfter(3)
+        with contextlib.suppress(Stopped):
+            train(engine, World(), recipe, {"train": placed}, progress, callbacks)
+        state = engine.state()
+        engine.close()
+    assert progress.epoch == 4
+    assert_close({k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}, expected)
+
+
+class StopAfter(Callbacks):
+    """Stops the run after an epoch."""
+
+    def __init__(self, epochs: int) -> None:
+        self._left = epochs
+
+    def epoch(self, *, is_best: bool) -> None:
+        self._left -= 1
+        if not self._left:
+            raise Stopped(signal.SIGINT)
+
+
+def test_each_size_is_recorded_once() -> None:
+    recipe = make_recipe(**GROWING | {"epochs": 8, "batch_size": 8})
+    states = []
+    for record in (True, False):
+        state, _, recorded = run(recipe, pooled_net(), record=record)
+        states.append(state)
+        assert recorded == (3 if record else 0)
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+
+
+def test_mixtures_and_micro_batches_are_reduced() -> None:
+    recipe = make_recipe(**GROWING, **{"augment.mixup": 0.4, "augment.flip": True})
+    whole, _, _ = run(recipe, flat_free_net(), record=False)
+    parts, _, _ = run(recipe.override({"micro_batch": 4}), flat_free_net(), record=False)
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value, rtol=1e-4, atol=1e-5)
+
+
+def flat_free_net() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+
+
+def test_what_cannot_grow_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"augment.start_size = 20: must be at most image_size \(16\)"):
+        make_recipe(**GROWING | {"augment.start_size": 20})
+    keys = KEYS | {"image_size": 28, "model": "keras-cnn", "augment": {"start_size": 20}}
+    with pytest.raises(
+        InputError, match="augment.start_size = 20: the model 'keras-cnn', built for images of 28 pixels"
+    ):
+        flatout.fit(data=arrays(), out=tmp_path / "run", **keys)
+    with pytest.raises(InputError, match="minutes: cannot plan steps on images that grow"):
+        flatout.fit(data=arrays(), out=tmp_path / "run", minutes=1, **keys)

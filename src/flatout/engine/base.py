@@ -51,7 +51,7 @@ class DeviceSplit(Protocol):
         """Compile the training step, before the clock of training starts."""
 
     def begin_epoch(self, epoch: int) -> None:
-        """Set the augmentation of an epoch, counted from 0."""
+        """Set the augmentation and the image size of an epoch, counted from 0."""
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Any]:
         """Yield the inputs of the training step for each batch, prepared ahead of time."""

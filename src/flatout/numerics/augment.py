@@ -43,6 +43,8 @@ RAND_OPERATIONS, RAND_MAGNITUDE = 2, 9 / 30
 TRIVIAL_MAGNITUDES = 31
 # Test-time augmentation moves images of this size by two pixels, smaller ones by one.
 TWO_PIXELS_FROM = 64
+# Training images that grow do so by so many pixels at a time, those below the second number by fewer.
+SIZE_STEP, SMALL_SIZE, SMALL_SIZE_STEP = 32, 64, 4
 # Random erasing: area and aspect ratio of the rectangle (Zhong et al., arXiv 1708.04896).
 ERASE_AREAS, ERASE_ASPECTS = (0.02, 1 / 3), (0.3, 10 / 3)
 
@@ -248,6 +250,14 @@ def apply(
     if "erase" in transforms:
         images = images * ~inside(transforms["erase"], images)
     return images
+
+
+def training_size(recipe: Recipe, epoch: int) -> int:
+    """Return the height and width of the training images in an epoch, which grow over the first 3/4 of the epochs."""
+    size, start = recipe.image_size, recipe.augment.start_size or recipe.image_size
+    step = SIZE_STEP if size >= SMALL_SIZE else SMALL_SIZE_STEP
+    growths = -(-(size - start) // step)
+    return min(size, start + step * (4 * epoch * growths // (3 * recipe.epochs)))
 
 
 def views(recipe: Recipe) -> list[tuple[int, bool]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flatout.console import Console
-from flatout.errors import Stopped
+from flatout.errors import InputError, Stopped
 from flatout.recipe import Recipe
 from flatout.run.folder import Run
 from flatout.run.session import Options, Session, check_batch
@@ -168,6 +168,9 @@ def run_session(session: Session, console: Console, function: "Callable[[Console
     from flatout.run.launch import run_on_devices
 
     recipe, options, engine = session.recipe, session.options, session.options.engine
+    if options.minutes is not None and recipe.augment.start_size:
+        given = f"--minutes {options.minutes:g}"
+        raise InputError(f"{given}: cannot plan steps on images that grow; set augment.start_size = 0")
     if recipe.optimizer.is_of_library:
         from flatout.numerics import optim
 

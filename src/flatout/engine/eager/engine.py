@@ -278,15 +278,16 @@ class TorchEngine:
         return loss.averaged(torch.stack(seen))
 
     def _training_input(self, source: Source, inputs: Inputs) -> torch.Tensor:
-        """Return a batch's augmented images, mixed with others if the recipe says so."""
+        """Return a batch's augmented images, mixed with others if the recipe says so, in the size of the epoch."""
         rows = source.transforms_of(inputs.samples)
         images = self.network_input(source.images_of(inputs), rows)
-        if inputs.partners is None:
-            return images
-        partner_rows = source.transforms_of(inputs.partners)
-        return augment.mix(
-            images, self.network_input(source.images_of(inputs, of_partners=True), partner_rows), rows["mix"]
-        )
+        if inputs.partners is not None:
+            partner_rows = source.transforms_of(inputs.partners)
+            partners = self.network_input(source.images_of(inputs, of_partners=True), partner_rows)
+            images = augment.mix(images, partners, rows["mix"])
+        if source.size not in (0, self.recipe.image_size):
+            images = functional.interpolate(images, size=source.size, mode="area")
+        return images
 
     def _losses(self, logits: torch.Tensor, labels: torch.Tensor, source: Source, inputs: Inputs) -> torch.Tensor:
         """Return the loss of each sample, [B]; of a mixture, those of both labels by their shares."""
@@ -432,6 +433,11 @@ class TorchEngine:
         """See `Engine.load_state`."""
         self._release_graph()
         states.load(state, self._tensors(), self._optimizer, self.parameters, self.world)
+
+    def forget_shapes(self) -> None:
+        """Prepare for batches of other shapes: what fits into memory is found anew, and the step recorded anew."""
+        self._micro_batches, self._offload = 0, False
+        self._release_graph()
 
     def _release_graph(self) -> None:
         # A recorded step refers to the optimizer's tensors, which may be replaced.

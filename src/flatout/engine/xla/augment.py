@@ -59,6 +59,19 @@ class Augmentation:
         return x.transpose(0, 3, 1, 2)
 
 
+def reduced(images_BCHW: jax.Array, size: int) -> jax.Array:
+    """Return smaller images, each pixel the mean of those that it covers: torch's interpolation of mode "area"."""
+    length = images_BCHW.shape[2]
+    if size == length:
+        return images_BCHW
+    first = np.arange(size)[:, None] * length // size
+    last = -(-(np.arange(size)[:, None] + 1) * length // size)
+    covered = (np.arange(length) >= first) & (np.arange(length) < last)
+    means_OI = (covered / covered.sum(1, keepdims=True)).astype(np.float32)
+    # Pixels would be rounded where the model's own products may be.
+    return jnp.einsum("bchw,oh,pw->bcop", images_BCHW, means_OI, means_OI, precision="highest")
+
+
 def mix(images_BCHW: jax.Array, partners_BCHW: jax.Array, rows_B6: jax.Array) -> jax.Array:
     """See `numerics.augment.mix`."""
     is_inside = _inside(rows_B6[:, 1:5], images_BCHW.transpose(0, 2, 3, 1))[:, None]

@@ -32,7 +32,7 @@ from flatout.engine.xla.mesh import MeshSharding
 from flatout.engine.xla.step import Evaluated, FrozenPrefix, Inputs, Program, State, frozen_cut, to_array
 from flatout.errors import InputError
 from flatout.host import physical_cores
-from flatout.numerics.augment import Transforms, epoch_transforms
+from flatout.numerics.augment import Transforms, epoch_transforms, training_size
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe
 
@@ -149,24 +149,25 @@ class XlaEngine:
         table: jax.Array | None,
         *,
         steps: int | None = None,
+        size: int | None = None,
         evaluates: bool = False,
         tta: bool = False,
     ) -> Callable[..., Any]:
         """Return one training step, `steps` of them, or an evaluation batch, compiled when first requested."""
-        key = program.batch, None if table is None else table.shape, steps, evaluates, tta
+        key = program.batch, None if table is None else table.shape, steps, size, evaluates, tta
         if key not in self._compiled:
             assert self._state is not None
             if evaluates:
                 lowered = self.sharding.lower_evaluation(program, self._state, table=table, tta=tta)
             else:
-                lowered = self.sharding.lower_step(program, self._state, steps=steps, table=table)
+                lowered = self.sharding.lower_step(program, self._state, steps=steps, table=table, size=size)
             with compilation_cache():
                 self._compiled[key] = lowered.compile()
         return self._compiled[key]
 
     def train(self, split: "XlaSplit", inputs: Inputs, steps: int | None) -> None:
         """Enqueue one training step of a split, or `steps` of them."""
-        function = self.compiled(self.program(split.batch), split.table, steps=steps)
+        function = self.compiled(self.program(split.batch), split.table, steps=steps, size=split.size)
         while len(self._in_flight) >= split.run_ahead:
             self._in_flight.popleft().block_until_ready()
         put = self.sharding.put_batch(inputs, self.sharding.of_inputs(inputs, stacked=steps is not None))
@@ -335,12 +336,14 @@ class XlaSplit:
         tables: a tuple of that table, or empty.
         batch: samples in a training batch, without padding.
         run_ahead: the most dispatches in flight.
+        size: height and width that the epoch's training images are reduced to.
     """
 
     def __init__(self, engine: XlaEngine, samples: Samples) -> None:
         self._engine, self.samples = engine, samples
         self.batch = min(engine.recipe.batch_size, len(samples))
         self._transforms: Transforms | None = None
+        self.size = engine.recipe.image_size
         self._pending: list[tuple[HostBatches, int, float, int]] = []
         # What the network reads for each view of the images.
         self._views: dict[int, tuple[Samples, jax.Array | None]] = {}
@@ -370,8 +373,10 @@ class XlaSplit:
             )
         if self._steps > 1:
             engine.report(f"{self._steps} steps per dispatch")
-            engine.compiled(program, self.table, steps=self._steps)
-        engine.compiled(program, self.table)
+        for size in sorted({training_size(engine.recipe, epoch) for epoch in range(engine.recipe.epochs)}):
+            if self._steps > 1:
+                engine.compiled(program, self.table, steps=self._steps, size=size)
+            engine.compiled(program, self.table, size=size)
 
     def begin_epoch(self, epoch: int) -> None:
         """See `DeviceSplit.begin_epoch`."""
@@ -381,7 +386,7 @@ class XlaSplit:
         if engine.cut:
             self._read_view(epoch % recipe.augment.views if transforms else NOT_AUGMENTED, transforms)
         else:
-            self._transforms = transforms
+            self._transforms, self.size = transforms, training_size(recipe, epoch)
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[tuple[HostBatches, int]]:
         """See `DeviceSplit.feed`. A thread reads all batches of a dispatch into one array, ahead of time."""

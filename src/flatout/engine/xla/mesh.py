@@ -79,7 +79,13 @@ class MeshSharding:
         return shardings._replace(learning_rate=self.replicated, seed=self.replicated)
 
     def lower_step(
-        self, program: Program, state: State, *, steps: int | None = None, table: jax.Array | None = None
+        self,
+        program: Program,
+        state: State,
+        *,
+        steps: int | None = None,
+        table: jax.Array | None = None,
+        size: int | None = None,
     ) -> jax.stages.Lowered:
         """Return the training step, ready to be compiled for the devices.
 
@@ -88,11 +94,12 @@ class MeshSharding:
             state: any with the right shapes.
             steps: for `Program.train_steps`; None for `Program.train_step`.
             table: the images on the devices; None where they come from the host.
+            size: as for `Program.train_step`.
         """
         inputs = program.example_inputs(is_resident=table is not None, steps=steps)
         of_state, tables = self.of_state(state), () if table is None else (table,)
         jitted = jax.jit(
-            program.train_step if steps is None else program.train_steps,
+            functools.partial(program.train_step if steps is None else program.train_steps, size=size),
             in_shardings=(
                 of_state,
                 self.of_inputs(inputs, stacked=steps is not None),

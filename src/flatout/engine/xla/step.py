@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from flatout.engine.xla import optim
-from flatout.engine.xla.augment import Augmentation, mix
+from flatout.engine.xla.augment import Augmentation, mix, reduced
 from flatout.engine.xla.function import Function
 from flatout.engine.xla.keras import KerasFunction
 from flatout.engine.xla.lowerings import SampleMask
@@ -148,6 +148,7 @@ class Program:
         self._optimizer = optim.build(recipe.optimizer)
         self._scales = learning_rate_scales(model, recipe.optimizer.layer_decay)
         self._augment, self._cut = Augmentation(recipe), cut
+        self._networks: dict[tuple[int, ...], _Network] = {}
         # The shape of what the network reads of one image, channels first, and its stored shape and type.
         self._read = (recipe.channels, recipe.image_size, recipe.image_size)
         self._stored: tuple[tuple[int, ...], Any] = (
@@ -159,11 +160,13 @@ class Program:
                 self._read = tuple(cut.prefix(torch.zeros(1, *self._read)).shape[1:])
             self._stored = (*self._read[1:], self._read[0]), np.float32
 
-    @functools.cached_property
-    def _training(self) -> "_Network":
-        set_train_mode(self._model)
-        network = self._cut.train_suffix if self._cut else self._model
-        return _Network(network, self._recipe, (self.batch, *self._read), self._precision)
+    def _training(self, shape: tuple[int, ...]) -> "_Network":
+        """Return the network for training batches of a shape."""
+        if shape not in self._networks:
+            set_train_mode(self._model)
+            network = self._cut.train_suffix if self._cut else self._model
+            self._networks[shape] = _Network(network, self._recipe, shape, self._precision)
+        return self._networks[shape]
 
     @functools.cached_property
     def _evaluation(self) -> "_Network":
@@ -218,13 +221,16 @@ class Program:
         average: Any = Average(np.zeros((), np.float32), dict(trained), dict(buffers)) if self._recipe.ema else None
         return State(trained, frozen, buffers, optimizer, average)
 
-    def train_step(self, state: State, inputs: Inputs, table: jax.Array | None = None) -> tuple[State, jax.Array]:
+    def train_step(
+        self, state: State, inputs: Inputs, table: jax.Array | None = None, *, size: int | None = None
+    ) -> tuple[State, jax.Array]:
         """Update the state from one batch.
 
         Args:
             state: before the step.
             inputs: the batch.
             table: uint8 [N, H, W, C], the images that `inputs.images` are rows of; None where those are the images.
+            size: height and width that the images are reduced to; None for the recipe's.
 
         Returns:
             The state after it; and loss sum, weight sum, correct predictions and samples, float32 [4].
@@ -235,21 +241,24 @@ class Program:
             images, partner_labels, transforms = inputs.partners
             partners = self._augment(_images(images, table), transforms, is_training=True)
             x = mix(x, partners, inputs.transforms["mix"])
+        if self._cut is None:
+            x = reduced(x, size or self._recipe.image_size)
+        network = self._training(x.shape)
         # Rounding to zero weight would turn 0 / 0 into a gradient where a batch is nothing but padding.
         total = jnp.maximum(inputs.weights.sum(), jnp.finfo(jnp.float32).tiny)
 
         def objective(trained: Arrays) -> tuple[jax.Array, Any]:
-            logits, buffers = self._training.model(
+            logits, buffers = network.model(
                 {**trained, **state.frozen},
                 state.buffers,
                 x,
                 key=jax.random.wrap_key_data(inputs.seed, impl="threefry2x32"),
                 mask=SampleMask(real, self._groups),
             )
-            losses, predicted, _ = self._training.losses(logits, inputs.labels)
+            losses, predicted, _ = network.losses(logits, inputs.labels)
             if inputs.partners is not None:
                 share = inputs.transforms["mix"][:, 5]
-                losses += share * (self._training.losses(logits, partner_labels)[0] - losses)
+                losses += share * (network.losses(logits, partner_labels)[0] - losses)
             loss_sum = (losses * inputs.weights).sum()
             correct = ((predicted == inputs.labels) * real).sum()
             return loss_sum / total, (buffers, jnp.stack([loss_sum, inputs.weights.sum(), correct, real.sum()]))
@@ -266,13 +275,15 @@ class Program:
         average = state.average and state.average.update(trained, buffers, self._recipe.ema)
         return State(trained, state.frozen, buffers, optimizer, average), sums
 
-    def train_steps(self, state: State, inputs: Inputs, table: jax.Array | None = None) -> tuple[State, jax.Array]:
+    def train_steps(
+        self, state: State, inputs: Inputs, table: jax.Array | None = None, *, size: int | None = None
+    ) -> tuple[State, jax.Array]:
         """Take several steps in one program; every array of `inputs` has one more dimension in front.
 
         Returns:
             The state after them, and their sums [steps, 4].
         """
-        return jax.lax.scan(lambda state, one: self.train_step(state, one, table), state, inputs)
+        return jax.lax.scan(lambda state, one: self.train_step(state, one, table, size=size), state, inputs)
 
     def evaluate(
         self,
