@@ -120,7 +120,7 @@ def test_a_model_for_one_size_is_named_before_training(model: str, tmp_path: Pat
     size = {"keras-cnn": 18, "timm:test_vit": 32}[model]
     message = rf"data.eval_size = 40: the model '{model}', built for images of {size} pixels, does not take others \("
     with pytest.raises(InputError, match=message):
-        flatout.fit(data=arrays(), out=tmp_path / "run", model=model, eval_size=40, **KEYS | {"image_size": size})
+        flatout.fit(data=arrays(), out=tmp_path / "run", model=model, eval_size=40, **{**KEYS, "image_size": size})
 
 
 def test_images_are_not_stored_smaller_than_they_are_shown() -> None:
@@ -142,6 +142,7 @@ GROWING = {"epochs": 4, "image_size": 16, "augment.start_size": 8, "optimizer.lr
         (160, 100, 4, [100, 100, 132, 160]),
         (64, 63, 4, [63, 63, 63, 64]),
         (28, 8, 3, [8, 16, 28]),
+        (28, 8, 1, [28]),
         (28, 28, 2, [28, 28]),
         (28, 0, 2, [28, 28]),
     ],
@@ -161,12 +162,14 @@ def reduced_by_hand(x: torch.Tensor, size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [8, 12, 15])
 def test_both_engines_reduce_alike(size: int) -> None:
+    import jax.numpy as jnp
+
     from flatout.engine.xla.augment import reduced
 
     x = pixels_of(make_samples(4, size=16))
     expected = reduced_by_hand(x, size)
     torch.testing.assert_close(functional.interpolate(x, size=size, mode="area"), expected, atol=1e-5, rtol=0)
-    np.testing.assert_allclose(np.asarray(reduced(x.numpy(), size)), expected, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(reduced(jnp.asarray(x), size)), expected, atol=1e-5)
 
 
 def grown_by_hand(samples: Samples, recipe: Recipe, sizes: list[int]) -> dict[str, torch.Tensor]:
@@ -241,10 +244,12 @@ def flat_free_net() -> nn.Module:
 def test_what_cannot_grow_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"augment.start_size = 20: must be at most image_size \(16\)"):
         make_recipe(**GROWING | {"augment.start_size": 20})
-    keys = KEYS | {"image_size": 28, "model": "keras-cnn", "augment": {"start_size": 20}}
+    keys: dict[str, Any] = KEYS | {"image_size": 28, "model": "keras-cnn", "augment": {"start_size": 20}}
     with pytest.raises(
-        InputError, match="augment.start_size = 20: the model 'keras-cnn', built for images of 28 pixels"
+        InputError, match=r"augment.start_size = 20: the model 'keras-cnn', built for images of 28 pixels"
     ):
         flatout.fit(data=arrays(), out=tmp_path / "run", **keys)
-    with pytest.raises(InputError, match="minutes: cannot plan steps on images that grow"):
+    with pytest.raises(
+        InputError, match=r"minutes=1: cannot plan steps on images that grow; set augment.start_size = 0"
+    ):
         flatout.fit(data=arrays(), out=tmp_path / "run", minutes=1, **keys)

@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+from typing import Any
 
 from torch import nn
 
@@ -110,7 +111,7 @@ def learning_rate_scales(model: nn.Module, decay: float) -> dict[str, float]:
     if callable(group_matcher := getattr(model, "group_matcher", None)):
         from timm.models import group_parameters
 
-        groups = dict(group_parameters(model, group_matcher(coarse=False), reverse=True))
+        groups: Any = group_parameters(model, group_matcher(coarse=False), reverse=True)
     else:
         groups = _groups(model)
     last = max(groups.values())

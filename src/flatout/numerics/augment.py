@@ -253,11 +253,15 @@ def apply(
 
 
 def training_size(recipe: Recipe, epoch: int) -> int:
-    """Return the height and width of the training images in an epoch, which grow over the first 3/4 of the epochs."""
+    """Return the height and width of the training images in an epoch.
+
+    They grow over the first three quarters of the epochs, and have the full size in the last.
+    """
     size, start = recipe.image_size, recipe.augment.start_size or recipe.image_size
     step = SIZE_STEP if size >= SMALL_SIZE else SMALL_SIZE_STEP
     growths = -(-(size - start) // step)
-    return min(size, start + step * (4 * epoch * growths // (3 * recipe.epochs)))
+    quarters = min(3 * recipe.epochs, 4 * (recipe.epochs - 1))
+    return size if 4 * epoch >= quarters else min(size, start + step * (4 * epoch * growths // quarters))
 
 
 def views(recipe: Recipe) -> list[tuple[int, bool]]:
