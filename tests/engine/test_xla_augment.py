@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.numerics import augment
+from flatout.numerics import augment, pixels
 from tests.engine.engines import make_engine
 from tests.engine.test_against_plain_loop import make_recipe
 
@@ -35,6 +35,20 @@ def test_pixels_equal_torchs(changes: dict[str, Any]) -> None:
         expected = augment.mix(expected, expected[tables["partner"]], transforms["mix"])
         rows: Any = tables["mix"]
         np.testing.assert_allclose(mix(found, found[tables["partner"]], rows), expected, atol=2e-5)
+
+
+def test_histograms_are_equalised_as_by_torch() -> None:
+    from flatout.engine.xla.augment import Augmentation
+
+    recipe = make_recipe(image_size=32)
+    images = np.random.default_rng(0).integers(30, 90, (8, 32, 32, 1), dtype=np.uint8)
+    rows = np.tile(pixels.UNCHANGED, (8, 1)).astype(np.float32)
+    rows[::2, pixels.EQUALIZE] = 1
+    mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
+    expected = augment.apply(torch.from_numpy(images), {"color": torch.from_numpy(rows)}, 1 / (255 * std), -mean / std)
+    found: Any = Augmentation(recipe)(images, {"color": rows}, is_training=True)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert float(expected[0].max() - expected[0].min()) > 3 * float(expected[1].max() - expected[1].min())
 
 
 def test_crops_and_flips_fetch_no_single_pixels() -> None:

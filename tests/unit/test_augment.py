@@ -152,7 +152,7 @@ def test_what_existed_before_is_drawn_as_before() -> None:
 
 
 def recolored(images: torch.Tensor, **columns: float) -> np.ndarray:
-    names = ["brightness", "contrast", "saturation", "sharpness", "posterize", "solarize", "autocontrast"]
+    names = ["brightness", "contrast", "saturation", "sharpness", "posterize", "solarize", "autocontrast", "equalize"]
     row = pixels.UNCHANGED.copy()
     for name, value in columns.items():
         row[names.index(name)] = value
@@ -183,6 +183,30 @@ def test_colors_are_pillows(columns: dict[str, float], by_pillow: Callable[[Imag
         assert np.abs(ours - theirs).max() <= 1.5
 
 
+def equalized_by_hand(channel: np.ndarray) -> np.ndarray:
+    """Return one channel as Pillow's ImageOps.equalize has it: by its histogram, all in whole numbers."""
+    histogram = np.bincount(channel.ravel(), minlength=256)
+    step = (channel.size - histogram[channel.max()]) // 255
+    if step == 0:
+        return channel
+    table = [min(255, (step // 2 + int(histogram[:level].sum())) // step) for level in range(256)]
+    return np.array(table)[channel]
+
+
+@pytest.mark.parametrize(("size", "spread"), [(40, 4), (40, 1), (12, 1), (40, 300)])
+def test_equalised_histograms_are_exactly_those_of_torchvision_and_pillow(size: int, spread: int) -> None:
+    """Also of too few pixels and of one level, which stay as they are."""
+    from torchvision.transforms.v2.functional import equalize
+
+    images = pictures(4, size=size) // spread + (30 if spread > 1 else 0)
+    found = recolored(images, equalize=1.0)
+    theirs = equalize(images.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).numpy()
+    assert (found == theirs).all()
+    for image, ours in zip(images.numpy(), found, strict=True):
+        assert (ours == np.asarray(ImageOps.equalize(Image.fromarray(image)))).all()
+        assert (ours == np.stack([equalized_by_hand(image[..., c]) for c in range(3)], 2)).all()
+
+
 def test_neutral_factors_change_nothing() -> None:
     torch.testing.assert_close(torch.from_numpy(recolored(pictures())), pictures().float(), atol=1e-3, rtol=0)
 
@@ -205,7 +229,7 @@ def test_a_policy_draws_every_operation(policy: Any) -> None:
     recolored = (tables["color"] != torch.from_numpy(pixels.UNCHANGED).float()).any(1)
     operations = len(augment.POLICY)
     if policy == "trivialaugment":
-        # One operation each: a map or a colour. Five of thirteen move pixels; magnitude 0, of 31, does nothing.
+        # One operation each: a map or a colour. Five of fourteen move pixels; magnitude 0, of 31, does nothing.
         assert not (moved & recolored).any()
         assert float(moved.float().mean()) == pytest.approx(5 / operations * 30 / 31, abs=0.03)
     else:

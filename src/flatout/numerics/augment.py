@@ -21,7 +21,6 @@ FLIP, SHEAR, ZOOM_X, ZOOM_Y, ROTATE, SHIFT_X, SHIFT_Y, CROP_AREA, CROP_ASPECT, C
 CROP_ASPECTS = (3 / 4, 4 / 3)
 
 # The operations of TrivialAugment and RandAugment, with the strongest magnitude of each (torchvision's wide ranges).
-# Their `Equalize` is missing: a histogram of each image is slow on TPUs.
 POLICY = {
     "identity": 0.0,
     "shear_x": 0.99,
@@ -36,6 +35,7 @@ POLICY = {
     "posterize": 6.0,
     "solarize": 255.0,
     "autocontrast": 0.0,
+    "equalize": 0.0,
 }
 # RandAugment: operations for each image, and their magnitude (Cubuk et al., arXiv 1909.13719, for ImageNet).
 RAND_OPERATIONS, RAND_MAGNITUDE = 2, 9 / 30
@@ -56,7 +56,7 @@ def epoch_transforms(recipe: Recipe, epoch: int, count: int) -> Transforms | Non
         The tables that the recipe needs, of these:
         flip: uint8 [N], 1 to mirror; where images are not resampled.
         affine: float32 [N, 2, 3], the map from a position in the result to one in the image, x and y from -1 to 1.
-        color: float32 [N, 3] or [N, 7], see `pixels.recolor`.
+        color: float32 [N, 3] or [N, 8], see `pixels.recolor`.
         erase: float32 [N, 4], a box, see `pixels.inside`.
         partner: int32 [N], the sample that this one is mixed with.
         mix: float32 [N, 6]: the partner's share of each pixel, a box that is the partner's alone, and its share of
@@ -173,6 +173,7 @@ def policy_operations(policy: str, seed: int, epoch: int, count: int) -> tuple[n
         colors[:, pixels.POSTERIZE] = np.where(drawn("posterize"), 2 ** np.rint(amount), colors[:, pixels.POSTERIZE])
         colors[:, pixels.SOLARIZE] = np.where(drawn("solarize"), 255 - amount, colors[:, pixels.SOLARIZE])
         colors[:, pixels.AUTOCONTRAST] = np.where(drawn("autocontrast"), 1.0, colors[:, pixels.AUTOCONTRAST])
+        colors[:, pixels.EQUALIZE] = np.where(drawn("equalize"), 1.0, colors[:, pixels.EQUALIZE])
     return maps, colors
 
 
@@ -245,11 +246,20 @@ def apply(
         grid = affine_grid(transforms["affine"], shape, align_corners=False)
         images = grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
     if has_color:
-        images = pixels.recolor(torch, images.permute(0, 2, 3, 1), transforms["color"]).mul(scale).add(bias)
-        images = images.permute(0, 3, 1, 2)
+        images = pixels.recolor(torch, images.permute(0, 2, 3, 1), transforms["color"], _count_darker)
+        images = images.mul(scale).add(bias).permute(0, 3, 1, 2)
     if "erase" in transforms:
         images = images * ~inside(transforms["erase"], images)
     return images
+
+
+def _count_darker(levels_BHWC: "torch.Tensor") -> "torch.Tensor":
+    """See `pixels.recolor`."""
+    levels_BCP = levels_BHWC.permute(0, 3, 1, 2).flatten(2).long()
+    empty = levels_BHWC.new_zeros(*levels_BCP.shape[:2], 256)
+    histograms = empty.scatter_add(2, levels_BCP, empty.new_ones(()).expand(levels_BCP.shape))
+    darker_BCP = (histograms.cumsum(2) - histograms).gather(2, levels_BCP)
+    return darker_BCP.unflatten(2, levels_BHWC.shape[1:3]).permute(0, 2, 3, 1)
 
 
 def training_size(recipe: Recipe, epoch: int) -> int:

@@ -4,27 +4,30 @@ Pixels are floats from 0 to 255. Operations are those of Pillow, without interme
 Shape letters: B batch, H height, W width, C channels.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 # Columns of a row for `recolor`, after the factors of brightness, contrast, saturation and sharpness.
-POSTERIZE, SOLARIZE, AUTOCONTRAST = 4, 5, 6
+POSTERIZE, SOLARIZE, AUTOCONTRAST, EQUALIZE = 4, 5, 6, 7
 # The row that changes nothing.
-UNCHANGED = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 256.0, 0.0])
+UNCHANGED = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 256.0, 0.0, 0.0])
 # ITU-R 601 luma.
 _LUMA = (0.299, 0.587, 0.114)
 
 
-def recolor(xp: Any, x_BHWC: Any, rows: Any) -> Any:
+def recolor(xp: Any, x_BHWC: Any, rows: Any, count_darker: Callable[[Any], Any]) -> Any:
     """Return images with changed colours.
 
     Args:
         xp: torch or jax.numpy.
         x_BHWC: pixels, 0..255.
-        rows: float32 [B, 3]: the factors of brightness, contrast and saturation, 1 for no change. Or [B, 7]: those,
+        rows: float32 [B, 3]: the factors of brightness, contrast and saturation, 1 for no change. Or [B, 8]: those,
             the factor of sharpness, the step to which pixels are rounded down, the value from which they are inverted,
-            and 1 to stretch each channel to 0..255.
+            1 to stretch each channel to 0..255, and 1 to equalise its histogram.
+        count_darker: returns for whole numbers 0..255 [B, H, W, C] how many pixels of the image are darker in the same
+            channel, float32 [B, H, W, C]; each library looks up histograms in its own way.
     """
 
     def column(index: int) -> Any:
@@ -45,7 +48,18 @@ def recolor(xp: Any, x_BHWC: Any, rows: Any) -> Any:
     x = xp.where(x >= threshold, 255 - x, x)
     low, high = xp.amin(x, axis=(1, 2), keepdims=True), xp.amax(x, axis=(1, 2), keepdims=True)
     spread = xp.where(high > low, high - low, 255.0 + 0 * low)
-    return xp.where((column(AUTOCONTRAST) > 0) & (high > low), (x - low) * (255 / spread), x)
+    x = xp.where((column(AUTOCONTRAST) > 0) & (high > low), (x - low) * (255 / spread), x)
+    return xp.where(column(EQUALIZE) > 0, _equalized(xp, xp.round(x), count_darker), x)
+
+
+def _equalized(xp: Any, x_BHWC: Any, count_darker: Callable[[Any], Any]) -> Any:
+    """Return whole numbers with an even histogram, in Pillow's whole-number arithmetic."""
+    darker = count_darker(x_BHWC)
+    # Of as many pixels each level gets one; the brightest pixels do not count.
+    step = xp.floor(xp.amax(darker, axis=(1, 2), keepdims=True) / 255)
+    # Half a pixel more keeps the quotient of whole numbers clear of rounding.
+    levels = xp.floor((darker + xp.floor(step / 2) + 0.5) / xp.clip(step, 1, None))
+    return xp.where(step > 0, xp.clip(levels, 0, 255), x_BHWC)
 
 
 def _grey(x_BHWC: Any) -> Any:

@@ -52,11 +52,19 @@ class Augmentation:
         elif "flip" in transforms:
             x = jnp.where(transforms["flip"][:, None, None, None] > 0, x[:, :, ::-1], x)
         if "color" in transforms:
-            x = pixels.recolor(jnp, x, transforms["color"])
+            x = pixels.recolor(jnp, x, transforms["color"], _count_darker)
         x = x * self._scale + self._bias
         if "erase" in transforms:
             x = jnp.where(_inside(transforms["erase"], x)[..., None], 0, x)
         return x.transpose(0, 3, 1, 2)
+
+
+def _count_darker(levels_BHWC: jax.Array) -> jax.Array:
+    """See `pixels.recolor`. Histograms are sums of comparisons, since scattered additions are slow on TPUs."""
+    levels_BPC = levels_BHWC.astype(jnp.int32).reshape(len(levels_BHWC), -1, levels_BHWC.shape[3])
+    histograms = (levels_BPC[..., None] == jnp.arange(256)).sum(1)
+    darker_BLC = (histograms.cumsum(2) - histograms).transpose(0, 2, 1)
+    return jnp.take_along_axis(darker_BLC, levels_BPC, axis=1).astype(jnp.float32).reshape(levels_BHWC.shape)
 
 
 def reduced(images_BCHW: jax.Array, size: int) -> jax.Array:
