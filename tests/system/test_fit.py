@@ -120,7 +120,7 @@ def test_images_are_decoded_batch_by_batch(run: flatout.Run, tmp_path: Path, mon
     sizes: list[int] = []
     probabilities = flatout.Run.probabilities
 
-    def counted(self: flatout.Run, pixels: np.ndarray) -> np.ndarray:
+    def counted(self: flatout.Run, pixels: np.ndarray, *, tta: bool = False) -> np.ndarray:
         sizes.append(len(pixels))
         return probabilities(self, pixels)
 
