@@ -61,7 +61,7 @@ class DeviceSplit(Protocol):
         """Update the engine's state from one batch; `seed` determines dropout."""
 
     def evaluate(self, *, with_probabilities: bool = False, tta: bool = False) -> Evaluation:
-        """Run the model over the split, or over views of its images (`augment.views`), and wait for the result."""
+        """Run the model over the split, or over views of its images (`augment.tta_views`), and wait for the result."""
         ...
 
     def features(self) -> np.ndarray | None:

@@ -274,7 +274,7 @@ def training_size(recipe: Recipe, epoch: int) -> int:
     return size if 4 * epoch >= quarters else min(size, start + step * (4 * epoch * growths // quarters))
 
 
-def views(recipe: Recipe) -> list[tuple[int, bool]]:
+def tta_views(recipe: Recipe) -> list[tuple[int, bool]]:
     """Return the views that test-time augmentation averages, as arguments of `pixels.view`."""
     shift = 1 if recipe.eval_size < TWO_PIXELS_FROM else 2
     mirrors = (False, True) if recipe.augment.flip else (False,)

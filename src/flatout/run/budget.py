@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from flatout.console import duration
 from flatout.data.order import steps_per_epoch, training_batches
 from flatout.errors import InputError
-from flatout.numerics.augment import views
+from flatout.numerics.augment import tta_views
 from flatout.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def measure(
         held_out[name].evaluate()
         watched = _longest(world, time.perf_counter() - began)
         evaluated = watched * sum(len(s.samples) for s in held_out.values()) / len(held_out[name].samples)
-        evaluated *= len(views(recipe)) if recipe.tta else 1
+        evaluated *= len(tta_views(recipe)) if recipe.tta else 1
     engine.restore(before)
     return Rates(step=each, evaluate=evaluated, watch=watched)
 

@@ -16,7 +16,7 @@ from flatout.data.feed import Samples
 from flatout.dist.control import Flag
 from flatout.errors import Stopped
 from flatout.files import write_atomically
-from flatout.numerics.augment import views
+from flatout.numerics.augment import tta_views
 from flatout.numerics.random import Stream, permutation
 from flatout.report import run_files
 from flatout.run.progress import Progress
@@ -59,7 +59,7 @@ def finish(
     results: dict[str, Evaluation] = {}
     began = time.perf_counter()
     if session.recipe.tta:
-        session.note(f"test-time augmentation: evaluated on {len(views(session.recipe))} views of each image")
+        session.note(f"test-time augmentation: evaluated on {len(tta_views(session.recipe))} views of each image")
     if isinstance(failure, Stopped):
         # The signal that ended training reaches some ranks only now.
         session.world.control.heeded = Flag.TERMINATE

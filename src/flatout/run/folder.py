@@ -140,7 +140,7 @@ class Run:
 
         from flatout.numerics import augment, loss, pixels
 
-        views = augment.views(self.recipe) if tta or self.recipe.tta else []
+        views = augment.tta_views(self.recipe) if tta or self.recipe.tta else []
         mean, std = (torch.tensor(values) for values in (self.recipe.data.mean, self.recipe.data.std))
         results, model = [], self.model.eval()
         with torch.no_grad():

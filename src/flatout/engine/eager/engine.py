@@ -274,7 +274,7 @@ class TorchEngine:
     def view_logits(self, network: nn.Module, images: torch.Tensor) -> torch.Tensor:
         """Return the logits of stored images, averaged over their views."""
         images, prefix = self.normalised(images), self.cut.prefix if self.cut else nn.Identity()
-        seen = [network(prefix(pixels.view(torch, images, *view))) for view in augment.views(self.recipe)]
+        seen = [network(prefix(pixels.view(torch, images, *view))) for view in augment.tta_views(self.recipe)]
         return loss.averaged(torch.stack(seen))
 
     def _training_input(self, source: Source, inputs: Inputs) -> torch.Tensor:

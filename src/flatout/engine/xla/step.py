@@ -172,9 +172,7 @@ class Program:
     def _evaluation(self) -> "_Network":
         self._model.eval()
         if self._cut:
-            return _Network(
-                self._cut.eval_suffix, self._recipe, (self.evaluation_batch, *self._read), self._precision
-            )
+            return _Network(self._cut.eval_suffix, self._recipe, (self.evaluation_batch, *self._read), self._precision)
         size = self._recipe.eval_size
         shape = self.evaluation_batch, self._recipe.channels, size, size
         return _Network(self._model, self._recipe, shape, self._precision)
@@ -297,7 +295,7 @@ class Program:
     ) -> Evaluated:
         """Return the figures of one batch; arguments as in `Inputs`, `mask` [B] is 0 for padding.
 
-        With `tta` they are those of the probabilities averaged over `augment.views`.
+        With `tta` they are those of the probabilities averaged over `augment.tta_views`.
         """
         x = self._input(_images(images, table), None, is_training=False)
         weights = state.average or state
@@ -306,7 +304,7 @@ class Program:
             return self._evaluation.model({**weights.trained, **state.frozen}, weights.buffers, x)[0]
 
         if tta:
-            views = augment.views(self._recipe)
+            views = augment.tta_views(self._recipe)
             logits_VBK = jnp.stack([logits_of(pixels.view(jnp, x, *view)) for view in views]).astype(jnp.float32)
             logits = Function(Averaged(), (_example(*logits_VBK.shape),), name="views")({}, {}, logits_VBK)[0]
         else:
