@@ -13,8 +13,8 @@ from flatout.engine.eager.engine import TorchEngine
 from flatout.models.frozen_prefix import cut_frozen_prefix
 from flatout.models.layers import freeze, set_train_mode
 from flatout.recipe import Recipe
-from tests.engine.test_against_plain_loop import engine_weights, make_net, make_recipe, make_samples
 from tests.engine.engines import make_engine
+from tests.engine.test_against_plain_loop import engine_weights, make_net, make_recipe, make_samples
 from tests.nets import build
 
 
