@@ -163,4 +163,6 @@ def test_features_are_the_output_of_the_prefix(engine: str) -> None:
     assert cut is not None
     with torch.no_grad():
         expected = cut.prefix((pixels - 0.4) / 0.3).movedim(1, -1)
-    np.testing.assert_allclose(placed.features(), expected, atol=1e-5)
+    features = placed.features()
+    assert features is not None
+    np.testing.assert_allclose(features, expected, atol=1e-5)

@@ -29,9 +29,10 @@ _NETS = {
     "keras-cnn": "KerasCNN",
     "caltech-cnn": "CaltechCNN",
     "vgg16": "VGG16",
-    "small-resnet-16": "SmallResNet16",
-    "small-resnet-32": "SmallResNet32",
-    "small-resnet-64": "SmallResNet64",
+    "fast-cnn-16": "FastCNN16",
+    "fast-cnn-32": "FastCNN32",
+    "fast-cnn-64": "FastCNN64",
+    "fast-cnn-128": "FastCNN128",
 }
 
 
