@@ -52,6 +52,7 @@ def do_train(args: Namespace, console: Console) -> None:
     """Train a job, a recipe, or your own data."""
     from flatout.dist.hosts import Hosts
     from flatout.engine.devices import parse_devices
+    from flatout.engine.factory import rate_on
     from flatout.run.fit import train_recipe
     from flatout.run.resolve import resolve
     from flatout.run.session import Options
@@ -72,8 +73,16 @@ def do_train(args: Namespace, console: Console) -> None:
         allow_code=args.model is not None,
     )
     job = _job_to_resume(args) if args.resume else args.job
-    accelerated = parse_devices(args.devices, engine).is_accelerated
-    recipe, data = resolve(job, args.data, _changes(args), accelerated=accelerated, console=console)
+    devices = parse_devices(args.devices, engine)
+    recipe, data = resolve(
+        job,
+        args.data,
+        _changes(args),
+        accelerated=devices.is_accelerated,
+        console=console,
+        seconds=options.seconds,
+        rate=rate_on(args.devices, engine),
+    )
     train_recipe(recipe, data, options, console)
 
 
@@ -275,14 +284,14 @@ def do_pack(args: Namespace, console: Console) -> Output:
     from flatout.data.build import build_pack
     from flatout.data.load import find
     from flatout.data.pack import PackSettings
-    from flatout.run.advise import advise
+    from flatout.run.advise import look
 
     if not 1 <= args.size <= MAX_IMAGE_SIZE:
         raise InputError(f"--size {args.size}: must be from 1 to {MAX_IMAGE_SIZE} pixels")
     found = find(args.data, Data(classes=args.classes or ""))
     settings = PackSettings(
         size=args.size,
-        channels=args.channels or advise(found, str(args.data), accelerated=False)[0].channels,
+        channels=args.channels or look(found, str(args.data), accelerated=False).channels,
         resize=args.resize,
         on_bad_image=args.on_bad_image or "stop",
         max_bad_share=args.max_bad_share,

@@ -97,6 +97,32 @@ def choose_processes(
     return Processes(devices=devices, threads=threads, reason=reason)
 
 
+def rate_on(spec: str, engine: str) -> Callable[[Recipe, int], float] | None:
+    """Return a function that measures the images per second of training on the devices of a SPEC.
+
+    It takes a recipe and the number of classes, and builds one of our own models. None where the ranks are started
+    already, which would measure different rates, and for XLA, which compiles too long.
+    """
+    from flatout.dist.env import launched
+
+    devices = parse_devices(spec, engine)
+    if launched() is not None or engine == "xla":
+        return None
+    count = len(devices.indices)
+    if devices.kind == "cpu":
+        cores = physical_cores()
+        # Several threads of one process, unless there is a process for each core.
+        count = min(count, cores) if count > 1 else 1 + (cores - 1) * (1 if spec == "auto" else THREAD_WORTH)
+
+    def rate(recipe: Recipe, classes: int) -> float:
+        from flatout.engine.eager.probe import seconds_per_image
+        from flatout.models.load import build_model
+
+        return count / seconds_per_image(build_model(recipe, classes), recipe, devices.names[0])
+
+    return rate
+
+
 def _about(seconds: float) -> str:
     return f"about {seconds:.0f} s" if seconds < 100 else f"about {seconds / 60:.0f} min"
 

@@ -37,7 +37,7 @@ def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], 
             tensors that do not fit are named with both shapes. The model is not changed then.
     """
     if recipe.weights:
-        path = _find(Path(recipe.weights))
+        path = find_file(Path(recipe.weights))
         _fit(model, _read(path), path, report)
         return
     path = find_weights(recipe.model, report=report)
@@ -116,7 +116,8 @@ def _strip_prefixes(tensors: Tensors, own: Iterable[str]) -> Tensors:
     return stripped if known <= stripped.keys() and not known & tensors.keys() else {**others, **stripped}
 
 
-def _find(path: Path) -> Path:
+def find_file(path: Path) -> Path:
+    """Return a file of weights, or the one in a folder; for messages, the path is what --weights names."""
     if path.is_file():
         return path
     if not path.is_dir():

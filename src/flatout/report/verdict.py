@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from flatout.numerics.schedule import scaled_rate
 from flatout.recipe import Recipe
 from flatout.report.style import finite, shorten
 
@@ -137,7 +138,7 @@ def _at_chance(run: _Run) -> Iterator[str]:
 
 def _learning_rate_advice(recipe: Recipe) -> str:
     lr = recipe.optimizer.lr
-    effective = lr / (1 - (recipe.optimizer.momentum or 0.0))
+    effective = scaled_rate(recipe) / (1 - (recipe.optimizer.momentum or 0.0))
     usual = USUAL_LEARNING_RATE.get(recipe.optimizer.name, effective)
     higher, lower = f"--lr {lr * LEARNING_RATE_STEP:g}", f"--lr {lr / LEARNING_RATE_STEP:g}"
     if effective < usual / UNSUSPECTED_FACTOR:

@@ -1,13 +1,21 @@
-"""A recipe generated from the data, by simple rules that are printed with it."""
+"""A recipe generated from the data, by simple rules that are printed with it.
+
+It has one of three forms: photos start from published weights, or from weights that the user names; everything else
+trains `fast-cnn` from random weights; and a model that the user names gets settings that suit most models.
+"""
 
 import contextlib
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from flatout.console import duration
 from flatout.data.source import DataRef, Source
-from flatout.errors import InputError
+from flatout.errors import InputError, WeightsUnavailable
 from flatout.recipe import Recipe, from_dict
 
 # Images whose headers are read to find the usual size and colour.
@@ -15,22 +23,264 @@ SAMPLED = 64
 # Image sizes to choose from; on a CPU, 128 pixels keep an epoch of a few thousand images within a minute.
 SIZES = (32, 64, 96, 128, 160, 224)
 LARGEST_ON_CPU, LARGEST_ON_GPU = 128, 224
-# Images up to this many pixels on a side are often symbols: they are shifted, never mirrored.
-SMALL = 32
-# Epochs and batch size by the number of training images: few images need many epochs and small batches.
-EPOCHS = ((2_000, 30), (20_000, 20), (100_000, 10), (2**63, 5))
-BATCHES = ((5_000, 32), (20_000, 64), (2**63, 256))
+# Colour images from this many pixels on a side are taken for photos.
+PHOTO = 64
 # From this ratio of the largest to the smallest class on, classes are weighted.
 UNBALANCED = 3.0
+# The widths of fast-cnn. The widest is chosen that sees as many epochs as are enough within the time.
+WIDTHS = (128, 64, 32, 16)
+# The largest shift of small images.
+PIXELS_OF_SHIFT = 2
+# The time that a run without a budget may take, and the share of a budget that is left for training.
+SECONDS, TRAINING_SHARE = 600.0, 0.85
+
+# By the number of training images: epochs that are enough, the most that are useful, and the batch size.
+ENOUGH_EPOCHS = ((5_000, 60), (20_000, 20), (2**63, 5))
+MOST_EPOCHS = ((5_000, 120), (20_000, 60), (100_000, 20), (2**63, 10))
+BATCHES = ((5_000, 32), (20_000, 128), (2**63, 256))
+# The same for models that the user names, and for fine-tuning.
+EPOCHS = ((2_000, 30), (20_000, 20), (100_000, 10), (2**63, 5))
+FINE_TUNING_EPOCHS = ((20_000, 10), (2**63, 3))
+
+# Images per second of training with a recipe, for a number of classes, on the devices of the run.
+Rate = Callable[[Recipe, int], float]
 
 
-def advise(found: DataRef | Source, path: str, *, accelerated: bool) -> tuple[Recipe, dict[str, str]]:
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the recipe depends on: the data, the device, and the time.
+
+    Attributes:
+        path: what the recipe names as its data.
+        size: pixels on a side to train with; shape: how that was found.
+        channels: 1 for grey, 3 for colour.
+        images, classes: how many there are for training.
+        balance: the ratio of the largest class to the smallest.
+        accelerated: whether an accelerator trains.
+        seconds: the time budget; None for none.
+    """
+
+    path: str
+    size: int
+    shape: str
+    channels: int
+    images: int
+    classes: int
+    balance: float
+    accelerated: bool
+    seconds: float | None
+
+    @property
+    def is_photo(self) -> bool:
+        """Whether the images are taken for photos."""
+        return self.channels == 3 and self.size >= PHOTO
+
+    def by_images(self, table: Sequence[tuple[int, int]]) -> int:
+        """Return the entry of a table for the number of images."""
+        return next(value for limit, value in table if self.images < limit)
+
+
+# A recipe as nested plain values, and a sentence for each key or section of it that gives the reason.
+Advice = tuple[dict[str, Any], dict[str, str]]
+
+
+def advise(
+    found: DataRef | Source,
+    path: str,
+    changes: Mapping[str, Any],
+    *,
+    accelerated: bool,
+    seconds: float | None = None,
+    rate: Rate | None = None,
+    report: Callable[[str], None] = lambda sentence: None,
+) -> tuple[Recipe, dict[str, str]]:
     """Return a recipe that suits the data, and a sentence for each key or section of it that gives the reason.
 
     Args:
         found: recognised data.
         path: what the recipe names as its data.
+        changes: the keys that the user has chosen; they decide between the forms of the recipe.
         accelerated: whether an accelerator will train it.
+        seconds: the time budget; None for none.
+        rate: measures models on the devices of the run; None where they are not at hand.
+        report: takes sentences about weights that were downloaded or could not be had.
+
+    Raises:
+        InputError: none of the images can be read, or weights that the user names cannot.
+    """
+    facts = look(found, path, accelerated=accelerated, seconds=seconds)
+    model, is_scratch = str(changes.get("model", "")), changes.get("pretrained") is False
+    if changes.get("weights"):
+        recipe, reasons = _from_weights(facts, Path(changes["weights"]), model)
+    elif facts.is_photo and not is_scratch and (not model or changes.get("pretrained")):
+        recipe, reasons = _from_backbone(facts, model, rate, report)
+    elif model and not model.startswith("fast-cnn"):
+        recipe, reasons = _any_model(facts, model)
+    else:
+        recipe, reasons = _from_scratch(facts, model, rate)
+    recipe |= {
+        "job": Path(path).name.removesuffix(".gz").rpartition(".")[0] or Path(path).name or "data",
+        "channels": facts.channels,
+        "class_weights": "balanced" if facts.balance > UNBALANCED else "none",
+    }
+    recipe["data"] = {"path": path, **recipe.get("data", {})}
+    colour = "grey" if facts.channels == 1 else "colour"
+    reasons = {"image_size": f"image_size = {recipe['image_size']}, {colour}: {facts.shape}"} | reasons
+    if facts.balance > UNBALANCED:
+        ratio = f"the largest class has {facts.balance:.1f} times the images of the smallest"
+        reasons["class_weights"] = f"class_weights = balanced: {ratio}"
+    return from_dict(recipe), reasons
+
+
+def _from_scratch(facts: Facts, model: str, rate: Rate | None) -> Advice:
+    """Return a recipe for fast-cnn, as airbench trains it (K. Jordan, arXiv 2404.00498)."""
+    batch = facts.by_images(BATCHES)
+    # Small grey images are often symbols, which have no mirror images.
+    augment: dict[str, Any] = {"flip": facts.channels == 3}
+    augment |= {"crop": 0.35} if facts.is_photo else {"shift": PIXELS_OF_SHIFT / facts.size}
+    recipe: dict[str, Any] = {
+        "model": model,
+        "image_size": facts.size,
+        "epochs": 1,
+        "batch_size": batch,
+        "label_smoothing": 0.2 if facts.classes > 2 else 0.1,
+        "keep": "last",
+        "optimizer": {
+            "name": "momentum",
+            "lr": 0.4,
+            "lr_base_batch": 256,
+            "momentum": 0.85,
+            "nesterov": True,
+            "weight_decay": 0.0013,
+        },
+        "schedule": {"name": "one-cycle", "rise": 0.23, "start_factor": 0.2},
+        "augment": augment,
+    }
+    enough, most = facts.by_images(ENOUGH_EPOCHS), facts.by_images(MOST_EPOCHS)
+    seconds = facts.seconds or SECONDS
+    speed = 0.0
+    widths = [int(model.rpartition("-")[2])] if model else WIDTHS if rate else (WIDTHS[0 if facts.accelerated else 2],)
+    for width in widths:
+        recipe["model"] = model or f"fast-cnn-{width}"
+        speed = rate(from_dict({**recipe, "channels": facts.channels}), facts.classes) if rate else 0.0
+        if TRAINING_SHARE * seconds * speed >= enough * facts.images:
+            break
+    fitting = int(TRAINING_SHARE * seconds * speed / facts.images) if speed else most
+    recipe["epochs"] = max(enough // 5, min(most, fitting))
+    why_model = "a network that learns most in little computation"
+    if speed:
+        why_model += f", as wide as {enough} epochs in {duration(seconds)} permit; {speed:,.0f} images per second here"
+    expected = f", about {duration(recipe['epochs'] * facts.images / speed)} here" if speed else ""
+    geometry = " and ".join([*["flip"] * augment["flip"], "resized crop" if facts.is_photo else "shift"])
+    return recipe, {
+        "model": f"model = {recipe['model']}: {why_model}",
+        "epochs": f"epochs = {recipe['epochs']}: for {facts.images:,} training images{expected}",
+        "batch_size": f"batch_size = {batch}: for {facts.images:,} training images",
+        "augment": f"augment: random {geometry}" + "; --set augment.flip=false for text and signs" * augment["flip"],
+        "optimizer": "optimizer = momentum with a one-cycle schedule: suits short runs of this network",
+    }
+
+
+def _from_backbone(facts: Facts, model: str, rate: Rate | None, report: Callable[[str], None]) -> Advice:
+    """Return a recipe that starts from published weights; from random ones where those cannot be had."""
+    from flatout.models.backbones import BACKBONES, choose
+    from flatout.models.hub import find_weights
+
+    chosen = choose(accelerated=facts.accelerated, images=facts.images, seconds=facts.seconds)
+    name = model or chosen.model
+    try:
+        find_weights(name, report=report)
+    except WeightsUnavailable as error:
+        if model:
+            raise
+        report(
+            f"{error}. Training starts from random weights, which costs much of the accuracy on photos; "
+            f"with a file of {name} on this host: --model {name} --weights FILE"
+        )
+        return _from_scratch(facts, "", rate)
+    known = next((backbone for backbone in BACKBONES if backbone.model == name), chosen)
+    recipe, reasons = _fine_tuning(facts, name)
+    recipe["data"] = {"mean": known.mean, "std": known.std}
+    recipe["pretrained"] = True
+    if not model:
+        figures = f"{chosen.parameters / 1e6:.0f} million parameters, {chosen.top1:.1f} % on ImageNet"
+        why = f"the most accurate for {facts.images:,} images in the time"
+        reasons["model"] = f"model = {name}, from published weights ({figures}): {why}"
+    return recipe, reasons
+
+
+def _from_weights(facts: Facts, weights: Path, model: str) -> Advice:
+    """Return a recipe that starts from weights of the user's; those of a run name their model and normalisation."""
+    from flatout.models.pretrained import find_file
+    from flatout.models.weights import read_weights
+
+    path = find_file(weights)
+    about = read_weights(path)[1] if path.suffix == ".safetensors" else {}
+    name = model or about.get("model", "")
+    if not name or (":" in name and not name.startswith("timm:")):
+        raise InputError(f"--weights {weights}: does not say which network it is of; name it with --model NAME")
+    recipe, reasons = _fine_tuning(facts, name)
+    if "mean" in about and len(json.loads(about["mean"])) == facts.channels:
+        recipe["data"] = {key: json.loads(about[key]) for key in ("mean", "std")}
+    if "image_size" in about and not name.startswith("timm:"):
+        # The shapes of most small networks depend on it.
+        recipe["image_size"] = int(about["image_size"])
+    recipe |= {"weights": str(weights), "pretrained": True}
+    return recipe, reasons
+
+
+def _fine_tuning(facts: Facts, model: str) -> Advice:
+    """Return a recipe that fits the head first, and then all layers, those near the images by small steps."""
+    epochs = facts.by_images(FINE_TUNING_EPOCHS)
+    batch = facts.by_images(((2_000, 32), (2**63, 64)))
+    return {
+        "model": model,
+        "image_size": facts.size,
+        "epochs": epochs,
+        "batch_size": batch,
+        "label_smoothing": 0.1,
+        "linear_probe": True,
+        "optimizer": {"name": "adamw", "lr": 0.0003, "weight_decay": 0.05, "layer_decay": 0.9},
+        "schedule": {"name": "cosine", "warmup_epochs": 0.5},
+        "augment": {"flip": True, "crop": 0.5},
+    }, {
+        "model": f"model = {model}: as the weights are",
+        "linear_probe": "linear_probe = true: the head is fitted first, by logistic regression",
+        "epochs": f"epochs = {epochs}: all layers are fine-tuned, those near the images by small steps",
+        "batch_size": f"batch_size = {batch}: for {facts.images:,} training images",
+        "augment": "augment: random flip and resized crop; --set augment.flip=false for text and signs",
+    }
+
+
+def _any_model(facts: Facts, model: str) -> Advice:
+    """Return a recipe for a model that the user names, from random weights."""
+    epochs, batch = facts.by_images(EPOCHS), facts.by_images(BATCHES)
+    if facts.size >= PHOTO:
+        augment, changes = {"flip": True, "shift": 0.1, "zoom": 0.15}, "flip, shift and zoom"
+    else:
+        augment, changes = {"shift": 0.1, "zoom": 0.1, "rotate": 8.0}, "shift, rotation and zoom"
+    return {
+        "model": model,
+        "image_size": facts.size,
+        "epochs": epochs,
+        "batch_size": batch,
+        "label_smoothing": 0.1 if facts.classes > 10 else 0.0,
+        "optimizer": {"name": "adamw", "lr": 0.001, "weight_decay": 0.01},
+        "schedule": {"name": "cosine", "warmup_epochs": 1.0},
+        "augment": augment,
+    }, {
+        "epochs": f"epochs = {epochs}: for {facts.images:,} training images",
+        "batch_size": f"batch_size = {batch}: for {facts.images:,} training images",
+        "augment": f"augment: random {changes}",
+        "optimizer": "optimizer = adamw, lr 0.001 with a cosine schedule: needs little tuning",
+    }
+
+
+def look(found: DataRef | Source, path: str, *, accelerated: bool, seconds: float | None = None) -> Facts:
+    """Return what the data is like; the image size suits the device.
+
+    Raises:
+        InputError: none of the images sampled can be read.
     """
     largest, is_pack = LARGEST_ON_GPU if accelerated else LARGEST_ON_CPU, False
     if isinstance(found, DataRef) and found.kind == "pack":
@@ -50,43 +300,17 @@ def advise(found: DataRef | Source, path: str, *, accelerated: bool) -> tuple[Re
         size = max((usual for usual in SIZES if usual <= min(size, largest)), default=size)
     start, stop = source.splits["train"]
     counts = np.bincount(source.labels[start:stop], minlength=len(source.classes))
-    balance = counts.max() / max(1, counts[counts > 0].min())
-    epochs, batch = (next(v for limit, v in table if stop - start < limit) for table in (EPOCHS, BATCHES))
-    why_model = f"suits this size on {'an accelerator' if accelerated else 'a CPU'}"
-    if size <= SMALL:
-        model = "keras-cnn" if size >= 18 else "parallel-cnn"
-        augment, changes = {"shift": 0.1, "zoom": 0.1, "rotate": 8.0}, "shift, rotation and zoom"
-    else:
-        model = "timm:resnet18" if accelerated else "cats-dogs-cnn"
-        why_model += "; for photos, published weights are better: --model timm:resnet18 --set pretrained=true"
-        augment = {"flip": True, "shift": 0.1, "zoom": 0.15}
-        changes = "flip, shift and zoom; --set augment.flip=false for text and signs"
-    recipe = {
-        "job": Path(path).name.removesuffix(".gz").rpartition(".")[0] or Path(path).name or "data",
-        "model": model,
-        "image_size": size,
-        "channels": channels,
-        "epochs": epochs,
-        "batch_size": batch,
-        "class_weights": "balanced" if balance > UNBALANCED else "none",
-        "label_smoothing": 0.1 if len(source.classes) > 10 else 0.0,
-        "optimizer": {"name": "adamw", "lr": 0.001, "weight_decay": 0.01},
-        "schedule": {"name": "cosine", "warmup_epochs": 1.0},
-        "augment": augment,
-        "data": {"path": path},
-    }
-    reasons = {
-        "image_size": f"image_size = {size}, {'grey' if channels == 1 else 'colour'}: {shape}",
-        "model": f"model = {model}: {why_model}",
-        "epochs": f"epochs = {epochs}: for {stop - start:,} training images",
-        "batch_size": f"batch_size = {batch}: for {stop - start:,} training images",
-        "augment": f"augment: random {changes}",
-        "optimizer": "optimizer = adamw, lr 0.001 with a cosine schedule: needs little tuning",
-    }
-    if balance > UNBALANCED:
-        ratio = f"the largest class has {balance:.1f} times the images of the smallest"
-        reasons["class_weights"] = f"class_weights = balanced: {ratio}"
-    return from_dict(recipe), reasons
+    return Facts(
+        path=path,
+        size=size,
+        shape=shape,
+        channels=channels,
+        images=stop - start,
+        classes=len(source.classes),
+        balance=float(counts.max() / max(1, counts[counts > 0].min())),
+        accelerated=accelerated,
+        seconds=seconds,
+    )
 
 
 def _shape_of_files(files: Sequence[Path]) -> tuple[int, int]:

@@ -76,6 +76,7 @@ def fit(
 
     from flatout.dist.env import launched
     from flatout.engine.devices import engine_for, parse_devices
+    from flatout.engine.factory import rate_on
     from flatout.models.keras import KerasModule, is_keras
     from flatout.models.load import copied
     from flatout.run.arguments import join_data, recipe_changes
@@ -113,6 +114,8 @@ def fit(
             flat,
             accelerated=parse_devices(devices, engine).is_accelerated,
             console=console,
+            seconds=options.seconds,
+            rate=rate_on(devices, engine),
             words=python_words,
         )
         folder = train_recipe(recipe, found, options, console, module=module)

@@ -12,6 +12,7 @@ from flatout.settings import nearest, nearest_path
 
 if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source
+    from flatout.run.advise import Rate
 
 
 def resolve(
@@ -21,6 +22,8 @@ def resolve(
     *,
     accelerated: bool,
     console: Console,
+    seconds: float | None = None,
+    rate: "Rate | None" = None,
     words: Callable[[str], str] = str,
 ) -> "tuple[Recipe, DataRef | Source]":
     """Return the recipe, changed, and the recognised data.
@@ -31,6 +34,8 @@ def resolve(
         changes: dotted recipe keys to override.
         accelerated: whether a GPU or TPU trains; a recipe made for data then has a larger model and images.
         console: takes notes.
+        seconds: the time budget, for a recipe made for data; None for none.
+        rate: measures models for such a recipe; None where the devices are not at hand.
         words: puts advice that names flags in the words of the caller.
     """
     from flatout.data.load import find
@@ -48,7 +53,9 @@ def resolve(
         data = str(job) if data is None else data
         options = {key: value for key, value in changes.items() if key.startswith("data.")}
         found = find(data, Recipe(model="any", image_size=1, epochs=1, batch_size=1).override(options).data)
-        recipe, reasons = advise(found, _plain(data), accelerated=accelerated)
+        recipe, reasons = advise(
+            found, _plain(data), changes, accelerated=accelerated, seconds=seconds, rate=rate, report=console.note
+        )
         chosen = {key.partition(".")[0] for key in changes} | set(changes)
         console.note("no recipe given; generated one from your data:")
         for key, reason in reasons.items():

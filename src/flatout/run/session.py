@@ -68,6 +68,11 @@ class Options:
     minutes: float | None = None
     began: float = field(default_factory=time.perf_counter)
 
+    @property
+    def seconds(self) -> float | None:
+        """The time budget."""
+        return None if self.minutes is None else 60 * self.minutes
+
     def __post_init__(self) -> None:
         if self.minutes is not None and not (self.minutes > 0 and math.isfinite(self.minutes)):
             raise InputError(f"--minutes {self.minutes:g}: must be greater than 0")
@@ -237,7 +242,7 @@ class Session:
             mean, std = measure(splits["train"])
             self.recipe = self.recipe.override({"data.mean": mean, "data.std": std})
         check_batch(min(self.recipe.batch_size, len(splits["train"])), self.world.size)
-        if self.recipe.optimizer.lr_base_batch:
+        if self.recipe.optimizer.lr_base_batch not in (0, self.recipe.batch_size):
             self.note(describe_scaling(self.recipe))
         self._time("read")
         return splits
