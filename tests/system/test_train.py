@@ -189,7 +189,7 @@ def test_overwrite_replaces_the_run_alone(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_pictures")
 def test_folders_of_pictures_without_a_recipe(tmp_path: Path, capsys) -> None:
     data = make_folders(tmp_path / "data", per_class=20)
-    assert main(["train", str(data), "--epochs", "3", "--devices", "cpu", "--out", str(tmp_path / "run")]) == 0
+    assert main(["train", str(data), "--epochs", "20", "--devices", "cpu", "--out", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
     assert "40 images of 2 classes" in said
     assert "image_size = 20" in said
@@ -205,7 +205,7 @@ def test_folders_of_pictures_without_a_recipe(tmp_path: Path, capsys) -> None:
 def test_evaluate_on_other_data_matches_classes_by_name(tmp_path: Path, capsys) -> None:
     data = make_folders(tmp_path / "data", per_class=20)
     run = tmp_path / "run"
-    assert main(["train", str(data), "--epochs", "3", "--devices", "cpu", "--out", str(run)]) == 0
+    assert main(["train", str(data), "--epochs", "20", "--devices", "cpu", "--out", str(run)]) == 0
     other = make_folders(tmp_path / "other", per_class=3)
     capsys.readouterr()
     assert main(["evaluate", str(run), "--data", str(other), "--json"]) == 0

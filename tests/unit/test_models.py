@@ -78,7 +78,8 @@ def test_fast_cnns_whiten_patches(size: int, channels: int):
     assert torch.allclose(basis @ basis.T, torch.eye(len(basis)), atol=1e-6)
     torch.manual_seed(1)
     smooth = torch.nn.functional.avg_pool2d(torch.rand(32, channels, size + 8, size + 8), 9, stride=1)
-    whitened = net.stem.norm(torch.nn.functional.conv2d(smooth, net.stem.basis, stride=net.stem.stride))
+    patches = torch.nn.functional.conv2d(smooth, net.stem.basis, stride=net.stem.stride)
+    whitened = net.stem.norm(torch.cat([patches, -patches], dim=1))[:, : len(basis)]
     correlations = torch.corrcoef(whitened.movedim(1, 0).flatten(1))
     pixels = torch.corrcoef(
         smooth.unfold(2, 2, 1).unfold(3, 2, 1).movedim((1, 4, 5), (0, 1, 2)).flatten(3).flatten(0, 2)

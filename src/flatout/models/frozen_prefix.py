@@ -44,8 +44,7 @@ def cut_frozen_prefix(model: nn.Module) -> Cut | None:
     if all(p.requires_grad for p in model.parameters()) or model._forward_hooks or model._forward_pre_hooks:
         return None
     try:
-        train_graph = fx.symbolic_trace(model)
-        eval_graph = fx.symbolic_trace(_in_eval_mode(model))
+        train_graph, eval_graph = _trace(model), _trace(_in_eval_mode(model))
     except Exception:
         # fx raises whatever the model's code raises on a symbolic value.
         return None
@@ -60,6 +59,17 @@ def cut_frozen_prefix(model: nn.Module) -> Cut | None:
     _, eval_suffix = _split(model, eval_graph, eval_index)
     layers = sum(1 for module in prefix.modules() if any(True for _ in module.parameters(recurse=False)))
     return Cut(prefix=prefix.eval(), train_suffix=train_suffix, eval_suffix=eval_suffix, layers=layers, at=at)
+
+
+class _Tracer(fx.Tracer):
+    """Keeps batch normalisation whole, also in subclasses such as timm's: whether it is frozen is up to the module."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, nn.modules.batchnorm._BatchNorm) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _trace(model: nn.Module) -> fx.GraphModule:
+    return fx.GraphModule(model, _Tracer().trace(model))
 
 
 def _in_eval_mode(model: nn.Module) -> nn.Module:

@@ -225,11 +225,11 @@ class _Patches(nn.Module):
         )
         basis = torch.einsum("iy,jx,kc->ijkcyx", waves, waves, colours).flatten(0, 2)
         self.register_buffer("basis", basis.contiguous())
-        self.norm = nn.BatchNorm2d(len(basis), affine=False)
+        self.norm = _Norm(self.outputs)
 
     def forward(self, x_NCHW: torch.Tensor) -> torch.Tensor:
-        x = self.norm(functional.conv2d(x_NCHW, self.get_buffer("basis"), stride=self.stride))
-        return functional.gelu(torch.cat([x, -x], dim=1))
+        x = functional.conv2d(x_NCHW, self.get_buffer("basis"), stride=self.stride)
+        return functional.gelu(self.norm(torch.cat([x, -x], dim=1)))
 
 
 class _FastBlock(nn.Sequential):
@@ -240,21 +240,19 @@ class _FastBlock(nn.Sequential):
         super().__init__(first, nn.MaxPool2d(2), _Norm(outputs), nn.GELU(), second, _Norm(outputs), nn.GELU())
 
 
-class _Norm(nn.Module):
+class _Norm(nn.BatchNorm2d):
     """Batch normalisation without a scale, whose shift learns SHIFT**2 times as fast as other weights under SGD."""
 
     SHIFT = 8.0
 
     def __init__(self, channels: int) -> None:
-        super().__init__()
+        super().__init__(channels, momentum=0.4, affine=False)
         self.shift = nn.Parameter(torch.zeros(channels))
         self.register_buffer("scale", torch.ones(channels))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         mean, var, scale = (self.get_buffer(name) for name in ("running_mean", "running_var", "scale"))
-        return functional.batch_norm(x, mean, var, scale, self.SHIFT * self.shift, self.training, momentum=0.4)
+        return functional.batch_norm(input, mean, var, scale, self.SHIFT * self.shift, self.training, momentum=0.4)
 
 
 FastCNN16, FastCNN32, FastCNN64, FastCNN128 = (functools.partial(FastCNN, width=width) for width in (16, 32, 64, 128))

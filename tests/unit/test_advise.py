@@ -1,0 +1,149 @@
+"""Recipes generated from data: the form that suits it, the width that suits the time, and starting weights."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flatout
+from flatout.data.source import Source
+from flatout.errors import InputError, WeightsUnavailable
+from flatout.models import hub
+from flatout.recipe import Recipe
+from flatout.run.advise import advise
+from flatout.run.resolve import resolve
+
+
+def make_source(count: int = 600, size: int = 28, channels: int = 1, classes: int = 10) -> Source:
+    """Return images without content; only their shapes matter."""
+    return Source(
+        kind="images",
+        path=None,
+        images=np.zeros((count, size, size, channels), np.uint8),
+        labels=np.arange(count) % classes,
+        classes=tuple(map(str, range(classes))),
+        splits={"train": (0, count)},
+    )
+
+
+def advice(source: Source, changes: Mapping[str, Any] | None = None, **options: Any) -> tuple[Recipe, dict[str, str]]:
+    return advise(source, "", changes or {}, **{"accelerated": False, **options})
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Pretend that all published weights are at hand; return the names that were looked for."""
+    asked: list[str] = []
+    monkeypatch.setattr(hub, "find_weights", lambda name, report: asked.append(name))
+    return asked
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str, report: Any) -> None:
+        raise WeightsUnavailable(f"could not download {name}")
+
+    monkeypatch.setattr(hub, "find_weights", fail)
+
+
+def test_photos_start_from_published_weights(published: list[str]) -> None:
+    recipe, reasons = advice(make_source(size=96, channels=3))
+    assert published == [recipe.model]
+    assert recipe.model.startswith("timm:")
+    assert recipe.pretrained and recipe.linear_probe and recipe.optimizer.layer_decay < 1
+    assert recipe.data.mean == (0.485, 0.456, 0.406)
+    assert "% on ImageNet" in reasons["model"]
+
+
+@pytest.mark.parametrize(("size", "channels"), [(28, 1), (96, 1), (32, 3)])
+def test_other_images_train_from_random_weights(size: int, channels: int, published: list[str]) -> None:
+    recipe, _ = advice(make_source(size=size, channels=channels))
+    assert (published, recipe.pretrained, recipe.model[:8]) == ([], False, "fast-cnn")
+    # Grey images may be symbols, which have no mirror images.
+    assert recipe.augment.flip == (channels == 3)
+
+
+def test_without_the_weights_photos_train_from_scratch_and_the_user_is_told(offline: None) -> None:
+    said: list[str] = []
+    recipe, _ = advice(make_source(size=96, channels=3), report=said.append)
+    assert recipe.model.startswith("fast-cnn") and not recipe.pretrained
+    assert "could not download" in said[0] and "--weights FILE" in said[0]
+    with pytest.raises(WeightsUnavailable):
+        advice(make_source(size=96, channels=3), {"model": "timm:resnet18", "pretrained": True})
+
+
+def test_no_pretrained_asks_for_no_weights(published: list[str]) -> None:
+    recipe, _ = advice(make_source(size=96, channels=3), {"pretrained": False})
+    assert (published, recipe.model[:8]) == ([], "fast-cnn")
+
+
+def test_a_model_of_the_users_gets_settings_that_suit_most(published: list[str]) -> None:
+    recipe, _ = advice(make_source(size=96, channels=3), {"model": "cats-dogs-cnn"})
+    assert (recipe.model, recipe.optimizer.name, published) == ("cats-dogs-cnn", "adamw", [])
+
+
+@pytest.mark.parametrize(("seconds", "width"), [(6, 16), (120, 16), (240, 32), (1e6, 128)])
+def test_the_widest_network_that_sees_enough_is_chosen(seconds: float, width: int) -> None:
+    """60 epochs of 600 images are 36,000; 85 % of the time is for training."""
+
+    def rate(recipe: Recipe, classes: int) -> float:
+        assert classes == 10
+        return 8000 / int(recipe.model.rpartition("-")[2])
+
+    recipe, reasons = advice(make_source(), seconds=seconds, rate=rate)
+    assert recipe.model == f"fast-cnn-{width}"
+    assert f"{8000 / width:,.0f} images per second here" in reasons["model"]
+    fitting = 0.85 * seconds * 8000 / width / 600
+    assert recipe.epochs == pytest.approx(np.clip(fitting, 12, 120), abs=1)
+
+
+def test_weights_of_a_run_name_their_network(tmp_path: Path) -> None:
+    """A run on ten classes of digits is the start of one on two; only the head is fresh."""
+    images, labels = _digits()
+    flatout.fit("fast-cnn-16", (images, labels), epochs=2, devices="cpu", out=tmp_path / "first", quiet=True)
+    other = {"weights": str(tmp_path / "first"), "devices": "cpu", "quiet": True, "epochs": 1}
+    run = flatout.fit(data=(images, labels % 2), out=tmp_path / "second", **other)
+    recipe = run.recipe
+    assert (recipe.model, recipe.linear_probe, recipe.image_size) == ("fast-cnn-16", True, 8)
+    assert recipe.data.mean == flatout.load(tmp_path / "first").recipe.data.mean
+    assert len(run.classes) == 2
+    assert run.summary["test_accuracy"] > 0.85
+    assert any("starts fresh" in note for note in run.summary["notes"])
+
+
+def test_weights_without_a_network_need_its_name(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({"a": np.zeros(3, np.float32)}, tmp_path / "weights.safetensors")
+    with pytest.raises(InputError, match=r"does not say which network it is of; name it with --model NAME"):
+        advice(make_source(), {"weights": str(tmp_path / "weights.safetensors")})
+
+
+def test_the_recipe_does_not_depend_on_the_way_it_is_asked_for() -> None:
+    """`flatout pack` looks at the data alone, and `train` gets the same size and channels."""
+    from flatout.run.advise import look
+
+    source = make_source(size=48, channels=3)
+    recipe, facts = advice(source)[0], look(source, "", accelerated=False)
+    assert (recipe.image_size, recipe.channels) == (facts.size, facts.channels) == (48, 3)
+
+
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    from sklearn.datasets import load_digits
+
+    found: Any = load_digits()
+    return (found.images * 15).astype(np.uint8)[..., None], found.target
+
+
+def test_every_choice_is_said_but_those_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
+    from flatout.console import Console
+
+    said: list[str] = []
+    console = Console(None)
+    console.note = said.append  # pyright: ignore[reportAttributeAccessIssue]
+    resolve(None, _digits(), {"batch_size": 8}, accelerated=False, console=console)
+    text = "\n".join(said)
+    assert "model = fast-cnn" in text and "epochs =" in text
+    assert "batch_size" not in text
