@@ -29,8 +29,8 @@ PHOTO = 64
 UNBALANCED = 3.0
 # The widths of fast-cnn. The widest is chosen that sees as many epochs as are enough within the time.
 WIDTHS = (128, 64, 32, 16)
-# The largest shift of small images.
-PIXELS_OF_SHIFT = 2
+# The largest shift of small images, in pixels.
+PIXELS_OF_SHIFT = 1
 # The time that a run without a budget may take, and the share of a budget that is left for training.
 SECONDS, TRAINING_SHARE = 600.0, 0.85
 
