@@ -346,6 +346,25 @@ def test_a_finished_run_can_be_resumed_for_more_epochs(data: Path, tmp_path: Pat
     assert_same(tmp_path / "whole", tmp_path / "run")
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "one-cycle", "step"])
+def test_more_epochs_continue_the_schedule_of_the_longer_run(
+    schedule: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rates are those of a run that had all epochs from the start; where they jump up, a note says so."""
+    chosen = ["--set", f"schedule.name={schedule}", "--lr", "0.01"]
+    assert main(command(data, tmp_path / "run", *chosen, "--epochs", "4")) == 0
+    capsys.readouterr()
+    assert resume(tmp_path / "run", "--epochs", "8") == 0
+    assert ("the learning rate rises from" in capsys.readouterr().out) == (schedule != "step")
+    assert main(command(data, tmp_path / "whole", *chosen, "--epochs", "8")) == 0
+    rates = [
+        [json.loads(line)["learning_rate"] for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("run", "whole")
+    ]
+    assert rates[0][4:] == rates[1][4:]
+    assert (rates[0] == rates[1]) == (schedule == "step")
+
+
 def test_runs_and_checkpoints_without_todays_additions_are_read(data: Path, tmp_path: Path) -> None:
     """The previous version wrote no facts of the data, no balanced accuracy, no losses by step, no predicted labels."""
     from flatout.models.weights import save_tensors

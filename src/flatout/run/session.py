@@ -17,7 +17,7 @@ from flatout.dist.consistency import agree, data_facts
 from flatout.dist.env import restart_count
 from flatout.dist.hosts import Hosts
 from flatout.errors import DiskFull, InputError, RankLost, Stopped, TrainingFailed
-from flatout.numerics.schedule import describe_scaling
+from flatout.numerics.schedule import describe_scaling, learning_rate
 from flatout.recipe import Augment, Recipe
 from flatout.report import run_files
 from flatout.run import claim, sanity
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source
     from flatout.dist.world import World
     from flatout.engine.base import DeviceSplit, Engine
+
+
+# From this factor on, a note says that a longer run has raised the learning rate.
+RATE_JUMP = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +121,8 @@ class Session:
         self.data_facts: dict[str, Any] = {}
         self.budget: Budget | None = None
         self._claimed: Path | None = None
+        # The recipe of the checkpoint from which a run goes on.
+        self._continued: Recipe | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a rank in another process needs; the pack becomes a file that it maps."""
@@ -380,6 +386,7 @@ class Session:
             newest.progress.best = engine.snapshot(weights_only=True)
         engine.load_state(state)
         self.note(f"resumed after epoch {newest.progress.epoch}, step {newest.progress.step}")
+        self._continued = newest.recipe
         return newest.progress
 
     def _begin_folder(self, *, overwrite: bool) -> None:
@@ -451,9 +458,18 @@ class Session:
         self, engine: "Engine", placed: "dict[str, DeviceSplit]", progress: Progress
     ) -> tuple[str, Exception | None]:
         """Run the loop and save where it ends; return why it ended early, for people and as an exception."""
-        recipe = self.recipe
+        recipe, images = self.recipe, len(placed["train"].samples)
+        if self._continued and recipe.schedule.name in ("cosine", "one-cycle"):
+            steps = steps_per_epoch(images, recipe.batch_size, recipe.drop_last)
+            done = progress.position(steps)
+            before, now = learning_rate(self._continued, done - 1, steps), learning_rate(recipe, done, steps)
+            if now > RATE_JUMP * before:
+                name = recipe.schedule.name
+                self.note(
+                    f"the learning rate rises from {before:.2g} to {now:.2g}: {name} now has {recipe.epochs} epochs"
+                )
         self.console.note(
-            f"training {recipe.model} ({self.parameters:,} parameters) on {len(placed['train'].samples):,} images, "
+            f"training {recipe.model} ({self.parameters:,} parameters) on {images:,} images, "
             f"{counted(recipe.epochs, 'epoch')}, batch {recipe.batch_size}"
         )
         self.setup_seconds = time.perf_counter() - self.began
