@@ -18,6 +18,8 @@ hypothesis.settings.load_profile("flatout")
 # Nets this small gain nothing from a second thread, and two threads that wait for each other crawl on a busy machine.
 # Tests of what threads may change set it themselves.
 os.environ["OMP_NUM_THREADS"] = "1"
+# No test depends on the network; those of the hub start a server of their own.
+os.environ["HF_HUB_OFFLINE"] = "1"
 # JAX keeps the number of simulated devices that it starts with: enough for every test.
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 # Programs of tests run for milliseconds, and LLVM's optimisations are half of the time that compiling them takes.

@@ -422,7 +422,7 @@ def train(photos: Path, *options: str, **environment: str) -> subprocess.Complet
     caches = {"HF_HOME": folder / "hf", "TORCH_HOME": folder / "torch", "FLATOUT_CACHE": folder / "flatout"}
     return subprocess.run(
         [sys.executable, "-m", "flatout", *command.split(), "--set", "pretrained=true", *options],
-        env={**os.environ, **{name: str(path) for name, path in caches.items()}, **environment},
+        env={**os.environ, "HF_HUB_OFFLINE": "0", **{name: str(path) for name, path in caches.items()}, **environment},
         cwd=folder,
         capture_output=True,
         text=True,
