@@ -1,6 +1,7 @@
 """The commands. Each takes the parsed arguments and a console, and returns what it prints, if anything."""
 
 import os
+import time
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -50,6 +51,8 @@ def _command(operands: str, flags: str, example: str, **changes: dict[str, Any])
 )
 def do_train(args: Namespace, console: Console) -> None:
     """Train a job, a recipe, or your own data."""
+    # Before imports, which take seconds.
+    began = time.perf_counter()
     from flatout.dist.hosts import Hosts
     from flatout.engine.devices import parse_devices
     from flatout.engine.factory import rate_on
@@ -64,6 +67,7 @@ def do_train(args: Namespace, console: Console) -> None:
         hosts=Hosts(nodes=args.nodes, node_rank=args.node_rank, rendezvous=args.rendezvous, **timeout),
         restarts=args.restarts,
         minutes=args.minutes,
+        began=began,
         devices=args.devices,
         engine=engine,
         resume=args.resume,

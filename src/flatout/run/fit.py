@@ -1,6 +1,7 @@
 """The public call `fit`: from data, a model and a recipe to a run folder."""
 
 import dataclasses
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -72,6 +73,7 @@ def fit(
         InputError: an argument or the data is wrong; the message names it and the fix.
         TrainingFailed: training cannot continue; the weights of the last good epoch are in the run folder.
     """
+    began = time.perf_counter()
     import sys
 
     from flatout.dist.env import launched
@@ -105,6 +107,7 @@ def fit(
         cache=cache,
         restarts=restarts,
         minutes=minutes,
+        began=began,
         allow_code=isinstance(model, str),
     )
     try:
