@@ -1,8 +1,8 @@
 """The commands. Each takes the parsed arguments and a console, and returns what it prints, if anything."""
 
 import os
-import time
 import shlex
+import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

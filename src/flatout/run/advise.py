@@ -42,6 +42,9 @@ BATCHES = ((5_000, 32), (20_000, 128), (2**63, 256))
 EPOCHS = ((2_000, 30), (20_000, 20), (100_000, 10), (2**63, 5))
 FINE_TUNING_EPOCHS = ((20_000, 10), (2**63, 3))
 
+# All layers are fine-tuned if the time permits so many epochs; else so many layers, on so many views of the images.
+LEAST_EPOCHS, LAST_LAYERS, VIEWS = 2, 12, 3
+
 # Images per second of training with a recipe, for a number of classes, on the devices of the run.
 Rate = Callable[[Recipe, int], float]
 
@@ -111,7 +114,7 @@ def advise(
     facts = look(found, path, accelerated=accelerated, seconds=seconds)
     model, is_scratch = str(changes.get("model", "")), changes.get("pretrained") is False
     if changes.get("weights"):
-        recipe, reasons = _from_weights(facts, Path(changes["weights"]), model)
+        recipe, reasons = _from_weights(facts, Path(changes["weights"]), model, rate)
     elif facts.is_photo and not is_scratch and (not model or changes.get("pretrained")):
         recipe, reasons = _from_backbone(facts, model, rate, report)
     elif model and not model.startswith("fast-cnn"):
@@ -199,7 +202,7 @@ def _from_backbone(facts: Facts, model: str, rate: Rate | None, report: Callable
         )
         return _from_scratch(facts, "", rate)
     known = next((backbone for backbone in BACKBONES if backbone.model == name), chosen)
-    recipe, reasons = _fine_tuning(facts, name)
+    recipe, reasons = _fine_tuning(facts, name, rate)
     recipe["data"] = {"mean": known.mean, "std": known.std}
     recipe["pretrained"] = True
     if not model:
@@ -209,7 +212,7 @@ def _from_backbone(facts: Facts, model: str, rate: Rate | None, report: Callable
     return recipe, reasons
 
 
-def _from_weights(facts: Facts, weights: Path, model: str) -> Advice:
+def _from_weights(facts: Facts, weights: Path, model: str, rate: Rate | None) -> Advice:
     """Return a recipe that starts from weights of the user's; those of a run name their model and normalisation."""
     from flatout.models.pretrained import find_file
     from flatout.models.weights import read_weights
@@ -219,7 +222,7 @@ def _from_weights(facts: Facts, weights: Path, model: str) -> Advice:
     name = model or about.get("model", "")
     if not name or (":" in name and not name.startswith("timm:")):
         raise InputError(f"--weights {weights}: does not say which network it is of; name it with --model NAME")
-    recipe, reasons = _fine_tuning(facts, name)
+    recipe, reasons = _fine_tuning(facts, name, rate)
     if "mean" in about and len(json.loads(about["mean"])) == facts.channels:
         recipe["data"] = {key: json.loads(about[key]) for key in ("mean", "std")}
     if "image_size" in about and not name.startswith("timm:"):
@@ -229,11 +232,11 @@ def _from_weights(facts: Facts, weights: Path, model: str) -> Advice:
     return recipe, reasons
 
 
-def _fine_tuning(facts: Facts, model: str) -> Advice:
-    """Return a recipe that fits the head first, and then all layers, those near the images by small steps."""
+def _fine_tuning(facts: Facts, model: str, rate: Rate | None) -> Advice:
+    """Return a recipe that fits the head first, and then as many layers, from the last one, as the time permits."""
     epochs = facts.by_images(FINE_TUNING_EPOCHS)
     batch = facts.by_images(((2_000, 32), (2**63, 64)))
-    return {
+    recipe: dict[str, Any] = {
         "model": model,
         "image_size": facts.size,
         "epochs": epochs,
@@ -243,13 +246,33 @@ def _fine_tuning(facts: Facts, model: str) -> Advice:
         "optimizer": {"name": "adamw", "lr": 0.0003, "weight_decay": 0.05, "layer_decay": 0.9},
         "schedule": {"name": "cosine", "warmup_epochs": 0.5},
         "augment": {"flip": True, "crop": 0.5},
-    }, {
+    }
+    reasons = {
         "model": f"model = {model}: as the weights are",
         "linear_probe": "linear_probe = true: the head is fitted first, by logistic regression",
         "epochs": f"epochs = {epochs}: all layers are fine-tuned, those near the images by small steps",
         "batch_size": f"batch_size = {batch}: for {facts.images:,} training images",
         "augment": "augment: random flip and resized crop; --set augment.flip=false for text and signs",
     }
+    if not (rate and facts.seconds):
+        return recipe, reasons
+    # A layer that trains costs three times its forward pass, and a frozen one a pass for each view.
+    passes = (
+        TRAINING_SHARE
+        * facts.seconds
+        * 3
+        * rate(from_dict({**recipe, "channels": facts.channels}), facts.classes)
+        / facts.images
+    )
+    if passes < 3 * LEAST_EPOCHS:
+        layers = LAST_LAYERS if passes > VIEWS + 1 else 0
+        views = VIEWS if layers else 1
+        recipe |= {"freeze": f"all-but-last-{layers}", "epochs": 4 * VIEWS}
+        recipe["augment"] |= {"views": views}
+        what = f"the head and the last {layers} layers" if layers else "the head alone"
+        trained = f"the time permits to train {what}, on {views} views of each image"
+        reasons["epochs"] = f"freeze = all-but-last-{layers}: {trained}"
+    return recipe, reasons
 
 
 def _any_model(facts: Facts, model: str) -> Advice:
