@@ -46,8 +46,9 @@ def shared_data() -> Path:
 
 @pytest.fixture(autouse=True)
 def process_as_it_was() -> Iterator[None]:
-    """Put back what engines that a test did not close have changed in the process."""
+    """Put back what engines that a test did not close have changed in the process, and forget the modules of tests."""
     yield
+    sys.modules.pop("mine", None)
     if "torch" in sys.modules:
         import torch
 

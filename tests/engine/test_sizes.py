@@ -105,7 +105,7 @@ KEYS: dict[str, Any] = {"devices": "cpu", "quiet": True, "batch_size": 16, "epoc
 def test_evaluation_and_prediction_have_the_size_of_the_recipe(tmp_path: Path) -> None:
     np.savez(tmp_path / "images.npz", images=arrays()[0], labels=arrays()[1])
     path = tmp_path / "run"
-    run = flatout.fit(data=tmp_path / "images.npz", out=path, model="small-resnet-16", eval_size=20, **KEYS)
+    run = flatout.fit(data=tmp_path / "images.npz", out=path, model="fast-cnn-16", eval_size=20, **KEYS)
     metadata = read_weights(path / "weights.safetensors")[1]
     assert (metadata["image_size"], metadata["stored_size"], metadata["eval_size"]) == ("16", "20", "20")
     assert run.evaluate(devices="cpu")["test_loss"] == pytest.approx(run.summary["test_loss"], rel=1e-6)
