@@ -5,7 +5,7 @@ import shlex
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def do_train(args: Namespace, console: Console) -> None:
         allow_code=args.model is not None,
     )
     job = _job_to_resume(args) if args.resume else args.job
-    devices = parse_devices(args.devices, engine)
+    devices, reasons = parse_devices(args.devices, engine), list[str]()
     recipe, data = resolve(
         job,
         args.data,
@@ -86,8 +86,9 @@ def do_train(args: Namespace, console: Console) -> None:
         console=console,
         seconds=options.seconds,
         rate=rate_on(args.devices, engine),
+        explain=reasons.append,
     )
-    train_recipe(recipe, data, options, console)
+    train_recipe(recipe, data, replace(options, notes=tuple(reasons)), console)
 
 
 @_command(

@@ -159,3 +159,9 @@ def test_every_choice_is_said_but_those_of_the_user(capsys: pytest.CaptureFixtur
     text = "\n".join(said)
     assert "model = fast-cnn" in text and "epochs =" in text
     assert "batch_size" not in text
+
+
+def test_the_report_has_the_reasons(tmp_path: Path) -> None:
+    run = flatout.fit(data=_digits(), epochs=1, devices="cpu", out=tmp_path / "run", quiet=True)
+    assert any("model = fast-cnn" in note for note in run.summary["notes"])
+    assert "model = fast-cnn" in (tmp_path / "run" / "report.html").read_text()

@@ -110,6 +110,7 @@ def fit(
         began=began,
         allow_code=isinstance(model, str),
     )
+    reasons: list[str] = []
     try:
         recipe, found = resolve(
             job,
@@ -120,7 +121,9 @@ def fit(
             seconds=options.seconds,
             rate=rate_on(devices, engine),
             words=python_words,
+            explain=reasons.append,
         )
+        options = dataclasses.replace(options, notes=tuple(reasons))
         folder = train_recipe(recipe, found, options, console, module=module)
     except Stopped:
         raise KeyboardInterrupt from None

@@ -25,6 +25,7 @@ def resolve(
     seconds: float | None = None,
     rate: "Rate | None" = None,
     words: Callable[[str], str] = str,
+    explain: Callable[[str], None] = lambda sentence: None,
 ) -> "tuple[Recipe, DataRef | Source]":
     """Return the recipe, changed, and the recognised data.
 
@@ -36,6 +37,7 @@ def resolve(
         console: takes notes.
         seconds: the time budget, for a recipe made for data; None for none.
         rate: measures models for such a recipe; None where the devices are not at hand.
+        explain: also takes the reasons for a recipe made for data, for its report.
         words: puts advice that names flags in the words of the caller.
     """
     from flatout.data.load import find
@@ -53,14 +55,20 @@ def resolve(
         data = str(job) if data is None else data
         options = {key: value for key, value in changes.items() if key.startswith("data.")}
         found = find(data, Recipe(model="any", image_size=1, epochs=1, batch_size=1).override(options).data)
+
+        def report(sentence: str) -> None:
+            console.note(words(sentence))
+            explain(words(sentence))
+
         recipe, reasons = advise(
-            found, _plain(data), changes, accelerated=accelerated, seconds=seconds, rate=rate, report=console.note
+            found, _plain(data), changes, accelerated=accelerated, seconds=seconds, rate=rate, report=report
         )
         chosen = {key.partition(".")[0] for key in changes} | set(changes)
         console.note("no recipe given; generated one from your data:")
         for key, reason in reasons.items():
             if key not in chosen:
                 console.note(f"  {words(reason)}")
+                explain(words(reason))
         return recipe.override(changes), found
     recipe = recipe.override(changes)
     if data is None:

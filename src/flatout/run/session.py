@@ -58,6 +58,7 @@ class Options:
         allow_code: whether a model named as `package.module:factory` may be imported.
         minutes: the time budget of the whole run; None for the recipe's own length.
         began: when the user asked for the run, by time.perf_counter.
+        notes: sentences about the recipe, for the summary and the report.
     """
 
     out: Path | None = None
@@ -71,6 +72,7 @@ class Options:
     restarts: int | None = None
     minutes: float | None = None
     began: float = field(default_factory=time.perf_counter)
+    notes: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float | None:
@@ -114,7 +116,7 @@ class Session:
         self.began = self._lap = options.began
         self._prepared_at = 0.0
         self.seconds: dict[str, float] = {}
-        self.notes: list[str] = []
+        self.notes: list[str] = [*options.notes]
         self.setup_seconds = 0.0
         self.parameters = self.trained_parameters = 0
         self.devices, self.device_count = "", 0
