@@ -80,7 +80,7 @@ def epochs(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def recorded(run: Path) -> list[tuple[int, int, list[int], list[Any]]]:
+def recorded(run: Path) -> list[tuple[int, int, list[int], dict[str, list[Any]]]]:
     """Return what all ranks together took in each step: epoch, step, samples, transforms."""
     paths = sorted((run / "logs").glob("rank-*.samples.jsonl"))
     assert len(paths) == summary(run)["world_size"]
@@ -90,7 +90,9 @@ def recorded(run: Path) -> list[tuple[int, int, list[int], list[Any]]]:
     for (epoch, step), shares in groupby(lines, key=lambda line: (line["epoch"], line["step"])):
         parts = list(shares)
         assert len(parts) == len(paths)
-        samples, transforms = ([one for part in parts for one in part[key]] for key in ("samples", "transforms"))
+        samples = [sample for part in parts for sample in part["samples"]]
+        tables = [part["transforms"] for part in parts]
+        transforms = {name: [row for table in tables for row in table[name]] for name in tables[0]}
         steps.append((epoch, step, samples, transforms))
     return steps
 
