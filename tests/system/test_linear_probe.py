@@ -81,3 +81,15 @@ def test_a_head_that_is_no_linear_layer_is_refused(tmp_path: Path) -> None:
             ConvolutionAtTheEnd(), job="digits", linear_probe=True, devices="cpu", out=tmp_path / "run", quiet=True
         )
     assert not (tmp_path / "run").exists()
+
+
+def test_a_restarted_run_that_overwrites_fits_its_own_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoints in the folder are those of the run to overwrite."""
+    out = ["--devices", "cpu", "--out", str(tmp_path / "run")]
+    assert main([*STILL, *out]) == 0
+    capsys.readouterr()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main([*STILL, *out, "--overwrite"]) == 0
+    assert "linear probe" in capsys.readouterr().out

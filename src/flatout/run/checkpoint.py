@@ -48,8 +48,8 @@ class Checkpoint:
             "data": json.dumps(self.data),
         }
         save_tensors(path, tensors, metadata)
-        older = [other for other in _newest_first(folder) if other.name < path.name]
-        for other in _newest_first(folder):
+        older = [other for other in newest_first(folder) if other.name < path.name]
+        for other in newest_first(folder):
             # Files that sort after this one are damaged: the run was resumed from an older one.
             if other not in (path, *older[:1]):
                 other.unlink()
@@ -96,7 +96,7 @@ def load_newest(folder: Path, report: Callable[[str], None], since: float = 0.0)
     Raises:
         InputError: all checkpoints are damaged.
     """
-    paths = [path for path in _newest_first(folder) if path.stat().st_mtime >= since]
+    paths = newest_first(folder, since)
     for path in paths:
         try:
             return _read(path)
@@ -122,5 +122,7 @@ def _read(path: Path) -> Checkpoint:
         raise InputError(f"{path}: is not a checkpoint of flatout ({type(error).__name__}: {error})") from None
 
 
-def _newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("epoch-*.safetensors"), reverse=True)
+def newest_first(folder: Path, since: float = 0.0) -> list[Path]:
+    """Return the files of the checkpoints in a folder; those older than `since`, by time.time, are ignored."""
+    found = sorted(folder.glob("epoch-*.safetensors"), reverse=True)
+    return [path for path in found if path.stat().st_mtime >= since]

@@ -348,28 +348,31 @@ class Session:
             labels = {name: samples.labels for name, samples in chosen.items()}
             self.note(fit_head(head, found, labels, self.recipe))
 
+    def _is_continued(self) -> bool:
+        """Return whether the run goes on from a checkpoint, if there is one, rather than starting."""
+        return self.options.resume or restart_count() > 0
+
+    def _checkpoints_since(self) -> float:
+        """Return from when on checkpoints are of this run: after a restart, the run to overwrite may have left some."""
+        return self._prepared_at if self.options.overwrite else 0.0
+
     def _has_checkpoints(self) -> bool:
-        folder = self.out / run_files.CHECKPOINTS
-        is_continued = self.options.resume or restart_count() > 0
-        return self.world.broadcast_object(is_continued and any(folder.glob("*.safetensors")))
+        from flatout.run.checkpoint import newest_first
+
+        found = self._is_continued() and newest_first(self.out / run_files.CHECKPOINTS, self._checkpoints_since())
+        return self.world.broadcast_object(bool(found))
 
     def _resume(self, engine: "Engine", pack: "Pack") -> Progress | None:
         """Load the newest checkpoint if the run is to be resumed; None where there is none."""
         from flatout.run.checkpoint import Checkpoint, load_newest
 
         self.data_facts = data_facts(pack)
-        is_restarted = restart_count() > 0
-        if not self.options.resume and not is_restarted:
+        if not self._is_continued():
             return None
         newest: Any = None
         if self.world.is_main:
             try:
-                newest = load_newest(
-                    self.out / run_files.CHECKPOINTS,
-                    self.note,
-                    # After a restart, those of the run to overwrite may still be there.
-                    since=self._prepared_at if self.options.overwrite else 0.0,
-                )
+                newest = load_newest(self.out / run_files.CHECKPOINTS, self.note, self._checkpoints_since())
             except InputError as error:
                 newest = error
         state, best = (newest.state, newest.best) if isinstance(newest, Checkpoint) else ({}, {})
