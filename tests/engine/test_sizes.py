@@ -3,6 +3,7 @@
 import contextlib
 import math
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,11 @@ def pixels_of(samples: Samples) -> torch.Tensor:
     return (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
 
 
-def trained_by_hand(x: torch.Tensor, samples: Samples, recipe: Recipe) -> nn.Module:
+def trained_by_hand(images: Sequence[torch.Tensor], samples: Samples, recipe: Recipe) -> nn.Module:
+    """Train on images [N, C, H, W] of each epoch."""
     net, labels = pooled_net().train(), torch.from_numpy(samples.labels)
     optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)
-    for epoch in range(recipe.epochs):
+    for epoch, x in enumerate(images):
         for batch in training_batches(recipe.seed, epoch, len(samples), recipe.batch_size):
             chosen = torch.from_numpy(batch.samples[: batch.count])
             optimizer.zero_grad()
@@ -59,7 +61,7 @@ def test_evaluation_sees_larger_images_than_training(engine: str) -> None:
     samples, recipe = make_samples(size=16), make_recipe(**LARGER)
     assert recipe.stored_size == 16
     x = pixels_of(samples)
-    net = trained_by_hand(x[:, :, 2:14, 2:14], samples, recipe)
+    net = trained_by_hand([x[:, :, 2:14, 2:14]] * recipe.epochs, samples, recipe)
     with torch.no_grad():
         expected = net(x).softmax(1)
     made = make_engine(engine, pooled_net(), recipe)
@@ -172,24 +174,13 @@ def test_both_engines_reduce_alike(size: int) -> None:
     np.testing.assert_allclose(np.asarray(reduced(jnp.asarray(x), size)), expected, atol=1e-5)
 
 
-def grown_by_hand(samples: Samples, recipe: Recipe, sizes: list[int]) -> dict[str, torch.Tensor]:
-    net, x, labels = pooled_net().train(), pixels_of(samples), torch.from_numpy(samples.labels)
-    optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)
-    for epoch, size in enumerate(sizes):
-        small = reduced_by_hand(x, size)
-        for batch in training_batches(recipe.seed, epoch, len(samples), recipe.batch_size):
-            chosen = torch.from_numpy(batch.samples[: batch.count])
-            optimizer.zero_grad()
-            functional.cross_entropy(net(small[chosen]), labels[chosen]).backward()
-            optimizer.step()
-    return net.state_dict()
-
-
 @pytest.mark.parametrize("engines", [("torch", "torch"), ("xla 8", "torch")])
 def test_training_on_growing_images_and_resuming_equals_a_plain_loop(engines: tuple[str, str]) -> None:
     """The second engine continues in the middle, where the images have grown already."""
     samples, recipe = make_samples(size=16), make_recipe(**GROWING)
-    expected = grown_by_hand(samples, recipe, [8, 8, 12, 16])
+    x = pixels_of(samples)
+    grown = [reduced_by_hand(x, size) for size in (8, 8, 12, 16)]
+    expected = trained_by_hand(grown, samples, recipe).state_dict()
     state, progress = {}, Progress()
     for number, name in enumerate(engines):
         engine = make_engine(name, pooled_net(), recipe)

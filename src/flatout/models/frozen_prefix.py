@@ -34,6 +34,11 @@ class Cut:
     layers: int
     at: str
 
+    def describe(self, views: int) -> str:
+        """Return a sentence for the log; `views` of each image are cached, 0 for the image itself."""
+        often = f"for {views} views of each image" if views else "once"
+        return f"the first {self.layers} layers are frozen: their output is computed {often} and cached"
+
 
 def cut_frozen_prefix(model: nn.Module) -> Cut | None:
     """Return the longest frozen prefix and the rest, or None where there is none or the model cannot be traced.

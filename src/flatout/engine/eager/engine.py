@@ -140,8 +140,7 @@ class TorchEngine:
         may_cut = cache_prefix and recipe.is_cacheable and not self.is_sharded
         self.cut: Cut | None = cut_frozen_prefix(self.model) if may_cut else None
         if self.cut:
-            often = f"for {views} views of each image" if (views := recipe.augment.views) else "once"
-            self._report(f"the first {self.cut.layers} layers are frozen: their output is computed {often} and cached")
+            self._report(self.cut.describe(recipe.augment.views))
 
     def _distribute(self, model: nn.Module) -> nn.Module:
         """Bring rank 0's model to the devices of all ranks: a copy or a shard each."""

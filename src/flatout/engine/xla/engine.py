@@ -86,8 +86,7 @@ class XlaEngine:
         self._precision = _precision(recipe.precision, self.platform)
         self.cut = frozen_cut(model, recipe)
         if self.cut:
-            often = f"for {views} views of each image" if (views := recipe.augment.views) else "once"
-            report(f"the first {self.cut.layers} layers are frozen: their output is computed {often} and cached")
+            report(self.cut.describe(recipe.augment.views))
         self._program: Program | None = None
         self._state: State | None = None
         self._waiting_state: dict[str, torch.Tensor] | None = None
