@@ -105,6 +105,7 @@ def test_every_command_can_be_given(path: Path) -> None:
 def test_the_commands_of_the_first_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a few small pictures in place of photos, and a single epoch."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flatout.run.budget.REPORT_SECONDS", 0.0)  # on a busy machine, it may be all of a short budget
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     for name in ("my-photos", "new-photos"):
         for label, level in (("dark", 40), ("bright", 200)):
@@ -117,7 +118,7 @@ def test_the_commands_of_the_first_page_run(tmp_path: Path, monkeypatch: pytest.
     assert {command.split()[0] for command in run} >= {"train", "check", "predict"}
     for command in run:
         words = shlex.split(command, comments=True)
-        short = ["--minutes", "0.15"] if "--minutes" in words else ["--epochs", "1"]
+        short = ["--minutes", "0.2"] if "--minutes" in words else ["--epochs", "1"]
         assert main([*words, *([*short, "--devices", "cpu"] if words[0] == "train" else [])]) == 0, command
 
 

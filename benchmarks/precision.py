@@ -1,0 +1,76 @@
+"""The accuracy of the built-in jobs in bfloat16 against 32 bits, over several seeds; prints a table, writes JSON.
+
+    python benchmarks/precision.py --data-root D [--jobs digits fashion-mnist ...] [--seeds 1 2 3] [--out FILE]
+
+It says nothing about speed: a device without bfloat16 units gives the same accuracies, slowly.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from flatout.engine.devices import machine
+
+# Job -> its data below the root, and the epochs trained here: all of them where that takes minutes on two cores.
+JOBS = {
+    "digits": ("", None),
+    "fashion-mnist": ("fashion-mnist", 10),
+    "fashion-mnist-keras": ("fashion-mnist", 5),
+    "mnist-parallel": ("mnist.json.gz", None),
+    "caltech101": ("caltech101", None),
+    "cats-dogs": ("cats-dogs", 10),
+}
+
+
+def accuracy(job: str, root: Path, precision: str, seed: int, devices: str) -> float:
+    """Train in a fresh process and return the test accuracy, or that of validation where there is no test split."""
+    data, epochs = JOBS[job]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        command = [sys.executable, "-m", "flatout", "train", job, "--seed", str(seed), "--devices", devices]
+        command += ["--set", f"precision={precision}", "--out", str(out)]
+        command += ["--data", str(root / data)] if data else []
+        command += ["--epochs", str(epochs)] if epochs else []
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        summary = json.loads((out / "summary.json").read_text())
+    return next(value for name in ("test", "valid") if (value := summary[f"{name}_accuracy"]) is not None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-root", type=Path, required=True, help="the folder with the data sets")
+    parser.add_argument("--jobs", nargs="*", default=list(JOBS), choices=list(JOBS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3])
+    parser.add_argument("--devices", default="auto")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "precision.json")
+    args = parser.parse_args()
+    result = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": {name: version(name) for name in ("flatout", "torch")},
+        "seeds": args.seeds,
+        "epochs": {job: JOBS[job][1] or "all" for job in args.jobs},
+        "accuracies": {},
+    }
+    print(f"{'job':<22}{'fp32':>18}{'bf16':>18}{'difference':>12}")
+    for job in args.jobs:
+        found = {
+            precision: [accuracy(job, args.data_root, precision, seed, args.devices) for seed in args.seeds]
+            for precision in ("fp32", "bf16")
+        }
+        result["accuracies"][job] = found
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+        means = [statistics.mean(values) for values in found.values()]
+        spreads = [statistics.pstdev(values) for values in found.values()]
+        cells = "".join(f"{mean:>10.4f} ±{spread:.4f}" for mean, spread in zip(means, spreads, strict=True))
+        print(f"{job:<22}{cells}{means[1] - means[0]:>+12.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
