@@ -1,27 +1,75 @@
-"""Augmentation inside XLA programs: the torch engine's pixels, computed without fetching single ones."""
+"""Augmentation inside XLA programs: the torch engine's pixels, which TPUs compute without fetching single ones."""
 
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from flatout.numerics import augment, pixels
-from tests.engine.engines import make_engine
+from flatout.recipe import Recipe
 from tests.engine.test_against_plain_loop import make_recipe
 
 FLIP, CROP = {"augment.flip": True}, {"augment.crop": 0.25}
 COLORS = {"augment.color_jitter": 0.4, "augment.policy": "trivialaugment", "augment.erase": 0.5, "augment.mixup": 0.3}
-SEPARABLE = {**FLIP, **CROP, "augment.zoom": 0.3, "augment.shift": 0.1}
+UPRIGHT = {**FLIP, **CROP, "augment.zoom": 0.3, "augment.shift": 0.1}
+SHEAR = {**FLIP, "augment.zoom": 0.3, "augment.shear": 0.2}
+ROTATE = {"augment.rotate": 180.0, "augment.zoom": 0.3}
+ALL = {**UPRIGHT, **SHEAR, **ROTATE}
+POLICIES = {name: {**SHEAR, "augment.policy": name} for name in ("trivialaugment", "randaugment")}
+AFFINE = {"upright": UPRIGHT, "shear": SHEAR, "rotate": ROTATE, "all": ALL, **POLICIES}
+CHANGES = {"none": {}, "flip": FLIP, **AFFINE, "colors": COLORS}
+WHOLE = {"channels": 3, "data.mean": [0.0], "data.std": [1.0]}
+
+
+def augmented(recipe: Recipe, images: np.ndarray, tables: Any) -> Any:
+    import jax
+
+    from flatout.engine.xla.augment import Augmentation
+
+    return jax.jit(functools.partial(Augmentation(recipe), is_training=True))(images, tables)
+
+
+def interpolated(image_HWC: np.ndarray, affine: np.ndarray, size: int) -> np.ndarray:
+    """The definition, pixel by pixel: bilinear between four neighbours; the image's edge pixels are repeated."""
+    sides = np.array(image_HWC.shape[:2])
+    found = np.empty((size, size, image_HWC.shape[2]))
+    for p, q in np.ndindex(size, size):
+        x, y = affine.astype(np.float64) @ [(2 * q + 1) / size - 1, (2 * p + 1) / size - 1, 1]
+        position = np.clip(((np.array([y, x]) + 1) * sides - 1) / 2, 0, sides - 1)
+        (top, left), (down, right) = np.floor(position).astype(int), position % 1
+        bottom, far = np.minimum([top + 1, left + 1], sides - 1)
+        upper = (1 - right) * image_HWC[top, left] + right * image_HWC[top, far]
+        lower = (1 - right) * image_HWC[bottom, left] + right * image_HWC[bottom, far]
+        found[p, q] = (1 - down) * upper + down * lower
+    return found
+
+
+@pytest.mark.parametrize("platform", ["tpu", "default"])
+@pytest.mark.parametrize(("height", "width"), [(12, 12), (13, 18)])
+@pytest.mark.parametrize("name", AFFINE)
+def test_both_engines_interpolate_between_four_pixels(
+    name: str, height: int, width: int, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a TPU computes is computed here on the CPU."""
+    monkeypatch.setattr("jax.lax.platform_dependent", lambda *arguments, **ways: ways[platform](*arguments))
+    recipe = make_recipe(**AFFINE[name], **WHOLE)
+    images = np.random.default_rng(0).integers(0, 256, (24, height, width, 3), dtype=np.uint8)
+    maps = (augment.epoch_transforms(recipe, 0, len(images)) or {})["affine"]
+    oracle = np.stack([interpolated(image, affine, 12) for image, affine in zip(images, maps, strict=True)])
+    expected = oracle.transpose(0, 3, 1, 2) / 255
+    np.testing.assert_allclose(augmented(recipe, images, {"affine": maps}), expected, atol=1e-5)
+    transforms = {"affine": torch.from_numpy(maps)}
+    torchs = augment.apply(torch.from_numpy(images), transforms, torch.ones(3) / 255, torch.zeros(3), 12)
+    np.testing.assert_allclose(torchs, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, FLIP, CROP, SEPARABLE, {**SEPARABLE, "augment.rotate": 20.0, "augment.shear": 0.2}, COLORS],
-    ids=["none", "flip", "crop", "separable", "affine", "colors"],
-)  # fmt: skip
+    "changes", [{}, FLIP, CROP, UPRIGHT, COLORS], ids=["none", "flip", "crop", "upright", "colors"]
+)
 def test_pixels_equal_torchs(changes: dict[str, Any]) -> None:
-    from flatout.engine.xla.augment import Augmentation, mix
+    from flatout.engine.xla.augment import mix
 
     recipe = make_recipe(**changes, **{"data.stored_size": 15})
     images = np.random.default_rng(0).integers(0, 256, (64, 15, 15, 1), dtype=np.uint8)
@@ -29,7 +77,7 @@ def test_pixels_equal_torchs(changes: dict[str, Any]) -> None:
     mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
     transforms = {name: torch.from_numpy(table) for name, table in tables.items()}
     expected = augment.apply(torch.from_numpy(images), transforms, 1 / (255 * std), -mean / std, recipe.image_size)
-    found: Any = Augmentation(recipe)(images, tables, is_training=True)
+    found = augmented(recipe, images, tables)
     np.testing.assert_allclose(found, expected, atol=2e-5)
     if "mix" in tables:
         expected = augment.mix(expected, expected[tables["partner"]], transforms["mix"])
@@ -38,31 +86,25 @@ def test_pixels_equal_torchs(changes: dict[str, Any]) -> None:
 
 
 def test_histograms_are_equalised_as_by_torch() -> None:
-    from flatout.engine.xla.augment import Augmentation
-
     recipe = make_recipe(image_size=32)
     images = np.random.default_rng(0).integers(30, 90, (8, 32, 32, 1), dtype=np.uint8)
     rows = np.tile(pixels.UNCHANGED, (8, 1)).astype(np.float32)
     rows[::2, pixels.EQUALIZE] = 1
     mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
     expected = augment.apply(torch.from_numpy(images), {"color": torch.from_numpy(rows)}, 1 / (255 * std), -mean / std)
-    found: Any = Augmentation(recipe)(images, {"color": rows}, is_training=True)
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    np.testing.assert_allclose(augmented(recipe, images, {"color": rows}), expected, atol=2e-5)
     assert float(expected[0].max() - expected[0].min()) > 3 * float(expected[1].max() - expected[1].min())
 
 
-def test_crops_and_flips_fetch_no_single_pixels() -> None:
-    """The program of a step with crops has the gathers of one without: none, or those that look up labels."""
-    assert gathers(SEPARABLE) == gathers({})
-    assert gathers({"augment.rotate": 10.0}) > gathers({}), "the search would find them"
+@pytest.mark.parametrize("name", CHANGES)
+def test_programs_for_tpus_fetch_no_single_pixels(name: str) -> None:
+    import jax
 
+    from flatout.engine.xla.augment import Augmentation
 
-def gathers(changes: dict[str, Any]) -> int:
-    from flatout.engine.xla.step import Program
-
-    net = nn.Sequential(nn.Flatten(), nn.Linear(144, 5))
-    engine: Any = make_engine("xla 2", net, make_recipe(**changes))
-    program = Program(net, engine.recipe, batch=16, evaluation_batch=16)
-    text = engine.sharding.lower_step(program, program.initial_state()).as_text()
-    assert "dot_general" in text
-    return text.count("stablehlo.gather")
+    recipe, images = make_recipe(**CHANGES[name]), np.zeros((4, 12, 12, 1), np.uint8)
+    tables = augment.epoch_transforms(recipe, 0, len(images))
+    traced = jax.jit(functools.partial(Augmentation(recipe), is_training=True)).trace(images, tables)
+    tpu, cpu = (traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("tpu", "cpu"))
+    assert "gather" not in tpu
+    assert ("gather" in cpu) == recipe.augment.is_affine, "the search would find them"

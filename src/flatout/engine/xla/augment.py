@@ -30,7 +30,10 @@ class Augmentation:
         mean, std = (np.asarray(values, np.float32) for values in (recipe.data.mean, recipe.data.std))
         self._size, self._eval_size = recipe.image_size, recipe.eval_size
         self._scale, self._bias = 1 / (255 * std), -mean / std
-        self._is_separable = not (recipe.augment.rotate or recipe.augment.shear or recipe.augment.policy != "none")
+        if recipe.augment.rotate or recipe.augment.policy != "none":
+            self._products = _turned
+        else:
+            self._products = _sheared if recipe.augment.shear else _upright
 
     def __call__(self, images_BHWC: Any, transforms: Any, *, is_training: bool) -> jax.Array:
         """Return float32 [B, C, H, W].
@@ -45,10 +48,13 @@ class Augmentation:
             top, left = ((length - size) // 2 for length in images_BHWC.shape[1:3])
             images_BHWC = images_BHWC[:, top : top + size, left : left + size]
         x = images_BHWC.astype(jnp.float32)
-        if "affine" in transforms and self._is_separable:
-            x = _resample_separably(x, transforms["affine"], size)
-        elif "affine" in transforms:
-            x = jax.vmap(functools.partial(_resample, size=size))(x, transforms["affine"])
+        if "affine" in transforms:
+            resample = functools.partial(
+                jax.lax.platform_dependent,
+                tpu=functools.partial(self._products, size=size),
+                default=functools.partial(_fetched, size=size),
+            )
+            x = jax.vmap(resample)(x, transforms["affine"])
         elif "flip" in transforms:
             x = jnp.where(transforms["flip"][:, None, None, None] > 0, x[:, :, ::-1], x)
         if "color" in transforms:
@@ -60,11 +66,11 @@ class Augmentation:
 
 
 def _count_darker(levels_BHWC: jax.Array) -> jax.Array:
-    """See `pixels.recolor`. Histograms are sums of comparisons, since scattered additions are slow on TPUs."""
-    levels_BPC = levels_BHWC.astype(jnp.int32).reshape(len(levels_BHWC), -1, levels_BHWC.shape[3])
-    histograms = (levels_BPC[..., None] == jnp.arange(256)).sum(1)
-    darker_BLC = (histograms.cumsum(2) - histograms).transpose(0, 2, 1)
-    return jnp.take_along_axis(darker_BLC, levels_BPC, axis=1).astype(jnp.float32).reshape(levels_BHWC.shape)
+    """See `pixels.recolor`. Comparisons with every level, since TPUs scatter and gather slowly."""
+    has_level_BHWCL = levels_BHWC[..., None] == jnp.arange(256)
+    histograms_BCL = has_level_BHWCL.sum((1, 2))
+    darker_BCL = histograms_BCL.cumsum(2) - histograms_BCL
+    return (has_level_BHWCL * darker_BCL[:, None, None]).sum(4).astype(jnp.float32)
 
 
 def reduced(images_BCHW: jax.Array, size: int) -> jax.Array:
@@ -93,27 +99,43 @@ def _inside(boxes_B4: jax.Array, images_BHWC: jax.Array) -> jax.Array:
     return pixels.inside(boxes_B4, height, width)
 
 
-def _resample_separably(images_BHWC: jax.Array, maps: jax.Array, size: int) -> jax.Array:
-    """Apply affine maps [B, 2, 3] without rotation and shear: bilinear, edge pixels repeated."""
-    _, height, width, _ = images_BHWC.shape
-    rows_BOI = _interpolation(maps[:, 1, 1], maps[:, 1, 2], height, size)
-    columns_BOI = _interpolation(maps[:, 0, 0], maps[:, 0, 2], width, size)
-    return jnp.einsum("bpwc,bqw->bpqc", jnp.einsum("bhwc,bph->bpwc", images_BHWC, rows_BOI), columns_BOI)
-
-
-def _interpolation(scale: jax.Array, shift: jax.Array, length: int, size: int) -> jax.Array:
-    """Return the matrices [B, O, I] that interpolate `length` pixels at scale * x + shift, `size` x from -1 to 1."""
-    positions_BO = _pixels(scale[:, None] * _centres(size) + shift[:, None], length)
-    return jnp.maximum(0, 1 - jnp.abs(jnp.clip(positions_BO, 0, length - 1)[..., None] - jnp.arange(length)))
-
-
-def _resample(image_HWC: jax.Array, affine: jax.Array, size: int) -> jax.Array:
-    """Apply an affine map [2, 3] to one image: bilinear, edge pixels repeated."""
+def _fetched(image_HWC: jax.Array, affine: jax.Array, size: int) -> jax.Array:
+    """Apply any affine map [2, 3] to an image, by gathers: bilinear, edge pixels repeated. The others do the same."""
     height, width, _ = image_HWC.shape
-    y, x = jnp.meshgrid(_centres(size), _centres(size), indexing="ij")
-    columns = _pixels(affine[0, 0] * x + affine[0, 1] * y + affine[0, 2], width)
-    rows = _pixels(affine[1, 0] * x + affine[1, 1] * y + affine[1, 2], height)
-    return jax.vmap(lambda channel: map_coordinates(channel, [rows, columns], 1, "nearest"), 2, 2)(image_HWC)
+    y, x = np.meshgrid(_centres(size), _centres(size), indexing="ij")
+    positions = _positions(affine[1], x, y, height), _positions(affine[0], x, y, width)
+    return jax.vmap(lambda image_HW: map_coordinates(image_HW, positions, 1, "nearest"), 2, 2)(image_HWC)
+
+
+def _upright(image_HWC: jax.Array, affine: jax.Array, size: int) -> jax.Array:
+    """Apply a map without rotation and shear."""
+    height, width, _ = image_HWC.shape
+    rows_PH = _weights(_positions(affine[1], 0, _centres(size), height), height)
+    columns_QW = _weights(_positions(affine[0], _centres(size), 0, width), width)
+    return _product("pwc,qw->pqc", _product("hwc,ph->pwc", image_HWC, rows_PH), columns_QW)
+
+
+def _sheared(image_HWC: jax.Array, affine: jax.Array, size: int) -> jax.Array:
+    """Apply a map without rotation: rows stay rows, and each has its own weights."""
+    height, width, _ = image_HWC.shape
+    rows_PH = _weights(_positions(affine[1], 0, _centres(size), height), height)
+    columns_PQW = _weights(_positions(affine[0], _centres(size), _centres(size)[:, None], width), width)
+    return _product("pwc,pqw->pqc", _product("hwc,ph->pwc", image_HWC, rows_PH), columns_PQW)
+
+
+def _turned(image_HWC: jax.Array, affine: jax.Array, size: int) -> jax.Array:
+    """Apply any map: each pixel of the result interpolates every row, then between the rows.
+
+    The compiler sums over the rows without storing them if each channel has a product of its own.
+    """
+    height, width, _ = image_HWC.shape
+    y, x = np.meshgrid(_centres(size), _centres(size), indexing="ij")
+    rows_PQH = _weights(_positions(affine[1], x, y, height), height)
+    columns_PQW = _weights(_positions(affine[0], x, y, width), width)
+    channels = [
+        (_product("hw,pqw->pqh", image_HW, columns_PQW) * rows_PQH).sum(2) for image_HW in jnp.moveaxis(image_HWC, 2, 0)
+    ]
+    return jnp.stack(channels, axis=2)
 
 
 def _centres(length: int) -> np.ndarray:
@@ -121,6 +143,16 @@ def _centres(length: int) -> np.ndarray:
     return ((2 * np.arange(length) + 1) / length - 1).astype(np.float32)
 
 
-def _pixels(x: jax.Array, length: int) -> jax.Array:
-    """Return positions from -1 to 1 as pixel indices of a side, with fractions."""
-    return ((x + 1) * length - 1) / 2
+def _positions(coefficients: jax.Array, x: Any, y: Any, length: int) -> jax.Array:
+    """Return where one row of an affine map [3] leads from x and y: pixel indices of a side, with fractions."""
+    return ((coefficients[0] * x + coefficients[1] * y + coefficients[2] + 1) * length - 1) / 2
+
+
+def _weights(positions: jax.Array, length: int) -> jax.Array:
+    """Return the weights [..., length] of the pixels of a side in the linear interpolation at positions [...]."""
+    return jnp.maximum(0, 1 - jnp.abs(jnp.clip(positions, 0, length - 1)[..., None] - jnp.arange(length)))
+
+
+def _product(subscripts: str, *operands: jax.Array) -> jax.Array:
+    """Return an einsum in 32 bits: pixels would be rounded where the model's own products may be."""
+    return jnp.einsum(subscripts, *operands, precision="highest")
