@@ -281,6 +281,35 @@ print(json.dumps([len(list(host_transfers(text))), [[c.kind, c.bytes] for c in c
     assert dict(found)["all-reduce"] >= 4 * 256
 
 
+@needs_compiler
+@pytest.mark.slow
+def test_augmentation_on_tpus_fetches_no_single_pixels() -> None:
+    """The real compiler's program of a job with flips, shear and zoom has no gather; one that looks up rows has."""
+    code = """
+import jax, json, numpy as np
+from flatout.engine.xla import devices
+devices.require()
+from flatout.engine.xla.mesh import MeshSharding
+from flatout.engine.xla.step import Program
+from flatout.jobs import load_job
+from flatout.models.load import build_model
+from flatout.plan.chips import parse_topology
+from flatout.plan.topology import devices_of
+chips = devices_of(parse_topology("v5e:2x4"))
+recipe = load_job("cats-dogs").override({"image_size": 64})
+program = Program(build_model(recipe, 2), recipe, batch=32, evaluation_batch=8, precision="bf16")
+step = MeshSharding(chips, "none").lower_step(program, program.initial_state())
+rows, table = (jax.ShapeDtypeStruct(shape, kind) for shape, kind in [([64], np.int32), ([1000, 16], np.float32)])
+look_up = jax.jit(lambda table, rows: table[rows], out_shardings=jax.sharding.SingleDeviceSharding(chips[0]))
+print(json.dumps([lowered.compile().as_text().count(" gather(") for lowered in (step, look_up.lower(table, rows))]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    step, look_up = json.loads(done.stdout)
+    assert step == 0
+    assert look_up > 0
+
+
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,10 @@
-"""Normalisation and augmentation of a batch on the device: what `numerics.augment.apply` computes, without gathers.
+"""Normalisation and augmentation of a batch on the device: what `numerics.augment.apply` computes.
 
-Flips, crops, zooms and shifts move rows and columns independently of each other, so each is two small matrix products
-per image. TPUs multiply matrices at full speed, but fetch single pixels hundreds of times more slowly; only rotation
-and shear still do that.
+TPUs multiply matrices at full speed, but fetch single pixels very slowly. Linear interpolation along a side is a
+product with a matrix of weights, most of them 0, which the compiler computes where it multiplies. CPUs and GPUs fetch
+the pixels, which takes them less time and memory.
 
-Shape letters: B batch, H height, W width, C channels, O output positions, I input positions.
+Shape letters: B batch, H height, W width, C channels, P rows and Q columns of the result, L levels of a channel.
 """
 
 import functools
