@@ -7,6 +7,7 @@ folder, so that the file alone repeats the run.
 import dataclasses
 import functools
 import math
+import operator
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -15,14 +16,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from flatout.errors import InputError
-from flatout.settings import nearest, typed
+from flatout.settings import Size, nearest, sides, typed
 
 T = TypeVar("T")
 
 # The optimizers that both engines have; torch and timm have more.
 OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam", "adamw")
 MOMENTUM_DEFAULT = 0.9
-MAX_IMAGE_SIZE = 8192
+MAX_IMAGE_SIZE, MAX_CHANNELS = 8192, 1024
 # Of an optimizer whose name is changed.
 KEPT_OF_OPTIMIZER = ("lr", "lr_base_batch", "layer_decay", "weight_decay")
 # These keys may differ when a run is resumed: they set its length, or change results by rounding only.
@@ -57,8 +58,11 @@ class _Checked:
         value = getattr(self, name)
         if value is None:
             return
-        is_end = (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
-        self._require((is_end or low < value < high, name, need))
+        # Of a pair, height and width, neither may be 0.
+        for number in value if isinstance(value, tuple) else (value,):
+            is_end = (number == low and interval[0] == "[") or (number == high and interval[-1] == "]")
+            is_inside = (is_end or low < number < high) and not (isinstance(value, tuple) and number < 1)
+            self._require((is_inside, name, need))
 
     def _require(self, *rules: tuple[bool, str, str]) -> None:
         """Check rules of a condition, the field that it is about, and the message where it does not hold."""
@@ -163,7 +167,7 @@ class Augment(_Checked):
     of RandAugment. erase: the probability that a random rectangle gets the mean colour. mixup, cutmix: the parameter of
     the Beta distribution by which images are mixed with others; where both are given, each applies to half of them.
     views: the number of ways in which each image is changed; after as many epochs they repeat. 0 for no limit.
-    start_size: height and width of the training images in the first epoch, from which they grow to `image_size`.
+    start_size: size of the training images in the first epoch, from which they grow to `image_size`.
     """
 
     section = "augment."
@@ -179,7 +183,7 @@ class Augment(_Checked):
     mixup: Annotated[float, "[0, inf)"] = 0.0
     cutmix: Annotated[float, "[0, inf)"] = 0.0
     views: Annotated[int, "[0, inf)"] = 0
-    start_size: Annotated[int, f"[0, {MAX_IMAGE_SIZE}]"] = 0
+    start_size: Annotated[Size, f"[0, {MAX_IMAGE_SIZE}]"] = 0
 
     @property
     def is_affine(self) -> bool:
@@ -202,16 +206,17 @@ class Data(_Checked):
     """Where the images are and how they become arrays.
 
     mean, std: per channel, of pixels scaled to 0..1; by default measured on the training images.
-    resize: to a square, by stretching or by cropping the longer side.
+    resize: how images of another shape get that of the recipe: squashed, cropped at the centre, or padded with black.
+    bits: per channel of the decoded images; 0 for those of the data, which training fills in.
     valid_fraction, test_fraction: the share of the training images, stratified by class, for a missing split. A test
     split is made only where the data has no split at all.
     classes: a file of class names, one per line. class_names: names for classes that the data only numbers.
     images: the folder of the images that a CSV file names, if it is not the CSV file's own.
     file_column, label_column: the columns of a CSV file, by their names in its header.
     max_bad_share: the largest share of unreadable images that `skip` accepts.
-    stored_size: height and width of the decoded images, if they are to be larger than `image_size`: evaluation takes
-    the centre, `augment.crop` any part.
-    eval_size: height and width of the images in evaluation and prediction; 0 for `image_size`.
+    stored_size: of the decoded images, if they are to be larger than `image_size`: evaluation takes the centre,
+    `augment.crop` any part.
+    eval_size: of the images in evaluation and prediction; 0 for `image_size`.
     placement: where the decoded images are during training.
     """
 
@@ -219,7 +224,8 @@ class Data(_Checked):
     path: str = ""
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
-    resize: Literal["stretch", "crop"] = "stretch"
+    resize: Literal["squash", "crop", "pad"] = "squash"
+    bits: Literal[0, 8, 16] = 0
     valid_fraction: Annotated[float, "[0, 1)"] = 0.1
     test_fraction: Annotated[float, "[0, 1)"] = 0.1
     classes: str = ""
@@ -229,8 +235,8 @@ class Data(_Checked):
     label_column: str = ""
     on_bad_image: Literal["stop", "skip"] = "stop"
     max_bad_share: Annotated[float, "[0, 1)"] = 0.05
-    stored_size: Annotated[int, f"[0, {MAX_IMAGE_SIZE}]"] = 0
-    eval_size: Annotated[int, f"[0, {MAX_IMAGE_SIZE}]"] = 0
+    stored_size: Annotated[Size, f"[0, {MAX_IMAGE_SIZE}]"] = 0
+    eval_size: Annotated[Size, f"[0, {MAX_IMAGE_SIZE}]"] = 0
     placement: Literal["auto", "device", "memory", "disk"] = "auto"
 
     def __post_init__(self) -> None:
@@ -247,6 +253,8 @@ class Data(_Checked):
 class Recipe(_Checked):
     """A training run.
 
+    image_size: of the images that the model is trained on: height and width in pixels, or one number if they are equal.
+    channels: 1 for grey, 3 for RGB, 4 for RGBA, any number for images of so many bands.
     batch_size: the global batch, on any number of devices.
     max_steps: the steps of the whole run, if they are fewer than those of all epochs; 0 for all.
     micro_batch: the largest number of samples that a device computes at once (gradient accumulation); 0 is automatic.
@@ -268,8 +276,8 @@ class Recipe(_Checked):
 
     job: str = "custom"
     model: str
-    image_size: Annotated[int, f"[1, {MAX_IMAGE_SIZE}]"]
-    channels: Literal[1, 3] = 3
+    image_size: Annotated[Size, f"[1, {MAX_IMAGE_SIZE}]"]
+    channels: Annotated[int, f"[1, {MAX_CHANNELS}]"] = 3
     epochs: Annotated[int, "[1, inf)"]
     batch_size: Annotated[int, "[1, inf)"]
     max_steps: Annotated[int, "[0, inf)"] = 0
@@ -308,13 +316,20 @@ class Recipe(_Checked):
             (bool(self.model), "model", "must name a model"),
             (0 <= self.seed < 2**63, "seed", "must be at least 0 and less than 2^63"),
         )
-        largest = max(self.image_size, self.eval_size)
-        larger = f"must be at least {largest}, the largest of image_size and data.eval_size, or 0 for that"
-        smaller = f"must be at most image_size ({self.image_size})"
-        self.augment._require((self.augment.start_size <= self.image_size, "start_size", smaller))
+        largest = tuple(map(max, self.image_sides, self.eval_sides))
+        larger = f"must be at least {_text(largest)}, the largest of image_size and data.eval_size, or 0 for that"
+        smaller = f"must be at most image_size ({_text(self.image_sides)})"
+        is_smaller = all(map(operator.le, sides(self.augment.start_size), self.image_sides))
+        of_pictures = f"needs images of 1 or 3 channels and 8 bits; these have {self.channels} channels"
+        of_pictures += f" and {self.data.bits} bits" * bool(self.data.bits)
+        is_picture = self.channels in (1, 3) and self.data.bits != 16
+        self.augment._require(
+            (is_smaller, "start_size", smaller),
+            (is_picture or self.augment.policy == "none", "policy", of_pictures),
+        )
         self.data._require(
             (len(self.data.mean) in (0, 1, self.channels), "mean", need),
-            (self.stored_size >= largest, "stored_size", larger),
+            (all(map(operator.ge, self.stored_sides, largest)), "stored_size", larger),
         )
 
     def total_steps(self, steps_per_epoch: int) -> int:
@@ -323,19 +338,32 @@ class Recipe(_Checked):
         return min(every, self.max_steps or every)
 
     @property
-    def stored_size(self) -> int:
-        """Height and width of the decoded images."""
-        return self.data.stored_size or max(self.image_size, self.eval_size)
+    def image_sides(self) -> tuple[int, int]:
+        """Height and width of the images that the model is trained on."""
+        return sides(self.image_size)
 
     @property
-    def eval_size(self) -> int:
+    def stored_sides(self) -> tuple[int, int]:
+        """Height and width of the decoded images."""
+        if self.data.stored_size:
+            return sides(self.data.stored_size)
+        (height, width), (eval_height, eval_width) = self.image_sides, self.eval_sides
+        return max(height, eval_height), max(width, eval_width)
+
+    @property
+    def eval_sides(self) -> tuple[int, int]:
         """Height and width of the images in evaluation and prediction."""
-        return self.data.eval_size or self.image_size
+        return sides(self.data.eval_size or self.image_size)
+
+    @property
+    def start_sides(self) -> tuple[int, int]:
+        """Height and width of the training images in the first epoch."""
+        return sides(self.augment.start_size or self.image_size)
 
     @property
     def is_cacheable(self) -> bool:
         """Whether what a frozen layer computes of an image can be kept for training and evaluation."""
-        sizes = {self.image_size, self.eval_size, self.augment.start_size or self.image_size}
+        sizes = {self.image_sides, self.eval_sides, self.start_sides}
         return self.augment.is_finite and len(sizes) == 1
 
     def override(self, changes: Mapping[str, Any]) -> "Recipe":
@@ -385,6 +413,11 @@ class Recipe(_Checked):
         return head + ("\n" if head else "") + tomli_w.dumps(table)
 
 
+def _text(pair: tuple[int, ...]) -> str:
+    """Return a height and width as a recipe has them."""
+    return str(pair[0]) if len(set(pair)) == 1 else str([*pair])
+
+
 def known_keys() -> list[str]:
     """Return every dotted recipe key."""
     return list(Recipe(model="any", image_size=1, epochs=1, batch_size=1).flat())
@@ -408,6 +441,8 @@ def _build(cls: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
         key = prefix + name
         if name not in hints:
             raise InputError(f"unknown recipe key {key!r}; {nearest(key, known_keys())}")
+        if key == "data.resize" and value == "stretch":
+            value = "squash"  # its name in older recipes
         if not dataclasses.is_dataclass(hints[name]):
             values[name] = typed(value, hints[name], key)
         elif isinstance(value, Mapping):

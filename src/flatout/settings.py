@@ -16,6 +16,9 @@ from flatout.errors import InputError, TrainingFailed
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Height and width in pixels; one number where they are equal.
+Size = int | tuple[int, int]
+
 # What other libraries call our recipe keys, flags and devices.
 _ALIASES = {
     "learning_rate": "lr",
@@ -56,6 +59,11 @@ def typed(value: Any, hint: Any, key: str) -> Any:
         if value in args and not isinstance(value, bool):
             return value
         raise InputError(f"{key} = {value!r}: {nearest(str(value), map(str, args))}")
+    if hint == Size:
+        both = value if isinstance(value, list | tuple) else (value, value)
+        if len(both) != 2 or any(type(side) is not int for side in both):
+            raise InputError(f"{key} = {value!r}: must be a whole number of pixels, or [height, width]")
+        return both[0] if both[0] == both[1] else tuple(both)
     if origin in (types.UnionType, typing.Union):
         return None if value is None else typed(value, args[0], key)
     if origin is tuple:
@@ -67,6 +75,11 @@ def typed(value: Any, hint: Any, key: str) -> Any:
         names = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text in quotes"}
         raise InputError(f"{key} = {value!r}: must be {names[hint]}")
     return value
+
+
+def sides(size: Size) -> tuple[int, int]:
+    """Return the height and width of a size."""
+    return size if isinstance(size, tuple) else (size, size)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
