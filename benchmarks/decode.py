@@ -55,7 +55,7 @@ def main() -> None:
             return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
 
     def flatout(file: Path) -> np.ndarray:
-        return decode_image(file, size=size, channels=3, resize="stretch")
+        return decode_image(file, size=size, channels=3, resize="squash")
 
     ways = {
         "pillow_1_thread": (pillow, 1),

@@ -12,8 +12,8 @@ from typing import Any
 
 from flatout.console import Console
 from flatout.errors import InputError
-from flatout.recipe import MAX_IMAGE_SIZE, Data
-from flatout.settings import parse_setting
+from flatout.recipe import MAX_CHANNELS, MAX_IMAGE_SIZE, Data
+from flatout.settings import Size, one_or_both, parse_setting
 
 # The result for --json, and the lines that are printed otherwise.
 Output = tuple[Any, Sequence[str]]
@@ -280,7 +280,7 @@ def do_check(args: Namespace, console: Console) -> Output:
 
 @_command(
     "DATA",
-    "--data --size --out --channels --resize --classes --on-bad-image --max-bad-share --json",
+    "--data --size --out --channels --bits --resize --classes --on-bad-image --max-bad-share --json",
     "pack my-photos/ --size 128 --out my-photos.pack",
     out={"required": True, "help": "a folder that does not exist yet"},
 )
@@ -291,21 +291,31 @@ def do_pack(args: Namespace, console: Console) -> Output:
     from flatout.data.pack import PackSettings
     from flatout.run.advise import look
 
-    if not 1 <= args.size <= MAX_IMAGE_SIZE:
-        raise InputError(f"--size {args.size}: must be from 1 to {MAX_IMAGE_SIZE} pixels")
+    size = _size(args.size)
+    if args.channels is not None and not 1 <= args.channels <= MAX_CHANNELS:
+        raise InputError(f"--channels {args.channels}: must be from 1 to {MAX_CHANNELS}")
     found = find(args.data, Data(classes=args.classes or ""))
     settings = PackSettings(
-        size=args.size,
+        size=size,
         channels=args.channels or look(found, str(args.data), accelerated=False).channels,
         resize=args.resize,
         on_bad_image=args.on_bad_image or "stop",
         max_bad_share=args.max_bad_share,
+        bits=args.bits or 0,
     )
     pack = build_pack(found, settings, args.out, report=console)
     console.finish()
     rate = len(pack.labels) / pack.build_seconds
     lines = [pack.describe(), f"packed in {pack.build_seconds:.1f} s, {rate:,.0f} images/s: {args.out}"]
     return {"out": str(args.out), "images": len(pack.labels), "skipped": pack.skipped}, lines
+
+
+def _size(text: str) -> Size:
+    """Return the size that `N` or `HxW` names."""
+    both = [int(side) if side.isdecimal() else 0 for side in text.lower().split("x")]
+    if len(both) > 2 or not all(1 <= side <= MAX_IMAGE_SIZE for side in both):
+        raise InputError(f"--size {text}: must be N or HxW, such as 96x160, each from 1 to {MAX_IMAGE_SIZE} pixels")
+    return one_or_both((both[0], both[-1]))
 
 
 @_command("", "--json", "devices")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from flatout.errors import InputError
-from flatout.settings import Size, nearest, sides, typed
+from flatout.settings import Size, nearest, one_or_both, sides, typed
 
 T = TypeVar("T")
 
@@ -316,9 +316,9 @@ class Recipe(_Checked):
             (bool(self.model), "model", "must name a model"),
             (0 <= self.seed < 2**63, "seed", "must be at least 0 and less than 2^63"),
         )
-        largest = tuple(map(max, self.image_sides, self.eval_sides))
-        larger = f"must be at least {_text(largest)}, the largest of image_size and data.eval_size, or 0 for that"
-        smaller = f"must be at most image_size ({_text(self.image_sides)})"
+        largest = self._largest_sides
+        larger = f"must be at least {one_or_both(largest)}, the largest of image_size and data.eval_size, or 0 for that"
+        smaller = f"must be at most image_size ({self.image_size})"
         is_smaller = all(map(operator.le, sides(self.augment.start_size), self.image_sides))
         of_pictures = f"needs images of 1 or 3 channels and 8 bits; these have {self.channels} channels"
         of_pictures += f" and {self.data.bits} bits" * bool(self.data.bits)
@@ -345,8 +345,10 @@ class Recipe(_Checked):
     @property
     def stored_sides(self) -> tuple[int, int]:
         """Height and width of the decoded images."""
-        if self.data.stored_size:
-            return sides(self.data.stored_size)
+        return sides(self.data.stored_size) if self.data.stored_size else self._largest_sides
+
+    @property
+    def _largest_sides(self) -> tuple[int, int]:
         (height, width), (eval_height, eval_width) = self.image_sides, self.eval_sides
         return max(height, eval_height), max(width, eval_width)
 
@@ -413,11 +415,6 @@ class Recipe(_Checked):
         return head + ("\n" if head else "") + tomli_w.dumps(table)
 
 
-def _text(pair: tuple[int, ...]) -> str:
-    """Return a height and width as a recipe has them."""
-    return str(pair[0]) if len(set(pair)) == 1 else str([*pair])
-
-
 def known_keys() -> list[str]:
     """Return every dotted recipe key."""
     return list(Recipe(model="any", image_size=1, epochs=1, batch_size=1).flat())
@@ -454,6 +451,11 @@ def _build(cls: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
         if f.name not in values and f.default is f.default_factory is dataclasses.MISSING:
             raise InputError(f"recipe key {prefix + f.name!r} is missing")
     return cls(**values)
+
+
+def with_known_bits(recipe: Recipe) -> Recipe:
+    """Return the recipe of a run: those that were written before images had 16 bits do not name theirs, 8."""
+    return recipe if recipe.data.bits else recipe.override({"data.bits": 8})
 
 
 def load_recipe(path: Path) -> Recipe:

@@ -63,7 +63,7 @@ def typed(value: Any, hint: Any, key: str) -> Any:
         both = value if isinstance(value, list | tuple) else (value, value)
         if len(both) != 2 or any(type(side) is not int for side in both):
             raise InputError(f"{key} = {value!r}: must be a whole number of pixels, or [height, width]")
-        return both[0] if both[0] == both[1] else tuple(both)
+        return one_or_both((both[0], both[1]))
     if origin in (types.UnionType, typing.Union):
         return None if value is None else typed(value, args[0], key)
     if origin is tuple:
@@ -80,6 +80,11 @@ def typed(value: Any, hint: Any, key: str) -> Any:
 def sides(size: Size) -> tuple[int, int]:
     """Return the height and width of a size."""
     return size if isinstance(size, tuple) else (size, size)
+
+
+def one_or_both(pair: tuple[int, int]) -> Size:
+    """Return the size of a height and width."""
+    return pair[0] if pair[0] == pair[1] else pair
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -30,7 +30,7 @@ def saved(image: Image.Image, path: Path, **options) -> Path:
     return path
 
 
-def reference(image: Image.Image, size: int, channels: int, resize: str = "stretch") -> np.ndarray:
+def reference(image: Image.Image, size: int, channels: int, resize: str = "squash") -> np.ndarray:
     """What Pillow makes of it, int [size, size, channels]; the crop begins where `decode_image` says it does."""
     image = ImageOps.exif_transpose(image).convert("RGB" if channels == 3 else "L")
     if resize == "crop":
@@ -42,7 +42,7 @@ def reference(image: Image.Image, size: int, channels: int, resize: str = "stret
     return np.asarray(resized).reshape(size, size, channels).astype(int)
 
 
-def distance(path: Path, size: int, channels: int = 3, resize: str = "stretch") -> np.ndarray:
+def distance(path: Path, size: int, channels: int = 3, resize: str = "squash") -> np.ndarray:
     with Image.open(path) as image:
         expected = reference(image, size, channels, resize)
     got = decode_image(path, size=size, channels=channels, resize=resize)
@@ -53,14 +53,14 @@ def distance(path: Path, size: int, channels: int = 3, resize: str = "stretch") 
 
 def refusal(path: Path) -> str:
     with pytest.raises(BadImage) as caught:
-        decode_image(path, size=8, channels=3, resize="stretch")
+        decode_image(path, size=8, channels=3, resize="squash")
     return str(caught.value)
 
 
 # Against Pillow, on real photographs
 
 
-@pytest.mark.parametrize("resize", ["stretch", "crop"])
+@pytest.mark.parametrize("resize", ["squash", "crop"])
 @pytest.mark.parametrize("channels", [3, 1])
 def test_photographs_are_as_pillow_makes_them_within_the_stated_bound(shared_data, channels, resize):
     bounds = {"under 2": (2, 0.05) if channels == 3 else (16, 0.1), "from 2": (16, 0.2), "DCT": (40, 1.2)}
@@ -90,7 +90,7 @@ def test_arrays_are_resized_as_files_are(tmp_path):
     images.flags.writeable = False
     for size in (16, 70, 128):
         for channels in (1, 3):
-            for resize in ("stretch", "crop"):
+            for resize in ("squash", "crop"):
                 expected = decode_image(file, size=size, channels=channels, resize=resize)
                 got = resize_images(images, size=size, channels=channels, resize=resize)
                 assert got.flags.c_contiguous
@@ -100,7 +100,7 @@ def test_arrays_are_resized_as_files_are(tmp_path):
 
 def test_an_image_of_the_right_size_is_not_changed():
     images = np.random.default_rng(1).integers(0, 256, (5, 28, 28, 1), np.uint8)
-    assert np.array_equal(resize_images(images, size=28, channels=1, resize="stretch"), images)
+    assert np.array_equal(resize_images(images, size=28, channels=1, resize="squash"), images)
     coloured = resize_images(images, size=28, channels=3, resize="crop")
     assert np.array_equal(coloured, np.repeat(images, 3, axis=-1))
 
@@ -110,7 +110,7 @@ def test_an_image_of_the_right_size_is_not_changed():
 
 @pytest.mark.parametrize("suffix", ["jpg", "png"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("resize", ["stretch", "crop"])
+@pytest.mark.parametrize("resize", ["squash", "crop"])
 def test_exif_orientation_is_applied(tmp_path, orientation, suffix, resize):
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -125,7 +125,7 @@ def test_exif_orientation_is_applied(tmp_path, orientation, suffix, resize):
 def test_damaged_exif_leaves_the_image_as_stored(tmp_path, tiff):
     file = saved(smooth_picture(40, 40), tmp_path / "a.jpg", exif=b"Exif\0\0" + tiff)
     plain = saved(smooth_picture(40, 40), tmp_path / "b.jpg")
-    decoded, expected = (decode_image(path, size=40, channels=3, resize="stretch") for path in (file, plain))
+    decoded, expected = (decode_image(path, size=40, channels=3, resize="squash") for path in (file, plain))
     assert np.array_equal(decoded, expected)
 
 
@@ -141,7 +141,7 @@ def test_16_bit_grey_is_scaled(tmp_path, suffix):
     file = saved(Image.fromarray(values), tmp_path / f"a.{suffix}")
     expected = np.round(values / 257)
     for channels in (1, 3):
-        decoded = decode_image(file, size=64, channels=channels, resize="stretch")
+        decoded = decode_image(file, size=64, channels=channels, resize="squash")
         assert np.array_equal(decoded, np.repeat(expected[..., None], channels, axis=-1))
 
 
@@ -154,23 +154,23 @@ def test_transparency_is_laid_over_white(tmp_path):
     palette = image.convert("RGBA").quantize(8)
     assert palette.mode == "P"
     for file in (saved(image, tmp_path / "rgba.png"), saved(palette, tmp_path / "palette.png")):
-        decoded = decode_image(file, size=4, channels=3, resize="stretch")
+        decoded = decode_image(file, size=4, channels=3, resize="squash")
         assert np.abs(decoded[0].astype(int) - [[10, 20, 30], [10, 20, 30], [255] * 3, [127] * 3]).max() <= 1
-    decoded = decode_image(saved(image.convert("LA"), tmp_path / "la.png"), size=4, channels=1, resize="stretch")
+    decoded = decode_image(saved(image.convert("LA"), tmp_path / "la.png"), size=4, channels=1, resize="squash")
     assert np.abs(decoded[0, :, 0].astype(int) - [19, 19, 255, 127]).max() <= 1
 
 
 def test_of_an_animation_the_first_frame_is_taken(tmp_path):
     frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "lime", "blue")]
     file = saved(frames[0], tmp_path / "a.gif", save_all=True, append_images=frames[1:])
-    assert np.array_equal(decode_image(file, size=1, channels=3, resize="stretch"), [[[255, 0, 0]]])
+    assert np.array_equal(decode_image(file, size=1, channels=3, resize="squash"), [[[255, 0, 0]]])
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "gif", "webp", "bmp"])
 @pytest.mark.parametrize(("width", "height"), [(1, 1), (1, 3000), (3000, 1), (2, 3)])
 def test_the_smallest_and_thinnest_images(tmp_path, suffix, width, height):
     file = saved(Image.new("RGB", (width, height), (200, 200, 200)), tmp_path / f"a.{suffix}")
-    for resize in ("stretch", "crop"):
+    for resize in ("squash", "crop"):
         decoded = decode_image(file, size=16, channels=3, resize=resize)
         assert np.abs(decoded.astype(int) - 200).max() <= 2
 
@@ -190,7 +190,7 @@ def test_every_kind_of_jpeg(tmp_path, options):
 
 def test_a_jpeg_with_harmless_oddities_is_decoded(tmp_path):
     data = saved(smooth_picture(64, 64), tmp_path / "a.jpg").read_bytes()
-    expected = decode_image(tmp_path / "a.jpg", size=64, channels=3, resize="stretch")
+    expected = decode_image(tmp_path / "a.jpg", size=64, channels=3, resize="squash")
     version = data.index(b"JFIF\0") + 5
     oddities = {
         "revision": data[:version] + b"\x09" + data[version + 1 :],
@@ -199,7 +199,7 @@ def test_a_jpeg_with_harmless_oddities_is_decoded(tmp_path):
     }
     for content in oddities.values():
         (tmp_path / "b.jpg").write_bytes(content)
-        assert np.array_equal(decode_image(tmp_path / "b.jpg", size=64, channels=3, resize="stretch"), expected)
+        assert np.array_equal(decode_image(tmp_path / "b.jpg", size=64, channels=3, resize="squash"), expected)
 
 
 def test_the_content_decides_the_format_not_the_name(tmp_path):
@@ -324,16 +324,16 @@ def test_the_limit_of_pixels_can_be_set(tmp_path, monkeypatch):
     monkeypatch.setenv("FLATOUT_MAX_PIXELS", "1000")
     assert refusal(file) == "has 40 x 30 pixels, more than 1,000, the limit (FLATOUT_MAX_PIXELS sets it)"
     monkeypatch.setenv("FLATOUT_MAX_PIXELS", "1200")
-    decode_image(file, size=8, channels=3, resize="stretch")
+    decode_image(file, size=8, channels=3, resize="squash")
     monkeypatch.setenv("FLATOUT_MAX_PIXELS", "many")
     with pytest.raises(InputError, match="FLATOUT_MAX_PIXELS = 'many': must be a number of pixels"):
-        decode_image(file, size=8, channels=3, resize="stretch")
+        decode_image(file, size=8, channels=3, resize="squash")
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "P", "RGBA"])
 def test_large_images_are_averaged_before_they_are_resized(tmp_path, monkeypatch, mode):
     file = saved(smooth_picture(210, 132).convert(mode), tmp_path / "a.png")
-    expected = {resize: decode_image(file, size=16, channels=3, resize=resize) for resize in ("stretch", "crop")}
+    expected = {resize: decode_image(file, size=16, channels=3, resize=resize) for resize in ("squash", "crop")}
     monkeypatch.setattr(decode, "LARGE_PIXELS", 20_000)
     for resize, whole in expected.items():
         assert np.abs(decode_image(file, size=16, channels=3, resize=resize).astype(int) - whole).max() <= 3
@@ -348,7 +348,7 @@ def test_large_images_take_little_more_than_their_pixels(tmp_path):
     code = (
         "import sys\nfrom pathlib import Path\nfrom flatout.data.decode import decode_image\n"
         "from flatout.host import peak_rss_bytes\n"
-        "def decode(path): return decode_image(Path(path), size=64, channels=3, resize='stretch')\n"
+        "def decode(path): return decode_image(Path(path), size=64, channels=3, resize='squash')\n"
         "decode(sys.argv[2])\n"
         "before = peak_rss_bytes()\n"
         "assert (decode(sys.argv[1]) == (1, 2, 3)).all()\n"
@@ -383,7 +383,7 @@ def test_large_images_are_decoded_one_at_a_time(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("highest", "top"), [(4095, 4095), (3000, 4095), (255, 255), (4096, 65535), (65535, 65535)])
 def test_16_bit_grey_is_scaled_by_the_bits_in_use(tmp_path, highest, top):
     values = np.linspace(0, highest, 64 * 64).astype(np.uint16).reshape(64, 64)
-    decoded = decode_image(saved(Image.fromarray(values), tmp_path / "a.tif"), size=64, channels=1, resize="stretch")
+    decoded = decode_image(saved(Image.fromarray(values), tmp_path / "a.tif"), size=64, channels=1, resize="squash")
     assert np.abs(decoded[..., 0] - values * (255 / top)).max() <= 0.5
 
 

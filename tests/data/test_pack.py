@@ -41,7 +41,7 @@ class Recorder:
 
 
 def settings(**changes) -> PackSettings:
-    values = {"size": 16, "channels": 3, "resize": "stretch", "on_bad_image": "stop", "max_bad_share": 0.05}
+    values = {"size": 16, "channels": 3, "resize": "squash", "on_bad_image": "stop", "max_bad_share": 0.05}
     return PackSettings(**{**values, **changes})
 
 
@@ -121,7 +121,7 @@ def test_arrays_are_resized_by_the_same_method(tmp_path):
     source = arrays(side=20, channels=3)
     assert source.images is not None
     pack = load(source, tmp_path, settings(channels=1))
-    assert np.array_equal(pack.images, resize_images(source.images, size=16, channels=1, resize="stretch"))
+    assert np.array_equal(pack.images, resize_images(source.images, size=16, channels=1, resize="squash"))
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -245,7 +245,7 @@ def test_a_pack_of_the_users_is_opened_if_it_fits(tmp_path):
     build_pack(class_folders(tmp_path / "data"), settings(), tmp_path / "out", Recorder())
     found = DataRef(kind="pack", path=tmp_path / "out", inputs=(), read=pytest.fail)
     assert load(found, tmp_path / "cache").folder == tmp_path / "out"
-    mend = r"16 x 16 pixels.*wants 32 x 32.*use --set image_size=16 --set data.resize=stretch, or make another"
+    mend = r"16 x 16 pixels.*wants 32 x 32.*use --set image_size=16 --set data.resize=squash, or make another"
     with pytest.raises(InputError, match=mend):
         load(found, tmp_path / "cache", settings(size=32, resize="crop"))
     with pytest.raises(InputError, match="is a pack already"):
@@ -410,7 +410,7 @@ class Report:
 
 source = Source(kind="k", path=folder, classes=("a", "b"), labels=np.arange(count) % 2, splits={"train": (0, count)},
                 files=[files[i % len(files)] for i in range(count)])
-settings = PackSettings(size=size, channels=3, resize="stretch", on_bad_image="stop", max_bad_share=0.0)
+settings = PackSettings(size=size, channels=3, resize="squash", on_bad_image="stop", max_bad_share=0.0)
 pack = load_pack(source, settings, cache=cache, report=Report())
 print("cached" if pack.was_cached else "built")
 if act == "grow":

@@ -12,18 +12,21 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from flatout.data import pack_files
 from flatout.data.cache import lock, make_room, temporary_folder
-from flatout.data.decode import RESIZE_METHOD, BadImage, decode_image, resize_images
+from flatout.data.decode import RESIZE_METHOD, BadImage, decode_image, read_headers, resize_images
 from flatout.data.digests import combined_digest, digest_files
 from flatout.data.pack import Pack, PackSettings, Progress, fingerprint_of, open_pack
 from flatout.data.pack_files import DamagedPack
+from flatout.data.pixels import with_bits
 from flatout.data.source import DataRef, Source
 from flatout.errors import DiskFull, InputError
 from flatout.files import NO_SPACE, printable
+from flatout.settings import one_or_both, sides
 
 _EXAMPLES = 20
 
@@ -43,8 +46,10 @@ def load_pack(data: DataRef | Source, settings: PackSettings, *, cache: Path | N
         return _fitting(open_pack(data.path), settings)
     if isinstance(data, DataRef) and (cache is None or not data.inputs):
         data = data.read()
-    if isinstance(data, Source) and data.images is not None and data.images.shape[1:] == settings.image_shape:
-        return _in_memory(data, settings)
+    if isinstance(data, Source) and data.images is not None:
+        has_bits = settings.bits in (0, 8 * data.images.itemsize)
+        if data.images.shape[1:] == settings.image_shape and has_bits:
+            return _in_memory(data, settings)
     if cache is not None:
         key = _key(data, settings, cache / "digests", report)
         try:
@@ -77,15 +82,21 @@ def build_pack(data: DataRef | Source, settings: PackSettings, folder: Path, rep
 
 
 def _fitting(pack: Pack, settings: PackSettings) -> Pack:
-    size, _, channels = pack.images.shape[1:]
-    has, wants = (size, channels, pack.resize), (settings.size, settings.channels, settings.resize)
+    height, width, channels = pack.images.shape[1:]
+    bits = settings.bits or pack.bits
+    has = (one_or_both((height, width)), channels, pack.resize, pack.bits)
+    wants = (settings.size, settings.channels, settings.resize, bits)
     if has != wants:
-        names = ("image_size", "channels", "data.resize")
-        fix = " ".join(f"--set {n}={h}" for n, h, w in zip(names, has, wants, strict=True) if h != w)
+        names = ("image_size", "channels", "data.resize", "data.bits")
+        fix = " ".join(
+            f"--set {n}={str(h).replace(' ', '')}" for n, h, w in zip(names, has, wants, strict=True) if h != w
+        )
+        wanted_height, wanted_width = sides(settings.size)
         raise InputError(
-            f"{pack.folder}: holds images of {size} x {size} pixels, {channels} channels, made square by "
-            f"{pack.resize!r}, but the recipe wants {settings.size} x {settings.size} pixels, {settings.channels} "
-            f"channels, {settings.resize!r}; use {fix}, or make another pack with flatout pack"
+            f"{pack.folder}: holds images of {height} x {width} pixels, {channels} channels, {pack.bits} bits, brought "
+            f"to this shape by {pack.resize!r}, but the recipe wants {wanted_height} x {wanted_width} pixels, "
+            f"{settings.channels} channels, {bits} bits, {settings.resize!r}; use {fix}, or make another pack with "
+            "flatout pack"
         )
     return pack
 
@@ -140,7 +151,8 @@ def _key(data: DataRef | Source, settings: PackSettings, memo: Path | None, repo
     """Return the digest of everything that determines the pack, except the treatment of bad images."""
     from flatout import __version__  # other versions may read the same files in another way
 
-    wanted = [pack_files.FORMAT_VERSION, settings.size, settings.channels, settings.resize, RESIZE_METHOD]
+    wanted = [pack_files.FORMAT_VERSION, settings.size, settings.channels, settings.resize, settings.bits]
+    wanted.append(RESIZE_METHOD)
     parts = [json.dumps(wanted).encode()]
     if isinstance(data, DataRef):
         parts.append(json.dumps([data.kind, __version__, *(path.name for path in data.inputs)]).encode())
@@ -148,7 +160,8 @@ def _key(data: DataRef | Source, settings: PackSettings, memo: Path | None, repo
     parts += [data.labels.tobytes(), json.dumps([data.classes, data.splits]).encode()]
     if data.images is None:
         return combined_digest([*parts, *digest_files(data.files or (), memo=memo, report=report)])
-    return combined_digest(chain([*parts, repr(data.images.shape).encode()], map(np.ndarray.tobytes, data.images)))
+    about = f"{data.images.dtype}{data.images.shape}".encode()
+    return combined_digest(chain([*parts, about], map(np.ndarray.tobytes, data.images)))
 
 
 def _from_cache(key: str, data: DataRef | Source, settings: PackSettings, folder: Path, report: Progress) -> Pack:
@@ -231,6 +244,8 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
     from flatout import __version__
 
     started = time.perf_counter()
+    _refuse_channels(source, settings)
+    bits = settings.bits or bits_of(source)
     unfinished = _beside(target, ".partial")
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
@@ -239,7 +254,8 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
             key=key,
             count=len(source),
             image_shape=settings.image_shape,
-            fill=partial(_fill, source, settings),
+            bits=bits,
+            fill=partial(_fill, source, replace(settings, bits=bits), _highest(source, bits)),
             report=report,
         )
         files = source.files or ()
@@ -253,6 +269,7 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
             "images": len(kept),
             "size": settings.size,
             "channels": settings.channels,
+            "bits": bits,
             "resize": settings.resize,
             "resize_method": RESIZE_METHOD,
             "classes": list(kept.classes),
@@ -267,7 +284,7 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if error.errno in NO_SPACE:
-            needed = len(source) * int(np.prod(settings.image_shape))
+            needed = len(source) * int(np.prod(settings.image_shape)) * bits // 8
             free = shutil.disk_usage(target.parent).free
             raise DiskFull(
                 f"{target.parent}: the disk is full, or a limit reached: {len(source):,} images need {needed:,} bytes "
@@ -277,12 +294,37 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
     return replace(open_pack(target, verify=False), was_cached=False)
 
 
-def _fill(source: Source, settings: PackSettings, start: int, stop: int, out: np.ndarray) -> dict[int, str]:
+def bits_of(source: Source) -> int:
+    """Return the bits per channel of the images: 16 where any of the files sampled has 16, else 8."""
+    if source.images is not None:
+        return 8 * source.images.itemsize
+    return max((header.bits for header in read_headers(source.files or ())), default=8)
+
+
+def _highest(source: Source, bits: int) -> int:
+    """Return the highest pixel of arrays of 16 bits that are to have 8; 0 otherwise."""
+    images = source.images
+    return int(images.max()) if images is not None and bits == 8 and images.itemsize == 2 else 0
+
+
+def _refuse_channels(source: Source, settings: PackSettings) -> None:
+    """Refuse arrays whose channels are neither those that are wanted, nor can become them."""
+    found = settings.channels if source.images is None else source.images.shape[-1]
+    if found != settings.channels and {found, settings.channels} != {1, 3}:
+        raise InputError(
+            f"{source.path or 'data'}: the images have {found} channel{'s' * (found > 1)}, but channels = "
+            f"{settings.channels}; use --set channels={found}"
+        )
+
+
+def _fill(
+    source: Source, settings: PackSettings, highest: int, start: int, stop: int, out: np.ndarray
+) -> dict[int, str]:
     """Put samples into `out` [stop - start, H, W, C]; return index -> reason of the bad ones."""
-    how = {"size": settings.size, "channels": settings.channels, "resize": settings.resize}
+    how: dict[str, Any] = {key: getattr(settings, key) for key in ("size", "channels", "resize", "bits")}
     bad: dict[int, str] = {}
     if (images := source.images) is not None:
-        out[:] = resize_images(images[start:stop], **how)
+        out[:] = resize_images(with_bits(images[start:stop], settings.bits, highest), **how)
         if isinstance(images, np.memmap) and images.mode == "r" and hasattr(mmap, "MADV_DONTNEED"):
             # Pages read through the map no longer count as memory of this process; touching them brings them back.
             images._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]

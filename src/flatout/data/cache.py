@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.errors import InputError
+from flatout.settings import Size, sides, typed
 
 LIMIT = "FLATOUT_CACHE_LIMIT"
 _LIMIT_SHARE = 0.2
@@ -119,9 +120,9 @@ def _entry(path: Path, *, is_pack: bool) -> Entry:
     if is_pack:
         try:
             about = json.loads((path / "pack.json").read_text(encoding="utf-8"))
-            size = f"{about['size']} x {about['size']}"
+            size = " x ".join(map(str, sides(typed(about["size"], Size, "size"))))
             what = f"{about['images']:,} images, {size}, {about['path'] or about['kind']}"
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, InputError):
             what = "incomplete pack"
     return Entry(path=path, what=what, size_bytes=size_bytes, used=path.stat().st_mtime, is_pack=is_pack)
 

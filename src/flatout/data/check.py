@@ -14,7 +14,7 @@ from flatout.data.source import Source, describe
 from flatout.files import printable
 from flatout.host import usable_cores
 
-_LISTED = 20
+_LISTED, _SHAPES = 20, 5
 # Decoding to a small image lets JPEG skip work, but still reads the file to its end.
 _DECODED_SIZE = 64
 
@@ -52,7 +52,8 @@ class CheckResult:
     Attributes:
         counts: split -> class -> number of images.
         widths, heights: of the readable images; None without any.
-        modes: Pillow's mode (L, RGB, CMYK and so on) -> number of images.
+        shapes: height x width, such as 480x640 -> number of images.
+        modes: Pillow's mode (L, RGB, CMYK and so on), or bands and their type (5 x uint16) -> number of images.
         unreadable: the files that are no usable images.
         duplicates: groups of identical images, by bytes for files and by pixels for arrays.
         across_splits, conflicts: those groups that have images in more than one split, or of more than one class.
@@ -63,6 +64,7 @@ class CheckResult:
     counts: dict[str, dict[str, int]]
     widths: Sizes | None
     heights: Sizes | None
+    shapes: dict[str, int]
     modes: dict[str, int]
     unreadable: tuple[Unreadable, ...]
     duplicates: tuple[tuple[Sample, ...], ...]
@@ -90,6 +92,10 @@ class CheckResult:
         for name, sizes in (("width: ", self.widths), ("height:", self.heights)):
             if sizes:
                 lines.append(f"{name} {sizes.smallest} to {sizes.largest} pixels, median {sizes.median}")
+        if self.shapes:
+            shown = list(self.shapes.items())[:_SHAPES]
+            more = f" and {len(self.shapes) - _SHAPES:,} more" if len(self.shapes) > _SHAPES else ""
+            lines.append("shapes: " + ", ".join(f"{shape} {count:,}" for shape, count in shown) + more)
         lines.append("modes: " + (", ".join(f"{mode} {count:,}" for mode, count in self.modes.items()) or "none"))
         sections = {"unreadable files": [f"{bad.name}: {bad.reason}" for bad in self.unreadable]}
         for title, groups in (
@@ -122,7 +128,8 @@ def check(source: Source) -> CheckResult:
     else:
         assert source.images is not None
         height, width, channels = source.images.shape[1:]
-        mode = "L" if channels == 1 else "RGB"
+        mode = {(1, 1): "L", (3, 1): "RGB"}.get((channels, source.images.itemsize))
+        mode = mode or f"{channels} x {source.images.dtype}"
         looks = [_Look(_digest(image.tobytes()), width, height, mode) for image in source.images]
     readable = [look for look in looks if isinstance(look, _Look)]
     groups: dict[bytes, list[Sample]] = defaultdict(list)
@@ -139,6 +146,7 @@ def check(source: Source) -> CheckResult:
         counts={split: source.class_counts(split) for split in source.splits},
         widths=_sizes([look.width for look in readable]),
         heights=_sizes([look.height for look in readable]),
+        shapes=dict(Counter(f"{look.height}x{look.width}" for look in readable).most_common()),
         modes=dict(Counter(look.mode for look in readable).most_common()),
         unreadable=tuple(unreadable),
         duplicates=duplicates,
@@ -155,7 +163,7 @@ def _look_at(path: Path) -> _Look | str:
     try:
         data = read_file(path)
         header = read_header(data)
-        decode_image(data, size=_DECODED_SIZE, channels=3, resize="stretch")
+        decode_image(data, size=_DECODED_SIZE, channels=header.channels, resize="squash", bits=header.bits)
     except BadImage as error:
         return str(error)
     return _Look(_digest(data), header.width, header.height, header.mode)

@@ -14,6 +14,7 @@ from flatout.data.source import DataRef, Source
 from flatout.data.splits import SPLITS, stratified_split
 from flatout.errors import InputError
 from flatout.recipe import Data, Recipe
+from flatout.settings import one_or_both
 
 # Enough images for mean and standard deviation to three digits.
 MEASURED_IMAGES = 5000
@@ -39,11 +40,12 @@ def load(found: DataRef | Source, recipe: Recipe, *, cache: bool, report: Progre
     """
     data = recipe.data
     settings = PackSettings(
-        size=recipe.stored_size,
+        size=one_or_both(recipe.stored_sides),
         channels=recipe.channels,
         resize=data.resize,
         on_bad_image=data.on_bad_image,
         max_bad_share=data.max_bad_share,
+        bits=data.bits,
     )
     pack = load_pack(found, settings, cache=cache_folder() if cache else None, report=report)
     if not data.class_names:
@@ -82,18 +84,20 @@ def splits_of(pack: Pack, data: Data, seed: int) -> dict[str, Samples]:
 def measure(samples: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel, of pixels scaled to 0..1, over evenly spaced images."""
     positions = np.unique(np.linspace(0, len(samples) - 1, min(len(samples), MEASURED_IMAGES)).astype(np.int64))
-    channels = samples.images.shape[-1]
-    histogram = np.zeros((channels, 256), np.int64)
+    channels, bits = samples.images.shape[-1], 8 * samples.images.itemsize
+    histogram = np.zeros((channels, 2**bits), np.int64)
     at_once = max(1, MEASURED_BYTES_AT_ONCE // samples.images[:1].nbytes)
     for start in range(0, len(positions), at_once):
         chunk = positions[start : start + at_once]
-        images = samples.read(chunk, np.empty((len(chunk), *samples.images.shape[1:]), np.uint8))
+        images = samples.read(chunk, np.empty((len(chunk), *samples.images.shape[1:]), samples.images.dtype))
         for channel in range(channels):
-            histogram[channel] += np.bincount(images[..., channel].ravel(), minlength=256)
-    levels, count = np.arange(256) / 255, histogram[0].sum()
+            histogram[channel] += np.bincount(images[..., channel].ravel(), minlength=2**bits)
+    levels, count = np.arange(2**bits) / (2**bits - 1), histogram[0].sum()
     mean = histogram @ levels / count
     std = np.sqrt(np.maximum(histogram @ np.square(levels) / count - np.square(mean), 0))
-    return tuple(round(float(m), 4) for m in mean), tuple(round(max(float(s), 1e-4), 4) for s in std)
+    # Images of 16 bits often use few of them.
+    digits = 4 if bits == 8 else 7
+    return tuple(round(float(m), digits) for m in mean), tuple(round(max(float(s), 0.1**digits), digits) for s in std)
 
 
 def class_weights(labels: np.ndarray, classes: int) -> np.ndarray:

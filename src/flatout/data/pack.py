@@ -13,6 +13,7 @@ import numpy as np
 
 from flatout.data import pack_files
 from flatout.data.source import describe
+from flatout.settings import Size, sides
 
 
 class Progress(Protocol):
@@ -29,16 +30,17 @@ class Progress(Protocol):
 class PackSettings:
     """How images become a pack; the fields are those of a recipe."""
 
-    size: int
+    size: Size
     channels: int
     resize: str
     on_bad_image: str
     max_bad_share: float
+    bits: int = 0
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """Height, width and channels of the images."""
-        return self.size, self.size, self.channels
+        return *sides(self.size), self.channels
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,8 +49,8 @@ class Pack:
 
     Attributes:
         folder: its folder; None where it is in memory or has no name.
-        images: uint8 [N, H, W, C], mapped from the file, read-only.
-        resize: how images were made square, "stretch" or "crop".
+        images: uint8 or uint16 [N, H, W, C], mapped from the file, read-only.
+        resize: how images got their shape, as `data.resize`.
         skipped: file -> reason of the bad images that were left out.
         was_cached: whether it was found in the cache.
         build_seconds: the time it took to build, now or then.
@@ -67,6 +69,11 @@ class Pack:
     was_cached: bool
     build_seconds: float
     fingerprint: str
+
+    @property
+    def bits(self) -> int:
+        """Bits per pixel and channel, 8 or 16."""
+        return 8 * self.images.itemsize
 
     def describe(self) -> str:
         """Return one line about the data."""
@@ -87,7 +94,7 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
         labels=labels,
         classes=tuple(about["classes"]),
         splits=splits,
-        resize=about["resize"],
+        resize="squash" if about["resize"] == "stretch" else about["resize"],  # its name in format 1
         kind=about["kind"],
         notes=tuple(about["notes"]),
         skipped=about["skipped"],

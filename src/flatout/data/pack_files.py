@@ -1,6 +1,6 @@
 """The files of a pack: written block by block, so that a killed process can continue, and checked when read.
 
-images.npy     uint8 [N, size, size, C]
+images.npy     uint8 or uint16 [N, H, W, C]
 labels.npy     int64 [N]
 pack.json      what the images are and how they were made, with CRC-32s of blocks of rows, of the labels, of itself
 journal.jsonl  while a pack is being written: a line for each block that has reached the disk
@@ -22,12 +22,15 @@ import numpy as np
 
 from flatout.errors import InputError
 from flatout.host import usable_cores
+from flatout.settings import Size, sides, typed
 
 if TYPE_CHECKING:
     from flatout.data.pack import Progress
 
 IMAGES, LABELS, DESCRIPTION, JOURNAL = "images.npy", "labels.npy", "pack.json", "journal.jsonl"
-FORMAT_VERSION = 1
+# Format 1 had square images of 8 bits.
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 
 # Memory while packing is two blocks; at most as much is decoded again after a kill.
 BLOCK_BYTES = 16 << 20
@@ -60,7 +63,14 @@ class Block:
 
 
 def write_images(
-    folder: Path, *, key: str, count: int, image_shape: tuple[int, int, int], fill: Fill, report: "Progress"
+    folder: Path,
+    *,
+    key: str,
+    count: int,
+    image_shape: tuple[int, int, int],
+    bits: int = 8,
+    fill: Fill,
+    report: "Progress",
 ) -> tuple[list[Block], dict[int, str]]:
     """Write `folder/images.npy` from `count` samples, on all cores, continuing where an earlier process was killed.
 
@@ -68,7 +78,8 @@ def write_images(
     count as its memory. Returns the blocks, and index -> reason of the bad samples, which `fill` returns and which are
     left out.
     """
-    header, row_bytes = npy_header((count, *image_shape)), int(np.prod(image_shape))
+    dtype = type_of(bits)
+    header, row_bytes = npy_header((count, *image_shape), dtype), int(np.prod(image_shape)) * dtype.itemsize
     done = _read_journal(folder, key, len(header), row_bytes)
     with (
         (folder / IMAGES).open("r+b" if done else "w+b") as file,
@@ -77,7 +88,8 @@ def write_images(
     ):
         _reserve(file, len(header) + count * row_bytes)
         rows = done[-1].rows if done else 0
-        for stop, good, bad in _decoded(pool, fill, done[-1].samples if done else 0, count, image_shape, report):
+        start = done[-1].samples if done else 0
+        for stop, good, bad in _decoded(pool, fill, start, count, (image_shape, dtype), report):
             content = good.reshape(-1).data
             file.seek(len(header) + rows * row_bytes)
             file.write(content)
@@ -87,7 +99,7 @@ def write_images(
             journal.write(json.dumps(asdict(done[-1])) + "\n")
             _sync(journal)
         file.seek(0)
-        file.write(npy_header((rows, *image_shape)))
+        file.write(npy_header((rows, *image_shape), dtype))
         file.truncate(len(header) + rows * row_bytes)
         _sync(file)
     return done, {int(index): reason for block in done for index, reason in block.bad.items()}
@@ -108,10 +120,15 @@ def publish(partial: Path, target: Path, labels: np.ndarray, description: dict[s
     _sync_folder(target.parent)
 
 
-def npy_header(shape: Sequence[int]) -> bytes:
-    """Return the header of a uint8 .npy file; its length does not depend on the first axis."""
+def type_of(bits: int) -> np.dtype:
+    """Return the type of pixels of so many bits, 8 or 16."""
+    return np.dtype(f"u{bits // 8}")
+
+
+def npy_header(shape: Sequence[int], dtype: np.dtype) -> bytes:
+    """Return the header of a .npy file; its length does not depend on the first axis."""
     header = io.BytesIO()
-    fields = {"descr": "|u1", "fortran_order": False, "shape": tuple(shape)}
+    fields = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}
     np.lib.format.write_array_header_1_0(header, fields)
     return header.getvalue()
 
@@ -125,12 +142,21 @@ def crc32s_of(images: np.ndarray) -> list[int]:
 
 
 def _decoded(
-    pool: ThreadPoolExecutor, fill: Fill, start: int, count: int, image_shape: tuple[int, ...], report: "Progress"
+    pool: ThreadPoolExecutor,
+    fill: Fill,
+    start: int,
+    count: int,
+    image: tuple[tuple[int, ...], np.dtype],
+    report: "Progress",
 ) -> Iterator[tuple[int, np.ndarray, dict[str, str]]]:
-    """Yield (stop, good rows, bad samples) of blocks in order; while one is used the next is decoded."""
-    block_rows = max(1, min(BLOCK_BYTES // int(np.prod(image_shape)), count))
+    """Yield (stop, good rows, bad samples) of blocks in order; while one is used the next is decoded.
+
+    `image` is the shape of an image and its type.
+    """
+    shape, dtype = image
+    block_rows = max(1, min(BLOCK_BYTES // (int(np.prod(shape)) * dtype.itemsize), count))
     step = max(1, min(_SAMPLES_PER_TASK, block_rows // usable_cores()))
-    buffers = [np.empty((block_rows, *image_shape), np.uint8) for _ in range(2)]
+    buffers = [np.empty((block_rows, *shape), dtype) for _ in range(2)]
 
     def submit(first: int, buffer: np.ndarray) -> list[Future[dict[int, str]]]:
         last = min(first + block_rows, count)
@@ -221,10 +247,12 @@ def read_pack(folder: Path, verify: bool) -> tuple[dict[str, Any], np.ndarray, n
         raise _damaged(path, str(error)) from None
     if labels.dtype != np.int64 or zlib.crc32(labels.data) != description["labels_crc32"]:
         raise _damaged(labels_path, "its content has changed")
-    shape = (description["images"], description["size"], description["size"], description["channels"])
-    if images.dtype != np.uint8 or images.shape != shape or not images.flags.c_contiguous:
-        raise _damaged(images_path, f"{images.dtype} {images.shape} instead of uint8 {shape}")
-    if images_path.stat().st_size != len(npy_header(shape)) + images.nbytes or len(labels) != len(images):
+    height, width = sides(typed(description["size"], Size, "size"))
+    shape = (description["images"], height, width, description["channels"])
+    dtype = type_of(description.get("bits", 8))
+    if images.dtype != dtype or images.shape != shape or not images.flags.c_contiguous:
+        raise _damaged(images_path, f"{images.dtype} {images.shape} instead of {dtype} {shape}")
+    if images_path.stat().st_size != len(npy_header(shape, dtype)) + images.nbytes or len(labels) != len(images):
         raise _damaged(images_path, "its size has changed")
     if verify:
         _verify_images(images_path, description["blocks"], images[:1].nbytes)
@@ -237,7 +265,7 @@ def _read_description(path: Path) -> dict[str, Any]:
         version, crc32 = description["format_version"], description.pop("crc32")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
-    if version != FORMAT_VERSION:
+    if version not in READABLE_VERSIONS:
         raise InputError(f"{path}: has format {version}, this flatout reads {FORMAT_VERSION}; update flatout")
     if crc32 != _json_crc32(description):
         raise _damaged(path, "its content has changed")

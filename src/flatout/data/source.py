@@ -24,7 +24,7 @@ class Source:
         labels: int64 [N], indices into `classes`.
         splits: name -> (start, stop), contiguous and covering 0..N; "train" is always present.
         files: N image files, or None.
-        images: uint8 [N, H, W, C] with C 1 or 3, or None.
+        images: uint8 or uint16 [N, H, W, C], or None.
         notes: sentences for the user about how the data was read.
 
     Raises:

@@ -54,7 +54,7 @@ def data_facts(pack: "Pack") -> dict[str, Any]:
     samples = Samples(images=pack.images, rows=rows.astype(np.int64), labels=pack.labels[rows.astype(np.int64)])
     for positions in np.array_split(np.arange(len(rows)), -(-len(rows) * image_bytes // BYTES_AT_ONCE)):
         # Read, not mapped: mapped pages count as memory of the process.
-        images = samples.read(positions, np.empty((len(positions), *pack.images.shape[1:]), np.uint8))
+        images = samples.read(positions, np.empty((len(positions), *pack.images.shape[1:]), pack.images.dtype))
         checksum = zlib.crc32(images.data, checksum)
     labels = hashlib.blake2b(pack.labels.tobytes(), digest_size=8).hexdigest()
     return {

@@ -80,8 +80,8 @@ def build_model(
         name, model = type(module).__name__, copied(module)
     if module is not None or name not in _NETS:
         ensure_logits(model, name, recipe, num_outputs, report)
-    if recipe.eval_size != recipe.image_size:
-        check_size(model, name, recipe, num_outputs, recipe.eval_size, "data.eval_size")
+    if recipe.eval_sides != recipe.image_sides:
+        check_size(model, name, recipe, num_outputs, recipe.data.eval_size, "data.eval_size")
     if recipe.augment.start_size:
         check_size(model, name, recipe, num_outputs, recipe.augment.start_size, "augment.start_size")
     freeze(model, recipe.freeze)

@@ -1,6 +1,6 @@
 """Our own nets: plain sequences `features -> flatten -> classifier`.
 
-Each takes normalised float images `x_NCHW` (H = W = `image_size` pixels) and returns logits `[N, num_outputs]`, one for
+Each takes normalised float images `x_NCHW` of `image_size` pixels and returns logits `[N, num_outputs]`, one for
 two classes under binary cross-entropy. Biases start at 0 unless stated otherwise.
 """
 
@@ -15,20 +15,22 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.errors import InputError
+from flatout.settings import Size, sides
 
 # torchvision's ImageNet weights; the eight hexadecimal digits are the start of the file's SHA-256.
 VGG16_IMAGENET_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
 
 
-def _feature_size(net: str, features: nn.Sequential, image_size: int) -> int:
-    """Return the height (= width) in pixels of the output of `features` for images of `image_size` pixels."""
+def _feature_pixels(net: str, features: nn.Sequential, image_size: Size) -> int:
+    """Return the number of pixels of the output of `features` for images of `image_size` pixels."""
     smallest = next(size for size in itertools.count(1) if _reduced(features, size) >= 1)
-    if image_size < smallest:
+    height, width = sides(image_size)
+    if min(height, width) < smallest:
         raise InputError(
             f"image_size = {image_size}: {net} needs images of at least {smallest}x{smallest} pixels; "
             f"try image_size = {smallest} or another model"
         )
-    return _reduced(features, image_size)
+    return _reduced(features, height) * _reduced(features, width)
 
 
 def _reduced(features: nn.Sequential, size: int) -> int:
@@ -51,10 +53,10 @@ def _blocks(channels: int, *filters: int, kernel: int, padding: int = 0) -> Iter
 class _Net(nn.Sequential):
     """A net; `widths` are those of its linear layers, with a ReLU, and dropout if any, between them."""
 
-    def __init__(self, name: str, image_size: int, *layers: nn.Module, widths: tuple[int, ...], dropout: float = 0.0):
+    def __init__(self, name: str, image_size: Size, *layers: nn.Module, widths: tuple[int, ...], dropout: float = 0.0):
         features, classifier = nn.Sequential(*layers), []
         channels = [layer.out_channels for layer in layers if isinstance(layer, nn.Conv2d)][-1]
-        inputs = channels * _feature_size(name, features, image_size) ** 2
+        inputs = channels * _feature_pixels(name, features, image_size)
         for width in widths:
             classifier += [nn.Linear(inputs, width), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
             inputs = width
@@ -87,7 +89,7 @@ class FashionCNN(_Net):
     Initialised as PyTorch does by default, biases included.
     """
 
-    def __init__(self, num_outputs: int = 10, image_size: int = 28, channels: int = 1) -> None:
+    def __init__(self, num_outputs: int = 10, image_size: Size = 28, channels: int = 1) -> None:
         first = (nn.Conv2d(channels, 10, kernel_size=5), nn.MaxPool2d(2), nn.ReLU(), nn.BatchNorm2d(10))
         second = (nn.Conv2d(10, 20, kernel_size=5), nn.MaxPool2d(2), nn.ReLU(), nn.BatchNorm2d(20))
         super().__init__("fashion-cnn", image_size, *first, *second, widths=(50, num_outputs))
@@ -99,7 +101,7 @@ class CatsDogsCNN(_Net):
     Convolutions start He-uniform, linear layers Glorot-uniform (the default of Keras).
     """
 
-    def __init__(self, num_outputs: int = 1, image_size: int = 128, channels: int = 3) -> None:
+    def __init__(self, num_outputs: int = 1, image_size: Size = 128, channels: int = 3) -> None:
         blocks = _blocks(channels, 32, 64, 128, kernel=3, padding=1)
         super().__init__("cats-dogs-cnn", image_size, *blocks, widths=(256, 128, num_outputs), dropout=0.2)
         self._initialise(conv=_he_uniform, linear=_glorot_uniform)
@@ -117,7 +119,7 @@ class ParallelCNN(_Net):
     (uniform by default).
     """
 
-    def __init__(self, num_outputs: int = 10, image_size: int = 28, channels: int = 1) -> None:
+    def __init__(self, num_outputs: int = 10, image_size: Size = 28, channels: int = 1) -> None:
         blocks = _blocks(channels, 20, 20, kernel=5, padding=2)
         super().__init__("parallel-cnn", image_size, *blocks, widths=(num_outputs,))
         self._initialise(
@@ -133,7 +135,7 @@ class KerasCNN(_Net):
     of Keras, 0.87.
     """
 
-    def __init__(self, num_outputs: int = 10, image_size: int = 28, channels: int = 1) -> None:
+    def __init__(self, num_outputs: int = 10, image_size: Size = 28, channels: int = 1) -> None:
         layers = (*_blocks(channels, 32, 64, kernel=3), nn.Conv2d(64, 64, kernel_size=3), nn.ReLU())
         super().__init__("keras-cnn", image_size, *layers, widths=(64, num_outputs))
         self._initialise(conv=_he_uniform, linear=_he_uniform)
@@ -145,7 +147,7 @@ class CaltechCNN(_Net):
     Convolutions start Xavier-normal; weights of linear layers are normal with mean 0 and standard deviation 0.01.
     """
 
-    def __init__(self, num_outputs: int = 101, image_size: int = 32, channels: int = 3) -> None:
+    def __init__(self, num_outputs: int = 101, image_size: Size = 32, channels: int = 3) -> None:
         blocks = _blocks(channels, 32, 64, kernel=3)
         super().__init__("caltech-cnn", image_size, *blocks, widths=(256, 128, num_outputs))
         self._initialise(
@@ -163,7 +165,7 @@ class VGG16(_Net):
     layer starts Glorot-uniform.
     """
 
-    def __init__(self, num_outputs: int = 4, image_size: int = 224, channels: int = 3) -> None:
+    def __init__(self, num_outputs: int = 4, image_size: Size = 224, channels: int = 3) -> None:
         layers: list[nn.Module] = []
         for convolutions, filters in ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)):
             for _ in range(convolutions):
@@ -185,16 +187,17 @@ class FastCNN(nn.Module):
     It has the layout, the start and the scales of airbench (K. Jordan, arXiv 2404.00498): patches of whitened pixels,
     up to three blocks of two convolutions that start as the identity, large steps for biases, small logits. Whitening
     is by a fixed basis and batch statistics, so that it needs no data. Larger images are first cut into patches of 2,
-    4, ... pixels, so that the blocks see at most 48.
+    4, ... pixels, so that the blocks see at most 48 on a side of a square.
     """
 
-    def __init__(self, num_outputs: int = 10, image_size: int = 32, channels: int = 3, *, width: int = 32) -> None:
+    def __init__(self, num_outputs: int = 10, image_size: Size = 32, channels: int = 3, *, width: int = 32) -> None:
         super().__init__()
-        if image_size < 4:
+        shorter, longer = sorted(sides(image_size))
+        if shorter < 4:
             raise InputError(f"image_size = {image_size}: fast-cnn-{width} needs images of at least 4x4 pixels")
-        self.stem = _Patches(channels, stride=2 ** max(0, math.ceil(math.log2(image_size / 48))))
+        self.stem = _Patches(channels, stride=2 ** max(0, math.ceil(math.log2(math.sqrt(shorter * longer) / 48))))
         inputs, blocks = self.stem.outputs, []
-        size = (image_size - self.stem.size) // self.stem.stride + 1
+        size = (shorter - self.stem.size) // self.stem.stride + 1
         for outputs in (width, 2 * width, 2 * width):
             if size > 1:
                 blocks.append(_FastBlock(inputs, outputs))
@@ -211,18 +214,17 @@ class _Patches(nn.Module):
     """Patches of pixels in the basis of the cosine transform and of colour differences, whitened; and their negatives.
 
     In this basis the pixels of photographs are nearly uncorrelated, so dividing each by its deviation whitens them.
+    Other numbers of channels than 3 have the cosine transform too, of which colour differences are that of 3.
     """
 
     def __init__(self, channels: int, *, stride: int) -> None:
         super().__init__()
         self.size, self.stride = max(2, stride), stride
         self.outputs = 2 * channels * self.size**2
-        positions = torch.arange(self.size)
-        waves = torch.cos(torch.pi / self.size * (positions + 0.5) * positions[:, None])
-        grey, colour = [[1.0]], [[1.0, 1.0, 1.0], [1.0, 0.0, -1.0], [1.0, -2.0, 1.0]]
-        waves, colours = (
-            functional.normalize(rows) for rows in (waves, torch.tensor(grey if channels == 1 else colour))
-        )
+        colours = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, -1.0], [1.0, -2.0, 1.0]])
+        if channels != 3:
+            colours = _cosines(channels)
+        waves, colours = (functional.normalize(rows) for rows in (_cosines(self.size), colours))
         basis = torch.einsum("iy,jx,kc->ijkcyx", waves, waves, colours).flatten(0, 2)
         self.register_buffer("basis", basis.contiguous())
         self.norm = _Norm(self.outputs)
@@ -230,6 +232,12 @@ class _Patches(nn.Module):
     def forward(self, x_NCHW: torch.Tensor) -> torch.Tensor:
         x = functional.conv2d(x_NCHW, self.get_buffer("basis"), stride=self.stride)
         return functional.gelu(self.norm(torch.cat([x, -x], dim=1)))
+
+
+def _cosines(length: int) -> torch.Tensor:
+    """Return the basis of the cosine transform, not normalised, [length, length]."""
+    positions = torch.arange(length)
+    return torch.cos(torch.pi / length * (positions + 0.5) * positions[:, None])
 
 
 class _FastBlock(nn.Sequential):

@@ -11,6 +11,7 @@ from torch import nn
 
 from flatout.errors import InputError, first_line
 from flatout.recipe import Recipe
+from flatout.settings import Size, sides
 
 
 def _logits(module: nn.Module, arguments: Any, output: Any) -> Any:
@@ -41,10 +42,10 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
     """
     from flatout.models.keras import KerasModule
 
-    size, channels = recipe.image_size, recipe.channels
-    shown = f"{channels}-channel images of {size}x{size} pixels"
+    (height, width), channels = recipe.image_sides, recipe.channels
+    shown = f"{channels}-channel images of {height}x{width} pixels"
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    images = torch.zeros(2, channels, size, size, device=device)
+    images = torch.zeros(2, channels, height, width, device=device)
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     checked = (False,) if isinstance(model, KerasModule) else (False, True)
@@ -77,7 +78,7 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
         model.register_forward_hook(_logits)
 
 
-def check_size(model: nn.Module, name: str, recipe: Recipe, num_outputs: int, size: int, key: str) -> None:
+def check_size(model: nn.Module, name: str, recipe: Recipe, num_outputs: int, size: Size, key: str) -> None:
     """Check that a model built for images of the recipe's `image_size` takes images of another, which `key` names.
 
     Raises:
@@ -87,7 +88,7 @@ def check_size(model: nn.Module, name: str, recipe: Recipe, num_outputs: int, si
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
         with torch.no_grad():
-            logits = model.eval()(torch.zeros(2, recipe.channels, size, size, device=device))
+            logits = model.eval()(torch.zeros(2, recipe.channels, *sides(size), device=device))
         reason = "" if logits.shape == (2, num_outputs) else f"it returns {list(logits.shape)}"
     except Exception as error:  # someone else's code may raise anything
         reason = f"{type(error).__name__}: {first_line(error)}"

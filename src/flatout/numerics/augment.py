@@ -72,11 +72,13 @@ def epoch_transforms(recipe: Recipe, epoch: int, count: int) -> Transforms | Non
     draws = uniform(seed, Stream.AUGMENT, epoch, (count, DRAWS))
     flip = (draws[:, FLIP] < 0.5) & augment.flip
     if augment.is_affine:
-        maps = affine_maps(augment, draws, flip)
+        (height, width), (stored_height, stored_width) = recipe.image_sides, recipe.stored_sides
+        aspect = width / height
+        maps = affine_maps(augment, draws, flip, aspect, stored_width / stored_height)
         if not augment.crop:
-            maps *= recipe.image_size / recipe.stored_size
+            maps *= [[width / stored_width], [height / stored_height]]
         if augment.policy != "none":
-            moves, colors = policy_operations(augment.policy, seed, epoch, count)
+            moves, colors = policy_operations(augment.policy, seed, epoch, count, aspect)
             maps[:, :, 2] += (maps[:, :, :2] @ moves[:, :, 2:])[..., 0]
             maps[:, :, :2] = maps[:, :, :2] @ moves[:, :, :2]
         found["affine"] = maps.astype(np.float32)
@@ -89,17 +91,22 @@ def epoch_transforms(recipe: Recipe, epoch: int, count: int) -> Transforms | Non
         found["color"] = colors[:, : 3 if augment.policy == "none" else None].astype(np.float32)
     if augment.erase:
         erase = uniform(seed, Stream.ERASE, epoch, (count, 5))
-        found["erase"] = np.where(erase[:, 4:] < augment.erase, erase_boxes(erase), 0).astype(np.float32)
+        height, width = recipe.image_sides
+        boxes = erase_boxes(erase, width / height)
+        found["erase"] = np.where(erase[:, 4:] < augment.erase, boxes, 0).astype(np.float32)
     if augment.mixup or augment.cutmix:
         found["partner"] = permutation(seed, Stream.PARTNER, epoch, count).astype(np.int32)
         found["mix"] = mixtures(augment, uniform(seed, Stream.MIX, epoch, (count, 4))).astype(np.float32)
     return found
 
 
-def affine_maps(augment: Augment, draws: np.ndarray, flip: np.ndarray) -> np.ndarray:
+def affine_maps(
+    augment: Augment, draws: np.ndarray, flip: np.ndarray, aspect: float = 1.0, stored_aspect: float | None = None
+) -> np.ndarray:
     """Return float64 [N, 2, 3] from uniform draws [N, DRAWS] and mirror flags bool [N].
 
-    The map is crop · rotate · shear · zoom · mirror, followed by the shift.
+    The map is crop · rotate · shear · zoom · mirror, followed by the shift. `aspect` is width by height of the result,
+    in whose pixels angles are measured, and `stored_aspect` that of the image, by default the same.
     """
     either_way = 2 * draws - 1
     angle = np.deg2rad(augment.rotate) * either_way[:, ROTATE]
@@ -114,11 +121,12 @@ def affine_maps(augment: Augment, draws: np.ndarray, flip: np.ndarray) -> np.nda
     maps[:, 0, 1] = (cos * shear - sin) * zoom_y
     maps[:, 1, 0] = sin * zoom_x * mirror
     maps[:, 1, 1] = (sin * shear + cos) * zoom_y
+    _to_unequal_sides(maps, aspect)
     # Coordinates run from -1 to 1, so a shift by a fraction of the image is twice that fraction.
     maps[:, 0, 2] = 2 * augment.shift * either_way[:, SHIFT_X]
     maps[:, 1, 2] = 2 * augment.shift * either_way[:, SHIFT_Y]
     if augment.crop:
-        width, height, x, y = crop_boxes(augment.crop, draws)
+        width, height, x, y = crop_boxes(augment.crop, draws, aspect / (stored_aspect or aspect))
         maps[:, 0] *= width[:, None]
         maps[:, 1] *= height[:, None]
         maps[:, 0, 2] += x
@@ -126,26 +134,46 @@ def affine_maps(augment: Augment, draws: np.ndarray, flip: np.ndarray) -> np.nda
     return maps
 
 
-def crop_boxes(smallest_area: float, draws: np.ndarray) -> tuple[np.ndarray, ...]:
+def _to_unequal_sides(maps: np.ndarray, aspect: float) -> None:
+    """Turn maps of pixels into maps of positions from -1 to 1, along sides of which x is `aspect` times as long as y.
+
+    Otherwise a rotation of an image that is no square would shear it.
+    """
+    maps[:, 0, 1] /= aspect
+    maps[:, 1, 0] *= aspect
+
+
+def crop_boxes(smallest_area: float, draws: np.ndarray, aspect: float = 1.0) -> tuple[np.ndarray, ...]:
     """Return width, height (fractions of the image) and centre x, y (-1..1) of random resized crops, each [N].
 
     Area uniform, aspect ratio log-uniform, position uniform (Szegedy et al., arXiv 1409.4842); sides are at most those
-    of the image.
+    of the image. `aspect` is that of a box, in fractions of the image, which keeps the proportions of its content: in
+    the result, objects become wider or higher by up to 4/3, whatever the shape of either.
     """
     area = smallest_area + (1 - smallest_area) * draws[:, CROP_AREA]
-    width, height = _sides(area, draws[:, CROP_ASPECT], CROP_ASPECTS)
+    width, height = _sides(area, draws[:, CROP_ASPECT], CROP_ASPECTS, aspect)
     return width, height, (1 - width) * (2 * draws[:, CROP_X] - 1), (1 - height) * (2 * draws[:, CROP_Y] - 1)
 
 
-def _sides(area: np.ndarray, draws: np.ndarray, aspects: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return width and height of rectangles of an area, all as fractions of the image's; aspect ratio log-uniform."""
+def _sides(
+    area: np.ndarray, draws: np.ndarray, aspects: tuple[float, float], middle: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return width and height of rectangles of an area, all as fractions of the image's.
+
+    Their ratio is log-uniform, between `aspects` times `middle`.
+    """
     low, high = np.log(aspects)
-    aspect = np.exp(low + (high - low) * draws)
+    aspect = np.exp(low + (high - low) * draws) * middle
     return np.minimum(1, np.sqrt(area * aspect)), np.minimum(1, np.sqrt(area / aspect))
 
 
-def policy_operations(policy: str, seed: int, epoch: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return what a policy draws: maps [N, 2, 3] from the moved image to the unmoved one, and rows for `recolor`."""
+def policy_operations(
+    policy: str, seed: int, epoch: int, count: int, aspect: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what a policy draws: maps [N, 2, 3] from the moved image to the unmoved one, and rows for `recolor`.
+
+    `aspect` is width by height of the images.
+    """
     names, strongest = list(POLICY), np.array(list(POLICY.values()))
     maps, colors = np.tile(np.eye(2, 3), (count, 1, 1)), np.tile(pixels.UNCHANGED, (count, 1))
     for number in range(RAND_OPERATIONS if policy == "randaugment" else 1):
@@ -166,6 +194,7 @@ def policy_operations(policy: str, seed: int, epoch: int, count: int) -> tuple[n
         cos, sin = np.cos(np.deg2rad(angle)), np.sin(np.deg2rad(angle))
         # At most one of the five is not zero.
         step = np.stack([cos, shear_x - sin, 2 * shift_x, shear_y + sin, cos, 2 * shift_y], axis=1).reshape(-1, 2, 3)
+        _to_unequal_sides(step, aspect)
         maps[:, :, 2] += (maps[:, :, :2] @ step[:, :, 2:])[..., 0]
         maps[:, :, :2] = maps[:, :, :2] @ step[:, :, :2]
         for column, name in enumerate(("brightness", "contrast", "saturation", "sharpness")):
@@ -177,10 +206,13 @@ def policy_operations(policy: str, seed: int, epoch: int, count: int) -> tuple[n
     return maps, colors
 
 
-def erase_boxes(draws: np.ndarray) -> np.ndarray:
-    """Return boxes [N, 4] for random erasing from uniform draws: area, aspect ratio, two for the position."""
+def erase_boxes(draws: np.ndarray, aspect: float = 1.0) -> np.ndarray:
+    """Return boxes [N, 4] for random erasing from uniform draws: area, aspect ratio, two for the position.
+
+    Aspect ratios are those of pixels, in images whose width by height is `aspect`.
+    """
     low, high = ERASE_AREAS
-    width, height = _sides(low + (high - low) * draws[:, 0], draws[:, 1], ERASE_ASPECTS)
+    width, height = _sides(low + (high - low) * draws[:, 0], draws[:, 1], ERASE_ASPECTS, 1 / aspect)
     return _boxes(width, height, draws[:, 2:4])
 
 
@@ -213,15 +245,15 @@ def apply(
     transforms: "dict[str, torch.Tensor] | None",
     scale: "torch.Tensor",
     bias: "torch.Tensor",
-    size: int = 0,
+    size: tuple[int, int] | None = None,
 ) -> "torch.Tensor":
     """Normalise a batch and apply its transforms, on the device where the batch is; all but the mixing.
 
     Args:
-        images_BHWC: uint8.
+        images_BHWC: uint8; or uint16, whose pixels are divided by 257 first, to 0..255.
         transforms: the batch's rows of `epoch_transforms`; None for evaluation.
-        scale, bias: float32 [C]; a pixel p becomes p * scale + bias.
-        size: height and width of the result; 0 for those of the images.
+        scale, bias: float32 [C]; a pixel p of 0..255 becomes p * scale + bias.
+        size: height and width of the result; None for those of the images.
 
     Returns:
         float32 [B, C, H, W] in channels_last order. Resampling is bilinear; outside, the nearest edge pixel counts.
@@ -232,9 +264,10 @@ def apply(
 
     transforms = transforms or {}
     if size and "affine" not in transforms:
-        top, left = ((length - size) // 2 for length in images_BHWC.shape[1:3])
-        images_BHWC = images_BHWC[:, top : top + size, left : left + size]
+        images_BHWC = pixels.centre(images_BHWC, *size)
     images = images_BHWC.to(scale.dtype)
+    if images_BHWC.dtype == torch.uint16:
+        images = images.mul_(pixels.FROM_16_BITS)
     has_color = "color" in transforms
     if not has_color:
         images = images.mul_(scale).add_(bias)
@@ -242,7 +275,7 @@ def apply(
     if "flip" in transforms:
         images = torch.where(transforms["flip"].bool()[:, None, None, None], images.flip(3), images)
     if "affine" in transforms:
-        shape = [*images.shape[:2], size, size] if size else list(images.shape)
+        shape = [*images.shape[:2], *(size or images.shape[2:])]
         grid = affine_grid(transforms["affine"], shape, align_corners=False)
         images = grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
     if has_color:
@@ -262,21 +295,27 @@ def _count_darker(levels_BHWC: "torch.Tensor") -> "torch.Tensor":
     return darker_BCP.unflatten(2, levels_BHWC.shape[1:3]).permute(0, 2, 3, 1)
 
 
-def training_size(recipe: Recipe, epoch: int) -> int:
+def training_size(recipe: Recipe, epoch: int) -> tuple[int, int]:
     """Return the height and width of the training images in an epoch.
 
-    They grow over the first three quarters of the epochs, and have the full size in the last.
+    They grow over the first three quarters of the epochs, and have the full size in the last. The side that grows most
+    does so in equal steps, and the other one in proportion.
     """
-    size, start = recipe.image_size, recipe.augment.start_size or recipe.image_size
+    full, start = recipe.image_sides, recipe.start_sides
+    size, begin = max(zip(full, start, strict=True), key=lambda side: side[0] - side[1])
     step = SIZE_STEP if size >= SMALL_SIZE else SMALL_SIZE_STEP
-    growths = -(-(size - start) // step)
+    growths = -(-(size - begin) // step)
     quarters = min(3 * recipe.epochs, 4 * (recipe.epochs - 1))
-    return size if 4 * epoch >= quarters else min(size, start + step * (4 * epoch * growths // quarters))
+    if 4 * epoch >= quarters or size == begin:
+        return full
+    grown = min(size - begin, step * (4 * epoch * growths // quarters))
+    first, second = (low + round(grown * (high - low) / (size - begin)) for high, low in zip(full, start, strict=True))
+    return first, second
 
 
 def tta_views(recipe: Recipe) -> list[tuple[int, bool]]:
     """Return the views that test-time augmentation averages, as arguments of `pixels.view`."""
-    shift = 1 if recipe.eval_size < TWO_PIXELS_FROM else 2
+    shift = 1 if min(recipe.eval_sides) < TWO_PIXELS_FROM else 2
     mirrors = (False, True) if recipe.augment.flip else (False,)
     return [(moved, is_mirrored) for is_mirrored in mirrors for moved in (0, -shift, shift)]
 

@@ -1,6 +1,7 @@
 """What augmentation does to pixels beside resampling them, for torch and JAX alike: `xp` is either of the two modules.
 
-Pixels are floats from 0 to 255. Operations are those of Pillow, without intermediate rounding.
+Pixels are floats from 0 to 255, with fractions where images have 16 bits. Operations are those of Pillow, without
+intermediate rounding.
 Shape letters: B batch, H height, W width, C channels.
 """
 
@@ -13,8 +14,16 @@ import numpy as np
 POSTERIZE, SOLARIZE, AUTOCONTRAST, EQUALIZE = 4, 5, 6, 7
 # The row that changes nothing.
 UNCHANGED = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 256.0, 0.0, 0.0])
+# What pixels of 16 bits are multiplied by to lie within 0..255: 65535 is 257 times 255.
+FROM_16_BITS = 1 / 257
 # ITU-R 601 luma.
 _LUMA = (0.299, 0.587, 0.114)
+
+
+def centre(images_BHWC: Any, height: int, width: int) -> Any:
+    """Return the part of that size in the middle of images."""
+    top, left = (images_BHWC.shape[1] - height) // 2, (images_BHWC.shape[2] - width) // 2
+    return images_BHWC[:, top : top + height, left : left + width]
 
 
 def recolor(xp: Any, x_BHWC: Any, rows: Any, count_darker: Callable[[Any], Any]) -> Any:

@@ -3,6 +3,7 @@
 Images are random, since the time of a step does not depend on them. Each SPEC is measured in new processes.
 """
 
+import math
 import time
 from collections.abc import Generator, Mapping
 from itertools import count, islice
@@ -217,16 +218,17 @@ def sample_size(work: Work) -> int:
 
 def image_bytes(work: Work) -> int:
     """Return the bytes of one image in memory."""
-    return work.recipe.stored_size**2 * work.recipe.channels
+    return math.prod(work.recipe.stored_sides) * work.recipe.channels * (work.recipe.data.bits or 8) // 8
 
 
 def random_samples(work: Work, images: int) -> "Samples":
     """Return random images of the recipe's shape, with random labels."""
     from flatout.data.feed import Samples
 
-    size, rng = work.recipe.stored_size, np.random.default_rng(work.recipe.seed)
+    recipe, rng = work.recipe, np.random.default_rng(work.recipe.seed)
+    shape, bits = (images, *recipe.stored_sides, recipe.channels), recipe.data.bits or 8
     return Samples(
-        images=rng.integers(0, 256, (images, size, size, work.recipe.channels), dtype=np.uint8),
+        images=rng.integers(0, 2**bits, shape, dtype=np.uint16 if bits == 16 else np.uint8),
         rows=np.arange(images),
         labels=rng.integers(0, work.classes, images),
     )

@@ -161,11 +161,13 @@ def _look(
     job: str, data: str | None, changes: Mapping[str, Any], accelerated: bool, console: Console
 ) -> tuple[Recipe, int, int, str]:
     """Return the recipe for existing data, its training images and classes, and its path."""
+    from flatout.data.build import bits_of
     from flatout.data.source import Source
     from flatout.run.resolve import resolve
 
     recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
     source = found if isinstance(found, Source) else found.read()
+    recipe = recipe.override({"data.bits": recipe.data.bits or bits_of(source)})
     start, stop = source.splits["train"]
     set_aside = 0.0 if "valid" in source.splits else recipe.data.valid_fraction
     # A test split is set aside only where there is neither.

@@ -1,6 +1,6 @@
 """The pictures of a run: predictions, curves of training, confusion matrix. Values to draw may be missing, None or NaN.
 
-Shape letters: M images, H height, W width, C channels (1 or 3), K classes.
+Shape letters: M images, H height, W width, C channels, K classes.
 """
 
 import io
@@ -36,12 +36,15 @@ LOSS_BY_STEP_UP_TO_EPOCHS = 4
 def draw_predictions(
     path: Path, images_MHWC: np.ndarray, actual: Sequence[int], predicted: Sequence[int], classes: Sequence[str]
 ) -> None:
-    """Write a grid of uint8 images titled "actual / predicted", blue where right and red where wrong.
+    """Write a grid of images titled "actual / predicted", blue where right and red where wrong.
 
-    `actual` and `predicted` are labels; -1 where the model's output was not finite.
+    Images are uint8 with 1 or 3 channels. `actual` and `predicted` are labels; -1 where the model's output was not
+    finite.
     """
     rows = max(1, math.ceil(len(images_MHWC) / GRID_COLUMNS))
-    height = rows * (CELL_INCHES + 0.27) + 0.36
+    # Of images that are no squares, up to twice as high or wide.
+    shape = np.clip(images_MHWC.shape[1] / images_MHWC.shape[2], 0.5, 2)
+    height = rows * (CELL_INCHES * shape + 0.27) + 0.36
     right = sum(a == p for a, p in zip(actual, predicted, strict=True))
     title = f"{right} of {len(actual)} right (actual / predicted)"
     figure = style.new_figure(GRID_COLUMNS * CELL_INCHES, height, dpi=140, layout=None, title=title)

@@ -43,7 +43,7 @@ class Predictions:
         labels: int64 [N].
         predicted: int64 [N]; -1 where the probabilities are not finite.
         sample: int64 [M], the index of each kept image among the N.
-        images: uint8 [M, H, W, C].
+        images: uint8 [M, H, W, 1 or 3], as they are shown.
         grid, mistakes: positions among the M.
     """
 
@@ -182,13 +182,24 @@ def _read_predictions(path: Path, K: int, missing: dict[str, str]) -> Prediction
         if "predicted" not in content:  # runs of earlier versions
             finite_N = np.isfinite(content["probabilities"]).all(axis=1)
             content["predicted"] = np.where(finite_N, content["probabilities"].argmax(axis=1), -1)
-        content["split"] = str(content["split"])
+        content["split"], content["images"] = str(content["split"]), _visible(content["images"])
         return Predictions(**content)
     except FileNotFoundError:
         missing[path.name] = "There was no test data, or the run ended before the model was tested."
     except Exception as error:  # NumPy and zipfile raise a dozen types for a damaged archive; the page names it
         missing[path.name] = f"predictions.npz cannot be read: {error}."
     return None
+
+
+def _visible(images_MHWC: np.ndarray) -> np.ndarray:
+    """Return images as uint8 with 1 or 3 channels: the first three of more, the first of two.
+
+    Of 16 bits, the highest value of all images becomes white, since many cameras use 12.
+    """
+    images_MHWC = images_MHWC[..., : 3 if images_MHWC.shape[-1] >= 3 else 1]
+    if images_MHWC.dtype == np.uint8:
+        return images_MHWC
+    return (images_MHWC * (255 / max(1, images_MHWC.max(initial=0)))).astype(np.uint8)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -219,7 +219,7 @@ def _more_epochs(run: _Run) -> Iterator[str]:
 
 
 def _no_pretraining(run: _Run) -> Iterator[str]:
-    is_photo = run.recipe.channels == 3 and run.recipe.image_size >= PHOTO_PIXELS
+    is_photo = run.recipe.channels == 3 and min(run.recipe.image_sides) >= PHOTO_PIXELS
     if run.held_out is not None and run.held_out < GOOD_ACCURACY and is_photo and not run.is_pretrained:
         yield (
             f"The model was trained from random weights. On photos, published weights usually raise the {run.split}"

@@ -4,8 +4,8 @@ It has one of three forms: photos start from published weights, or from weights 
 trains `fast-cnn` from random weights; and a model that the user names gets settings that suit most models.
 """
 
-import contextlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,20 @@ from flatout.console import duration
 from flatout.data.source import DataRef, Source
 from flatout.errors import InputError, WeightsUnavailable
 from flatout.recipe import Recipe, from_dict
+from flatout.settings import Size, one_or_both, sides
 
-# Images whose headers are read to find the usual size and colour.
-SAMPLED = 64
 # Image sizes to choose from; on a CPU, 128 pixels keep an epoch of a few thousand images within a minute.
 SIZES = (32, 64, 96, 128, 160, 224)
 LARGEST_ON_CPU, LARGEST_ON_GPU = 128, 224
 # Colour images from this many pixels on a side are taken for photos.
 PHOTO = 64
+# Images have one shape if the ratios of nine in ten differ from the median by at most this factor. Up to the second
+# factor from a square, they are squashed to one.
+ONE_SHAPE, NEARLY_SQUARE = 1.05, 1.2
+# Squashing changes images more than cropping where more than one in ten is longer than this.
+TOO_LONG = 2.0
+# Sides of images that are no squares are multiples of what networks for photos reduce them by; small images of less.
+STRIDE, STRIDE_FROM, SMALL_STRIDE = 32, 96, 8
 # From this ratio of the largest to the smallest class on, classes are weighted.
 UNBALANCED = 3.0
 # The widths of fast-cnn. The widest is chosen that sees as many epochs as are enough within the time.
@@ -55,8 +61,9 @@ class Facts:
 
     Attributes:
         path: what the recipe names as its data.
-        size: pixels on a side to train with; shape: how that was found.
-        channels: 1 for grey, 3 for colour.
+        size: to train with; side: of a square of as many pixels; shape: how they were found.
+        resize: `data.resize`; why_resize: the reason, empty where all images have one size.
+        channels: 1 for grey, 3 for colour, else the number of bands.
         images, classes: how many there are for training.
         balance: the ratio of the largest class to the smallest.
         accelerated: whether an accelerator trains.
@@ -64,8 +71,11 @@ class Facts:
     """
 
     path: str
-    size: int
+    size: Size
+    side: int
     shape: str
+    resize: str
+    why_resize: str
     channels: int
     images: int
     classes: int
@@ -76,7 +86,7 @@ class Facts:
     @property
     def is_photo(self) -> bool:
         """Whether the images are taken for photos."""
-        return self.channels == 3 and self.size >= PHOTO
+        return self.channels == 3 and self.side >= PHOTO
 
     def by_images(self, table: Sequence[tuple[int, int]]) -> int:
         """Return the entry of a table for the number of images."""
@@ -126,9 +136,12 @@ def advise(
         "channels": facts.channels,
         "class_weights": "balanced" if facts.balance > UNBALANCED else "none",
     }
-    recipe["data"] = {"path": path, **recipe.get("data", {})}
-    colour = "grey" if facts.channels == 1 else "colour"
-    reasons = {"image_size": f"image_size = {recipe['image_size']}, {colour}: {facts.shape}"} | reasons
+    recipe["data"] = {"path": path, "resize": facts.resize, **recipe.get("data", {})}
+    colour = {1: "grey", 3: "colour"}.get(facts.channels, f"{facts.channels} channels")
+    about = {"image_size": f"image_size = {recipe['image_size']}, {colour}: {facts.shape}"}
+    if facts.why_resize:
+        about["data.resize"] = f"data.resize = {facts.resize}: {facts.why_resize}"
+    reasons = about | reasons
     if facts.balance > UNBALANCED:
         ratio = f"the largest class has {facts.balance:.1f} times the images of the smallest"
         reasons["class_weights"] = f"class_weights = balanced: {ratio}"
@@ -140,7 +153,7 @@ def _from_scratch(facts: Facts, model: str, rate: Rate | None) -> Advice:
     batch = facts.by_images(BATCHES)
     # Small grey images are often symbols, which have no mirror images.
     augment: dict[str, Any] = {"flip": facts.channels == 3}
-    augment |= {"crop": 0.35} if facts.is_photo else {"shift": PIXELS_OF_SHIFT / facts.size}
+    augment |= {"crop": 0.35} if facts.is_photo else {"shift": PIXELS_OF_SHIFT / facts.side}
     recipe: dict[str, Any] = {
         "model": model,
         "image_size": facts.size,
@@ -227,7 +240,7 @@ def _from_weights(facts: Facts, weights: Path, model: str, rate: Rate | None) ->
         recipe["data"] = {key: json.loads(about[key]) for key in ("mean", "std")}
     if "image_size" in about and not name.startswith("timm:"):
         # The shapes of most small networks depend on it.
-        recipe["image_size"] = int(about["image_size"])
+        recipe["image_size"] = json.loads(about["image_size"])
     recipe |= {"weights": str(weights), "pretrained": True}
     return recipe, reasons
 
@@ -278,7 +291,7 @@ def _fine_tuning(facts: Facts, model: str, rate: Rate | None) -> Advice:
 def _any_model(facts: Facts, model: str) -> Advice:
     """Return a recipe for a model that the user names, from random weights."""
     epochs, batch = facts.by_images(EPOCHS), facts.by_images(BATCHES)
-    if facts.size >= PHOTO:
+    if facts.side >= PHOTO:
         augment, changes = {"flip": True, "shift": 0.1, "zoom": 0.15}, "flip, shift and zoom"
     else:
         augment, changes = {"shift": 0.1, "zoom": 0.1, "rotate": 8.0}, "shift, rotation and zoom"
@@ -305,28 +318,36 @@ def look(found: DataRef | Source, path: str, *, accelerated: bool, seconds: floa
     Raises:
         InputError: none of the images sampled can be read.
     """
-    largest, is_pack = LARGEST_ON_GPU if accelerated else LARGEST_ON_CPU, False
+    largest, is_pack, resize = LARGEST_ON_GPU if accelerated else LARGEST_ON_CPU, False, "squash"
     if isinstance(found, DataRef) and found.kind == "pack":
         from flatout.data.pack import open_pack
 
-        source, is_pack = open_pack(found.path, verify=False), True
+        source = pack = open_pack(found.path, verify=False)
+        is_pack, resize = True, pack.resize
     else:
         source = found if isinstance(found, Source) else found.read()
+    ratio, why = 1.0, ""
     if source.images is not None:
         height, width, channels = source.images.shape[1:]
-        size, shape = max(height, width), f"the images are {height}x{width}"
+        side, ratio, shape = max(height, width), width / height, f"the images are {height}x{width}"
+        exact = one_or_both((height, width)) if side <= largest or is_pack else None
     else:
-        size, channels = _shape_of_files(source.files or ())
-        shape = f"the median of the images' shorter sides is {size} pixels"
-    if source.images is None or (size > largest and not is_pack):
-        # The largest size that does not enlarge most images.
-        size = max((usual for usual in SIZES if usual <= min(size, largest)), default=size)
+        exact = None
+        side, ratio, channels, resize, why = _shape_of_files(source.files or ())
+        shape = f"the median of the images' shorter sides is {side} pixels"
+    if exact is None:
+        # The largest side that does not enlarge most images.
+        side = max((usual for usual in SIZES if usual <= min(side, largest)), default=side)
+    size = exact or _of_shape(side, ratio)
     start, stop = source.splits["train"]
     counts = np.bincount(source.labels[start:stop], minlength=len(source.classes))
     return Facts(
         path=path,
         size=size,
+        side=round(math.sqrt(math.prod(sides(size)))),
         shape=shape,
+        resize=resize,
+        why_resize=why,
         channels=channels,
         images=stop - start,
         classes=len(source.classes),
@@ -336,15 +357,43 @@ def look(found: DataRef | Source, path: str, *, accelerated: bool, seconds: floa
     )
 
 
-def _shape_of_files(files: Sequence[Path]) -> tuple[int, int]:
-    """Return the usual length of the shorter side, and the channels."""
-    from flatout.data.decode import BadImage, read_header
+def _of_shape(side: int, ratio: float) -> Size:
+    """Return the size of about side * side pixels whose ratio of width to height is nearest to `ratio`."""
+    if 1 / NEARLY_SQUARE < ratio < NEARLY_SQUARE:
+        return side
+    stride = STRIDE if side >= STRIDE_FROM else SMALL_STRIDE
+    shorter = max(stride, round(side / math.sqrt(max(ratio, 1 / ratio)) / stride) * stride)
+    longer = round(shorter * max(ratio, 1 / ratio) / stride) * stride
+    return one_or_both((shorter, longer) if ratio > 1 else (longer, shorter))
 
-    headers = []
-    for position in np.unique(np.linspace(0, len(files) - 1, min(len(files), SAMPLED)).astype(int)):
-        with contextlib.suppress(BadImage):
-            headers.append(read_header(Path(files[position])))
+
+def _shape_of_files(files: Sequence[Path]) -> tuple[int, float, int, str, str]:
+    """Return the usual length of the shorter side, the ratio of width to height to train with, and the channels.
+
+    Also how images of other shapes are to be resized, and the reason.
+    """
+    from flatout.data.decode import read_headers
+
+    headers = read_headers(files)
     if not headers:
         raise InputError(f"{Path(files[0]).parent}: none of the images sampled can be read")
-    is_grey = all(header.mode in ("L", "1", "I;16", "LA") for header in headers)
-    return int(np.median([min(header.width, header.height) for header in headers])), 1 if is_grey else 3
+    channels = {header.channels for header in headers}
+    if len(channels) > 1 and channels != {1, 3}:
+        found = " and ".join(map(str, sorted(channels)))
+        raise InputError(f"{Path(files[0]).parent}: some images have {found} channels; give all of them as many")
+    side = int(np.median([min(header.width, header.height) for header in headers]))
+    ratios = np.array([header.width / header.height for header in headers])
+    usual, lengths = float(np.median(ratios)), np.maximum(ratios, 1 / ratios)
+    if np.mean(np.abs(np.log(ratios / usual)) <= math.log(ONE_SHAPE)) >= 0.9:
+        return (
+            side,
+            usual,
+            max(channels),
+            "squash",
+            f"nearly all images have one shape, {usual:.2f} times as wide as high",
+        )
+    if np.mean(lengths > TOO_LONG) > 0.1:
+        why = f"more than one in ten images is longer than {TOO_LONG:g}:1, which squashing would distort"
+        return side, 1.0, max(channels), "crop", why
+    why = f"of the different shapes, nine in ten are not longer than {TOO_LONG:g}:1, so that the whole image is kept"
+    return side, 1.0, max(channels), "squash", why

@@ -9,7 +9,7 @@ from typing import Any
 
 from flatout.errors import InputError
 from flatout.models.weights import read_weights, save_tensors
-from flatout.recipe import FREE_KEYS, Recipe, from_dict
+from flatout.recipe import FREE_KEYS, Recipe, from_dict, with_known_bits
 from flatout.run.progress import Progress, from_plain, to_plain
 
 _BEST = "best."
@@ -115,7 +115,7 @@ def _read(path: Path) -> Checkpoint:
             state={name: value for name, value in tensors.items() if not name.startswith(_BEST)},
             best=best,
             progress=from_plain(json.loads(metadata["progress"])),
-            recipe=from_dict(tomllib.loads(metadata["recipe"]), where=str(path)),
+            recipe=with_known_bits(from_dict(tomllib.loads(metadata["recipe"]), where=str(path))),
             data=json.loads(metadata.get("data", "{}")),
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -20,6 +20,7 @@ from flatout.numerics.augment import tta_views
 from flatout.numerics.random import Stream, permutation
 from flatout.report import run_files
 from flatout.run.progress import Progress
+from flatout.settings import one_or_both
 
 if TYPE_CHECKING:
     from flatout.data.pack import Pack
@@ -127,10 +128,11 @@ def _write_weights(session: "Session", state: dict[str, Any], pack: "Pack") -> N
         "flatout": __version__,
         "model": recipe.model,
         "classes": json.dumps(pack.classes),
-        "image_size": str(recipe.image_size),
-        "stored_size": str(recipe.stored_size),
-        "eval_size": str(recipe.eval_size),
+        "image_size": json.dumps(recipe.image_size),
+        "stored_size": json.dumps(one_or_both(recipe.stored_sides)),
+        "eval_size": json.dumps(one_or_both(recipe.eval_sides)),
         "channels": str(recipe.channels),
+        "bits": str(recipe.data.bits),
         "mean": json.dumps(recipe.data.mean),
         "std": json.dumps(recipe.data.std),
         "resize": recipe.data.resize,
@@ -148,7 +150,7 @@ def _write_predictions(session: "Session", split: str, result: "Evaluation", sam
     confidence = np.nan_to_num(probabilities[wrong].max(axis=1)) if len(wrong) else np.empty(0)
     mistakes = wrong[np.argsort(-confidence, kind="stable")[:PICTURES]]
     sample, positions = np.unique(np.concatenate([grid, mistakes]), return_inverse=True)
-    images = samples.read(sample, np.empty((len(sample), *samples.images.shape[1:]), np.uint8))
+    images = samples.read(sample, np.empty((len(sample), *samples.images.shape[1:]), samples.images.dtype))
     buffer = io.BytesIO()
     np.savez_compressed(
         buffer,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.errors import InputError
-from flatout.recipe import Recipe, load_recipe
+from flatout.recipe import Recipe, load_recipe, with_known_bits
 from flatout.report.run_files import RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
 from flatout.run.predict import Prediction, predict
 from flatout.settings import in_python
@@ -46,7 +46,7 @@ class Run:
     @cached_property
     def recipe(self) -> Recipe:
         """The complete recipe."""
-        return load_recipe(self.path / RECIPE)
+        return with_known_bits(load_recipe(self.path / RECIPE))
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Run:
         return predict(self, images, top=top, tta=tta)
 
     def probabilities(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> np.ndarray:
-        """Return class probabilities, float32 [N, K], of uint8 images of the size that they are decoded to.
+        """Return class probabilities, float32 [N, K], of images of the size and bits that they are decoded to.
 
         With `tta`, or if the recipe has it, they are averaged over views of each image.
         """
@@ -146,7 +146,7 @@ class Run:
         with torch.no_grad():
             for start in range(0, len(pixels_NHWC), self.recipe.batch_size):
                 batch = torch.from_numpy(np.ascontiguousarray(pixels_NHWC[start : start + self.recipe.batch_size]))
-                images = augment.apply(batch, None, 1 / (255 * std), -mean / std, self.recipe.eval_size)
+                images = augment.apply(batch, None, 1 / (255 * std), -mean / std, self.recipe.eval_sides)
                 seen = [model(pixels.view(torch, images, *view)) for view in views]
                 logits = loss.averaged(torch.stack(seen)) if seen else model(images)
                 results.append(loss.probabilities(logits).numpy())

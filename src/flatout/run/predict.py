@@ -13,6 +13,7 @@ import numpy as np
 from flatout.errors import InputError
 
 if TYPE_CHECKING:
+    from flatout.recipe import Recipe
     from flatout.run.folder import Run
 
 _MOST_AT_ONCE = 256  # decoded images in memory
@@ -36,7 +37,7 @@ def predict(run: "Run", images: Any, *, top: int, tta: bool = False) -> list[Pre
     """See `Run.predict`."""
     if not top >= 1:
         raise InputError(f"--top {top}: must be at least 1")
-    named = _named(images, run.recipe.channels)
+    named = _named(images, run.recipe)
     results, bad = [], []
     with ThreadPoolExecutor() as pool:
         while batch := list(islice(named, min(_MOST_AT_ONCE, run.recipe.batch_size))):
@@ -55,10 +56,10 @@ def predict(run: "Run", images: Any, *, top: int, tta: bool = False) -> list[Pre
     return results
 
 
-def _named(images: Any, channels: int) -> Iterator[tuple[str, Any]]:
+def _named(images: Any, recipe: "Recipe") -> Iterator[tuple[str, Any]]:
     """Yield every image with its name: the file's, or its position."""
     if isinstance(images, np.ndarray) or hasattr(images, "detach"):
-        yield from _rows(images, channels)
+        yield from _rows(images, recipe)
         return
     if isinstance(images, str | bytes | Path) or hasattr(images, "convert"):
         images = [images]
@@ -73,19 +74,20 @@ def _named(images: Any, channels: int) -> Iterator[tuple[str, Any]]:
             raise InputError(f"images: item {i} is a {type(image).__name__}; give a file, a PIL image or an array")
 
 
-def _rows(images: Any, channels: int) -> Iterator[tuple[str, np.ndarray]]:
+def _rows(images: Any, recipe: "Recipe") -> Iterator[tuple[str, np.ndarray]]:
     """Yield the images of one array or tensor, whose values have one range; three axes are one image if they can be."""
-    from flatout.data.pixels import channels_last, range_of, to_uint8
+    from flatout.data.pixels import channels_last, range_of, to_pixels
 
     if hasattr(images, "detach"):
         images = images.detach().cpu().numpy()
-    ends = (images.shape[0], images.shape[-1]) if channels == 3 else images.shape[-1:]
+    channels = recipe.channels
+    ends = (images.shape[0], images.shape[-1]) if channels > 1 else images.shape[-1:]
     if images.ndim == 2 or (images.ndim == 3 and channels in ends):
         images = images[None]
-    images = channels_last(images, "images")
+    images = channels_last(images, "images", channels)
     scale = range_of(images, "images")
     for i in range(len(images)):
-        yield str(i), to_uint8(images[i : i + 1], scale, "images")[0]
+        yield str(i), to_pixels(images[i : i + 1], scale, "images")[0]
 
 
 def _files(path: Path) -> list[Path]:
@@ -100,11 +102,16 @@ def _files(path: Path) -> list[Path]:
 
 
 def _pixels(run: "Run", name: str, image: Any) -> np.ndarray | str:
-    """Return one image as the model takes it, uint8 [size, size, C], or a message."""
+    """Return one image as the model takes it, [H, W, C], or a message."""
     from flatout.data.decode import BadImage, decode_image, resize_images
 
     recipe = run.recipe
-    shape: dict[str, Any] = {"size": recipe.stored_size, "channels": recipe.channels, "resize": recipe.data.resize}
+    shape: dict[str, Any] = {
+        "size": recipe.stored_sides,
+        "channels": recipe.channels,
+        "resize": recipe.data.resize,
+        "bits": recipe.data.bits,
+    }
     try:
         if hasattr(image, "convert"):
             # As a file, so that its mode, transparency and orientation are treated as those of files.
@@ -113,7 +120,7 @@ def _pixels(run: "Run", name: str, image: Any) -> np.ndarray | str:
             image = file.getvalue()
         if isinstance(image, bytes | Path):
             return decode_image(image, **shape)
-        _, pixels = next(_rows(image[None], recipe.channels))
+        _, pixels = next(_rows(image[None], recipe))
         return resize_images(pixels[None], **shape)[0]
     except (BadImage, InputError, OSError) as error:
         return f"{name}: {error}"

@@ -246,6 +246,8 @@ class Session:
             self.note(f"taken from the training images, by class: {', '.join(taken)}; train {len(splits['train']):,}")
         if len(splits) == 1:
             self.note("no held-out data: accuracy will not be measured")
+        if not self.recipe.data.bits:
+            self.recipe = self.recipe.override({"data.bits": pack.bits})
         if not self.recipe.data.mean:
             mean, std = measure(splits["train"])
             self.recipe = self.recipe.override({"data.mean": mean, "data.std": std})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flatout.data.formats.folders import visible
-from flatout.data.pixels import channels_last, range_of, to_uint8
+from flatout.data.pixels import channels_last, range_of, to_pixels
 from flatout.data.source import DataRef, Source, assemble
 from flatout.data.splits import SPLITS, in_order, split_within, words_of
 from flatout.errors import InputError
@@ -151,8 +151,8 @@ def is_pair(value: object) -> bool:
 def from_arrays(data: object) -> Source:
     """Return the source of a pair (images, labels), or a tuple (train[, valid], test) or dict by split of such pairs.
 
-    Images are [N, H, W], [N, H, W, C] or [N, C, H, W] with C 1 or 3, of uint8, or numbers in 0..1 or 0..255; labels
-    are numbers or text [N], [N, 1], or one-hot [N, K].
+    Images are [N, H, W], [N, H, W, C] or [N, C, H, W], of uint8 or uint16, or numbers in 0..1 or 0..255; labels are
+    numbers or text [N], [N, 1], or one-hot [N, K].
     """
     splits = {name: tuple(map(_as_array, pair)) for name, pair in by_split(data, is_pair, "(images, labels)").items()}
     return _source(splits, "arrays", None, None)
@@ -204,5 +204,8 @@ def _source(
         where = f"{path or 'data'}: {name}"
         pixels = channels_last(pixels, where)
         scale = scale or range_of(pixels, where)
-        converted[name] = (to_uint8(pixels, scale, where), np.atleast_1d(labels))
+        converted[name] = (to_pixels(pixels, scale, where), np.atleast_1d(labels))
+        if pixels.shape[3] not in (1, 3):
+            height, width, channels = pixels.shape[1:]
+            notes = (*notes, f"{name}: the arrays are taken for images of {height} x {width}, {channels} channels")
     return assemble(kind, path, converted, class_list=class_list, notes=notes)

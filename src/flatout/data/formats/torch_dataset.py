@@ -30,7 +30,8 @@ def is_dataset(value: object) -> bool:
 def from_dataset(data: object) -> Source:
     """Return the source of map-style data sets whose items are (image, label); every item is read once.
 
-    An image is a PIL image, uint8 or float in 0..1 as an array [H, W] or [H, W, C], or as a tensor [H, W] or [C, H, W].
+    An image is a PIL image, or uint8, uint16 or float in 0..1 as an array [H, W] or [H, W, C], or as a tensor [H, W] or
+    [C, H, W].
     The first items are read again to detect a random transform, which becomes a note. `data` is a data set, or a tuple
     (train[, valid], test) or a dict by split of them.
     """
@@ -51,9 +52,12 @@ def _read(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:
         where = f"data: {name}: item {i}"
         if not isinstance(item, (tuple, list)) or len(item) < 2:
             raise InputError(f"{where} is a {type(item).__name__}; a pair (image, label) is needed")
-        image = _to_bytes(item[0], where)
+        image = _to_pixels(item[0], where)
         if i == 0:
-            images = np.empty((len(dataset), *image.shape), dtype=np.uint8)
+            images = np.empty((len(dataset), *image.shape), dtype=image.dtype)
+        if image.dtype != images.dtype:
+            bits = [8 * array.itemsize for array in (image, images)]
+            raise InputError(f"{where} has {bits[0]} bits per channel where item 0 has {bits[1]}; make them alike")
         if image.shape != images.shape[1:]:
             size, first = ("x".join(map(str, shape)) for shape in (image.shape, images.shape[1:]))
             fix = "a Resize" if image.shape[:2] != images.shape[1:3] else "a conversion to RGB"
@@ -66,15 +70,17 @@ def _read(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:
 
 
 def _is_random(dataset: Any, images: np.ndarray) -> bool:
-    again = (_to_bytes(dataset[i][0], f"item {i}") for i in range(min(_READ_TWICE, len(images))))
+    again = (_to_pixels(dataset[i][0], f"item {i}") for i in range(min(_READ_TWICE, len(images))))
     return any(not np.array_equal(image, images[i]) for i, image in enumerate(again))
 
 
-def _to_bytes(image: Any, where: str) -> np.ndarray:
-    """Return one image as uint8 [H, W, C]."""
+def _to_pixels(image: Any, where: str) -> np.ndarray:
+    """Return one image as uint8 or uint16 [H, W, C]."""
     if hasattr(image, "convert") and hasattr(image, "mode"):  # PIL
-        if image.mode.startswith("I") or image.mode == "F":
-            raise InputError(f"{where} has 16 or 32 bits per pixel (mode {image.mode}); convert it to L or RGB")
+        if image.mode.startswith("I;16"):
+            return np.asarray(image).astype(np.uint16)[..., None]
+        if image.mode in ("I", "F"):
+            raise InputError(f"{where} has 32 bits per pixel (mode {image.mode}); convert it to L, I;16 or RGB")
         grey = image.mode in ("1", "L", "LA")
         return np.asarray(image.convert("L" if grey else "RGB")).reshape(image.height, image.width, 1 if grey else 3)
     if not is_array(image):
@@ -82,22 +88,20 @@ def _to_bytes(image: Any, where: str) -> np.ndarray:
     is_tensor = hasattr(image, "detach")
     pixels = image.detach().cpu().numpy() if is_tensor else np.asarray(image)
     if is_tensor and pixels.ndim == 3:
-        if pixels.shape[0] not in (1, 3):
-            raise InputError(f"{where}: a tensor of shape {pixels.shape}; [C, H, W] with 1 or 3 channels is needed")
         pixels = pixels.transpose(1, 2, 0)
-    has_channels_last = pixels.ndim == 3 and pixels.shape[2] in (1, 3)
-    pixels = pixels[None] if has_channels_last else channels_last(pixels[None], where)
-    if pixels.dtype == np.uint8:
-        return pixels[0]
+    if pixels.ndim != 3:
+        pixels = channels_last(pixels[None], where)[0]
+    if pixels.dtype in (np.uint8, np.uint16):
+        return pixels
     if pixels.dtype.kind != "f":
-        raise InputError(f"{where}: pixels of type {pixels.dtype}; give uint8, or floats in 0..1")
+        raise InputError(f"{where}: pixels of type {pixels.dtype}; give uint8, uint16, or floats in 0..1")
     low, high = float(pixels.min()), float(pixels.max())
     if not (low >= -_TOLERANCE and high <= 1 + _TOLERANCE):  # false for NaN too
         raise InputError(
             f"{where}: pixels run from {low:g} to {high:g}, outside 0..1; take Normalize out of the data set's "
             "transform: flatout normalises by itself"
         )
-    return to_uint8(pixels.clip(0, 1), UNIT, where)[0]
+    return to_uint8(pixels.clip(0, 1), UNIT, where)
 
 
 def _class_names(dataset: Any) -> tuple[str, ...] | None:

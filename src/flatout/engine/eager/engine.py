@@ -263,7 +263,7 @@ class TorchEngine:
 
     def normalised(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """Return stored images [B, H, W, C] as the model takes them, [B, C, H, W]: augmented, or for evaluation."""
-        size = self.recipe.eval_size if transforms is None else self.recipe.image_size
+        size = self.recipe.eval_sides if transforms is None else self.recipe.image_sides
         return augment.apply(images, transforms, *self._normalisation, size)
 
     def network_input(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
@@ -284,7 +284,7 @@ class TorchEngine:
             partner_rows = source.transforms_of(inputs.partners)
             partners = self.network_input(source.images_of(inputs, of_partners=True), partner_rows)
             images = augment.mix(images, partners, rows["mix"])
-        if source.size not in (0, self.recipe.image_size):
+        if source.size not in (None, self.recipe.image_sides):
             images = functional.interpolate(images, size=source.size, mode="area")
         return images
 

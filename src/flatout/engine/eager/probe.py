@@ -43,7 +43,7 @@ def _seconds_per_image(
     seconds = 0.0
     with context:
         for images in BATCHES if accelerator.is_host else BATCHES_OF_ACCELERATORS:
-            x = torch.rand(images, recipe.channels, recipe.image_size, recipe.image_size, device=accelerator.device)
+            x = torch.rand(images, recipe.channels, *recipe.image_sides, device=accelerator.device)
             began = time.perf_counter()
             output = model(x.contiguous(memory_format=torch.channels_last))
             if output.requires_grad:

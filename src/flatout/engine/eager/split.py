@@ -91,7 +91,7 @@ class Source:
         labels: int64 [N] on the device.
         transforms: the epoch's augmentation tables on the device; empty where nothing is random.
         partners: int32 [N] on the host, the samples that are mixed in; None where nothing is mixed.
-        size: height and width that the epoch's training images are reduced to; 0 for the recipe's.
+        size: height and width that the epoch's training images are reduced to; None for the recipe's.
     """
 
     samples: Samples
@@ -99,7 +99,7 @@ class Source:
     labels: torch.Tensor
     transforms: dict[str, torch.Tensor] = field(default_factory=dict)
     partners: np.ndarray | None = None
-    size: int = 0
+    size: tuple[int, int] | None = None
 
     def images_of(self, inputs: Inputs, *, of_partners: bool = False) -> torch.Tensor:
         """Return the images of a batch, or those that they are mixed with, [B, ...] on the device."""
@@ -218,7 +218,7 @@ class TorchSplit:
         transforms = augment.epoch_transforms(engine.recipe, epoch, len(self.samples)) or {}
         if engine.cut is None:
             size = augment.training_size(engine.recipe, epoch)
-            if self.source.size not in (0, size):
+            if self.source.size not in (None, size):
                 engine.forget_shapes()
             self.source.size, self.source.partners = size, transforms.get("partner")
             _copy_tables(transforms, self.source)

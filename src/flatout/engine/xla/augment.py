@@ -28,7 +28,7 @@ class Augmentation:
 
     def __init__(self, recipe: Recipe) -> None:
         mean, std = (np.asarray(values, np.float32) for values in (recipe.data.mean, recipe.data.std))
-        self._size, self._eval_size = recipe.image_size, recipe.eval_size
+        self._size, self._eval_size = recipe.image_sides, recipe.eval_sides
         self._scale, self._bias = 1 / (255 * std), -mean / std
         if recipe.augment.rotate or recipe.augment.policy != "none":
             self._products = _turned
@@ -39,15 +39,16 @@ class Augmentation:
         """Return float32 [B, C, H, W].
 
         Args:
-            images_BHWC: uint8.
+            images_BHWC: uint8 or uint16.
             transforms: the batch's rows of `numerics.augment.epoch_transforms`; None where nothing is random.
             is_training: whether the images are of the size for training, or of that for evaluation.
         """
         transforms, size = transforms or {}, self._size if is_training else self._eval_size
         if "affine" not in transforms:
-            top, left = ((length - size) // 2 for length in images_BHWC.shape[1:3])
-            images_BHWC = images_BHWC[:, top : top + size, left : left + size]
+            images_BHWC = pixels.centre(images_BHWC, *size)
         x = images_BHWC.astype(jnp.float32)
+        if images_BHWC.dtype == jnp.uint16:
+            x = x * pixels.FROM_16_BITS
         if "affine" in transforms:
             resample = functools.partial(
                 jax.lax.platform_dependent,
@@ -73,17 +74,21 @@ def _count_darker(levels_BHWC: jax.Array) -> jax.Array:
     return (has_level_BHWCL * darker_BCL[:, None, None]).sum(4).astype(jnp.float32)
 
 
-def reduced(images_BCHW: jax.Array, size: int) -> jax.Array:
+def reduced(images_BCHW: jax.Array, size: tuple[int, int]) -> jax.Array:
     """Return smaller images, each pixel the mean of those that it covers: torch's interpolation of mode "area"."""
-    length = images_BCHW.shape[2]
-    if size == length:
+    if size == images_BCHW.shape[2:]:
         return images_BCHW
+    rows_OI, columns_OI = map(_means, size, images_BCHW.shape[2:])
+    # Pixels would be rounded where the model's own products may be.
+    return jnp.einsum("bchw,oh,pw->bcop", images_BCHW, rows_OI, columns_OI, precision="highest")
+
+
+def _means(size: int, length: int) -> np.ndarray:
+    """Return the matrix [size, length] of the means over what each of `size` pixels covers of a side."""
     first = np.arange(size)[:, None] * length // size
     last = -(-(np.arange(size)[:, None] + 1) * length // size)
     covered = (np.arange(length) >= first) & (np.arange(length) < last)
-    means_OI = (covered / covered.sum(1, keepdims=True)).astype(np.float32)
-    # Pixels would be rounded where the model's own products may be.
-    return jnp.einsum("bchw,oh,pw->bcop", images_BCHW, means_OI, means_OI, precision="highest")
+    return (covered / covered.sum(1, keepdims=True)).astype(np.float32)
 
 
 def mix(images_BCHW: jax.Array, partners_BCHW: jax.Array, rows_B6: jax.Array) -> jax.Array:
@@ -99,37 +104,37 @@ def _inside(boxes_B4: jax.Array, images_BHWC: jax.Array) -> jax.Array:
     return pixels.inside(boxes_B4, height, width)
 
 
-def _fetched(image_HWC: jax.Array, affine: jax.Array, size: int) -> jax.Array:
+def _fetched(image_HWC: jax.Array, affine: jax.Array, size: tuple[int, int]) -> jax.Array:
     """Apply any affine map [2, 3] to an image, by gathers: bilinear, edge pixels repeated. The others do the same."""
     height, width, _ = image_HWC.shape
-    y, x = np.meshgrid(_centres(size), _centres(size), indexing="ij")
+    y, x = np.meshgrid(*map(_centres, size), indexing="ij")
     positions = _positions(affine[1], x, y, height), _positions(affine[0], x, y, width)
     return jax.vmap(lambda image_HW: map_coordinates(image_HW, positions, 1, "nearest"), 2, 2)(image_HWC)
 
 
-def _upright(image_HWC: jax.Array, affine: jax.Array, size: int) -> jax.Array:
+def _upright(image_HWC: jax.Array, affine: jax.Array, size: tuple[int, int]) -> jax.Array:
     """Apply a map without rotation and shear."""
     height, width, _ = image_HWC.shape
-    rows_PH = _weights(_positions(affine[1], 0, _centres(size), height), height)
-    columns_QW = _weights(_positions(affine[0], _centres(size), 0, width), width)
+    rows_PH = _weights(_positions(affine[1], 0, _centres(size[0]), height), height)
+    columns_QW = _weights(_positions(affine[0], _centres(size[1]), 0, width), width)
     return _product("pwc,qw->pqc", _product("hwc,ph->pwc", image_HWC, rows_PH), columns_QW)
 
 
-def _sheared(image_HWC: jax.Array, affine: jax.Array, size: int) -> jax.Array:
+def _sheared(image_HWC: jax.Array, affine: jax.Array, size: tuple[int, int]) -> jax.Array:
     """Apply a map without rotation: rows stay rows, and each has its own weights."""
     height, width, _ = image_HWC.shape
-    rows_PH = _weights(_positions(affine[1], 0, _centres(size), height), height)
-    columns_PQW = _weights(_positions(affine[0], _centres(size), _centres(size)[:, None], width), width)
+    rows_PH = _weights(_positions(affine[1], 0, _centres(size[0]), height), height)
+    columns_PQW = _weights(_positions(affine[0], _centres(size[1]), _centres(size[0])[:, None], width), width)
     return _product("pwc,pqw->pqc", _product("hwc,ph->pwc", image_HWC, rows_PH), columns_PQW)
 
 
-def _turned(image_HWC: jax.Array, affine: jax.Array, size: int) -> jax.Array:
+def _turned(image_HWC: jax.Array, affine: jax.Array, size: tuple[int, int]) -> jax.Array:
     """Apply any map: each pixel of the result interpolates every row, then between the rows.
 
     The compiler sums over the rows without storing them if each channel has a product of its own.
     """
     height, width, _ = image_HWC.shape
-    y, x = np.meshgrid(_centres(size), _centres(size), indexing="ij")
+    y, x = np.meshgrid(*map(_centres, size), indexing="ij")
     rows_PQH = _weights(_positions(affine[1], x, y, height), height)
     columns_PQW = _weights(_positions(affine[0], x, y, width), width)
     channels = [

@@ -148,7 +148,7 @@ class XlaEngine:
         table: jax.Array | None,
         *,
         steps: int | None = None,
-        size: int | None = None,
+        size: tuple[int, int] | None = None,
         evaluates: bool = False,
         tta: bool = False,
     ) -> Callable[..., Any]:
@@ -342,7 +342,7 @@ class XlaSplit:
         self._engine, self.samples = engine, samples
         self.batch = min(engine.recipe.batch_size, len(samples))
         self._transforms: Transforms | None = None
-        self.size = engine.recipe.image_size
+        self.size = engine.recipe.image_sides
         self._pending: list[tuple[HostBatches, int, float, int]] = []
         # What the network reads for each view of the images.
         self._views: dict[int, tuple[Samples, jax.Array | None]] = {}

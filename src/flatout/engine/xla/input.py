@@ -56,7 +56,7 @@ def place(samples: Samples, sharding: MeshSharding, wanted: str, world: World) -
     Simulated devices share the host's memory, so their batches are read from there.
 
     Returns:
-        The split on the host; and its images on the devices, uint8 [N, H, W, C], or None.
+        The split on the host; and its images on the devices, uint8 or uint16 [N, H, W, C], or None.
     """
     is_resident = wanted == "device"
     if wanted == "auto" and sharding.devices[0].platform != "cpu":

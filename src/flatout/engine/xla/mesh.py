@@ -85,7 +85,7 @@ class MeshSharding:
         *,
         steps: int | None = None,
         table: jax.Array | None = None,
-        size: int | None = None,
+        size: tuple[int, int] | None = None,
     ) -> jax.stages.Lowered:
         """Return the training step, ready to be compiled for the devices.
 

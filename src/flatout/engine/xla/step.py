@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
     """One batch; or several, with a dimension of steps in front of each array.
 
     Attributes:
-        images: uint8 [B, H, W, C]; or int32 [B], rows of the images on the devices.
+        images: uint8 or uint16 [B, H, W, C]; or int32 [B], rows of the images on the devices.
         labels: int32 [B].
         weights: float32 [B]; 0 for padding, else the weight of the sample's class.
         transforms: the batch's rows of the augmentation tables; None where nothing is random.
@@ -150,10 +150,10 @@ class Program:
         self._augment, self._cut = Augmentation(recipe), cut
         self._networks: dict[tuple[int, ...], _Network] = {}
         # The shape of what the network reads of one image, channels first, and its stored shape and type.
-        self._read = (recipe.channels, recipe.image_size, recipe.image_size)
+        self._read = (recipe.channels, *recipe.image_sides)
         self._stored: tuple[tuple[int, ...], Any] = (
-            (recipe.stored_size, recipe.stored_size, recipe.channels),
-            np.uint8,
+            (*recipe.stored_sides, recipe.channels),
+            np.uint16 if recipe.data.bits == 16 else np.uint8,
         )
         if cut:
             with torch.no_grad():
@@ -173,8 +173,7 @@ class Program:
         self._model.eval()
         if self._cut:
             return _Network(self._cut.eval_suffix, self._recipe, (self.evaluation_batch, *self._read), self._precision)
-        size = self._recipe.eval_size
-        shape = self.evaluation_batch, self._recipe.channels, size, size
+        shape = self.evaluation_batch, self._recipe.channels, *self._recipe.eval_sides
         return _Network(self._model, self._recipe, shape, self._precision)
 
     def _input(self, images: Any, transforms: Any, *, is_training: bool) -> jax.Array:
@@ -220,14 +219,14 @@ class Program:
         return State(trained, frozen, buffers, optimizer, average)
 
     def train_step(
-        self, state: State, inputs: Inputs, table: jax.Array | None = None, *, size: int | None = None
+        self, state: State, inputs: Inputs, table: jax.Array | None = None, *, size: tuple[int, int] | None = None
     ) -> tuple[State, jax.Array]:
         """Update the state from one batch.
 
         Args:
             state: before the step.
             inputs: the batch.
-            table: uint8 [N, H, W, C], the images that `inputs.images` are rows of; None where those are the images.
+            table: uint8 or uint16 [N, H, W, C], the images that `inputs.images` are rows of; None where they are those.
             size: height and width that the images are reduced to; None for the recipe's.
 
         Returns:
@@ -240,7 +239,7 @@ class Program:
             partners = self._augment(_images(images, table), transforms, is_training=True)
             x = mix(x, partners, inputs.transforms["mix"])
         if self._cut is None:
-            x = reduced(x, size or self._recipe.image_size)
+            x = reduced(x, size or self._recipe.image_sides)
         network = self._training(x.shape)
         # Rounding to zero weight would turn 0 / 0 into a gradient where a batch is nothing but padding.
         total = jnp.maximum(inputs.weights.sum(), jnp.finfo(jnp.float32).tiny)
@@ -274,7 +273,7 @@ class Program:
         return State(trained, state.frozen, buffers, optimizer, average), sums
 
     def train_steps(
-        self, state: State, inputs: Inputs, table: jax.Array | None = None, *, size: int | None = None
+        self, state: State, inputs: Inputs, table: jax.Array | None = None, *, size: tuple[int, int] | None = None
     ) -> tuple[State, jax.Array]:
         """Take several steps in one program; every array of `inputs` has one more dimension in front.
 
@@ -323,7 +322,7 @@ class FrozenPrefix:
     """
 
     def __init__(self, cut: Cut, recipe: Recipe, batch: int, precision: str) -> None:
-        x = _example(batch, recipe.channels, recipe.image_size, recipe.image_size)
+        x = _example(batch, recipe.channels, *recipe.image_sides)
         self._function = Function(cut.prefix, (x,), name=recipe.model, precision=precision)
         self._augment = Augmentation(recipe)
         self.parameters = {name: to_array(p) for name, p in cut.prefix.named_parameters()}
