@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from flatout.errors import InputError
-from flatout.settings import Size, nearest, one_or_both, sides, typed
+from flatout.settings import Size, nearest, one_or_both, shown, sides, typed
 
 T = TypeVar("T")
 
@@ -317,8 +317,9 @@ class Recipe(_Checked):
             (0 <= self.seed < 2**63, "seed", "must be at least 0 and less than 2^63"),
         )
         largest = self._largest_sides
-        larger = f"must be at least {one_or_both(largest)}, the largest of image_size and data.eval_size, or 0 for that"
-        smaller = f"must be at most image_size ({self.image_size})"
+        larger = f"must be at least {shown(one_or_both(largest))}, the largest of image_size and data.eval_size, or 0 "
+        larger += "for that"
+        smaller = f"must be at most image_size ({shown(self.image_size)})"
         is_smaller = all(map(operator.le, sides(self.augment.start_size), self.image_sides))
         of_pictures = f"needs images of 1 or 3 channels and 8 bits; these have {self.channels} channels"
         of_pictures += f" and {self.data.bits} bits" * bool(self.data.bits)

@@ -87,6 +87,11 @@ def one_or_both(pair: tuple[int, int]) -> Size:
     return pair[0] if pair[0] == pair[1] else pair
 
 
+def shown(size: Size) -> str:
+    """Return a size as a recipe has it."""
+    return str(list(size) if isinstance(size, tuple) else size)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a hint: the known word that `word` abbreviates, is another name of, or resembles; else all known words."""
     by_name = {name.lstrip("-").replace("-", "_").lower(): name for name in known}

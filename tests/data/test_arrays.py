@@ -171,7 +171,7 @@ BAD = np.zeros((6, 5, 4))
         ((IMAGES[:0], LABELS[:0]), "the train split holds no images"),
         ((IMAGES.reshape(6, 20), LABELS), r"images of shape \(6, 20\); give \[N, H, W\]"),
         ((np.zeros((6, 3, 5, 3), np.uint8), LABELS), "channels may be first or last"),
-        ((np.zeros((6, 5, 4, 4), np.uint8), LABELS), "no axis of 1 or 3 channels"),
+        ((np.zeros((6, 5, 5, 5), np.uint8), LABELS), "channels may be first or last"),
         ((BAD + np.nan, LABELS), "not finite"),
         ((BAD + np.inf, LABELS), "not finite"),
         ((BAD - 0.5, LABELS), "pixels run from -0.5 to -0.5; scale them to 0..1 or 0..255"),

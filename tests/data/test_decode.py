@@ -306,14 +306,14 @@ def test_filters_for_warnings_are_as_before_after_many_threads(tmp_path):
         assert warnings.filters == before
 
 
-def test_header_of_a_jpeg_is_as_stored(tmp_path):
+def test_header_of_a_jpeg_is_of_the_upright_image(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     buffer = io.BytesIO()
     smooth_picture(30, 20).save(buffer, "JPEG", exif=exif)
     (tmp_path / "a.jpg").write_bytes(buffer.getvalue())
     header = read_header(tmp_path / "a.jpg")
-    assert (header.width, header.height, header.mode) == (30, 20, "RGB")
+    assert (header.width, header.height, header.mode) == (20, 30, "RGB")
 
 
 # Large images, and what is no file
@@ -362,16 +362,16 @@ def test_large_images_take_little_more_than_their_pixels(tmp_path):
 def test_large_images_are_decoded_one_at_a_time(tmp_path, monkeypatch):
     file = saved(smooth_picture(60, 50), tmp_path / "a.png")
     inside, most = [], []
-    convert = decode._to_eight_bits
+    convert = decode._to_array
 
-    def observed(*arguments):
+    def observed(*arguments, **options):
         inside.append(1)
         time.sleep(0.01)
         most.append(len(inside))
         inside.pop()
-        return convert(*arguments)
+        return convert(*arguments, **options)
 
-    monkeypatch.setattr(decode, "_to_eight_bits", observed)
+    monkeypatch.setattr(decode, "_to_array", observed)
     for limit, expected in ((2999, {1}), (3000, {1, 2, 3, 4})):
         monkeypatch.setattr(decode, "LARGE_PIXELS", limit)
         most.clear()

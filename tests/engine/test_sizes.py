@@ -59,7 +59,7 @@ def trained_by_hand(images: Sequence[torch.Tensor], samples: Samples, recipe: Re
 @pytest.mark.parametrize("engine", ["torch", "xla 8"])
 def test_evaluation_sees_larger_images_than_training(engine: str) -> None:
     samples, recipe = make_samples(size=16), make_recipe(**LARGER)
-    assert recipe.stored_size == 16
+    assert recipe.stored_sides == (16, 16)
     x = pixels_of(samples)
     net = trained_by_hand([x[:, :, 2:14, 2:14]] * recipe.epochs, samples, recipe)
     with torch.no_grad():
@@ -151,25 +151,33 @@ GROWING = {"epochs": 4, "image_size": 16, "augment.start_size": 8, "optimizer.lr
 )
 def test_the_size_is_a_function_of_the_epoch(size: int, start: int, epochs: int, expected: list[int]) -> None:
     recipe = make_recipe(image_size=size, epochs=epochs, **{"augment.start_size": start})
-    assert [training_size(recipe, epoch) for epoch in range(epochs)] == expected
+    assert [training_size(recipe, epoch) for epoch in range(epochs)] == [(side, side) for side in expected]
 
 
-def reduced_by_hand(x: torch.Tensor, size: int) -> torch.Tensor:
+def test_sides_grow_in_proportion() -> None:
+    recipe = make_recipe(image_size=[24, 40], epochs=4, **{"augment.start_size": [12, 20]})
+    assert [training_size(recipe, epoch) for epoch in range(4)] == [(12, 20), (14, 24), (19, 32), (24, 40)]
+
+
+def reduced_by_hand(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Return each pixel as the mean of those that it covers, at least in part."""
-    length = x.shape[2]
-    ends = [(i * length // size, math.ceil((i + 1) * length / size)) for i in range(size)]
-    rows = [torch.stack([x[:, :, a:b, c:d].mean((2, 3)) for c, d in ends], 2) for a, b in ends]
+
+    def ends(length: int, size: int) -> list[tuple[int, int]]:
+        return [(i * length // size, math.ceil((i + 1) * length / size)) for i in range(size)]
+
+    columns = ends(x.shape[3], width)
+    rows = [torch.stack([x[:, :, a:b, c:d].mean((2, 3)) for c, d in columns], 2) for a, b in ends(x.shape[2], height)]
     return torch.stack(rows, 2)
 
 
-@pytest.mark.parametrize("size", [8, 12, 15])
-def test_both_engines_reduce_alike(size: int) -> None:
+@pytest.mark.parametrize("size", [(8, 8), (12, 12), (15, 15), (9, 14)])
+def test_both_engines_reduce_alike(size: tuple[int, int]) -> None:
     import jax.numpy as jnp
 
     from flatout.engine.xla.augment import reduced
 
     x = pixels_of(make_samples(4, size=16))
-    expected = reduced_by_hand(x, size)
+    expected = reduced_by_hand(x, *size)
     torch.testing.assert_close(functional.interpolate(x, size=size, mode="area"), expected, atol=1e-5, rtol=0)
     np.testing.assert_allclose(np.asarray(reduced(jnp.asarray(x), size)), expected, atol=1e-5)
 

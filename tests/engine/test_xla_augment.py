@@ -76,7 +76,7 @@ def test_pixels_equal_torchs(changes: dict[str, Any]) -> None:
     tables = augment.epoch_transforms(recipe, 0, len(images)) or {}
     mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
     transforms = {name: torch.from_numpy(table) for name, table in tables.items()}
-    expected = augment.apply(torch.from_numpy(images), transforms, 1 / (255 * std), -mean / std, recipe.image_size)
+    expected = augment.apply(torch.from_numpy(images), transforms, 1 / (255 * std), -mean / std, recipe.image_sides)
     found = augmented(recipe, images, tables)
     np.testing.assert_allclose(found, expected, atol=2e-5)
     if "mix" in tables:

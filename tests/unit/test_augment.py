@@ -265,10 +265,10 @@ def test_mixtures_have_the_labels_share_of_the_pixels(mixup: float, cutmix: floa
 
 def test_evaluation_takes_the_centre() -> None:
     images = pictures(size=20)
-    found = augment.apply(images, None, ONE, ZERO, 16)
+    found = augment.apply(images, None, ONE, ZERO, (16, 16))
     assert torch.equal(found, plain(images)[:, :, 2:-2, 2:-2])
     flags = torch.ones(len(images), dtype=torch.uint8)
-    assert torch.equal(augment.apply(images, {"flip": flags}, ONE, ZERO, 16), found.flip(3))
+    assert torch.equal(augment.apply(images, {"flip": flags}, ONE, ZERO, (16, 16)), found.flip(3))
 
 
 def test_maps_show_the_centre_and_crops_any_part() -> None:
@@ -276,7 +276,7 @@ def test_maps_show_the_centre_and_crops_any_part() -> None:
     images = pictures(1000, size=20)
     tables = augment.epoch_transforms(recipe(Augment(zoom=1e-9), 16, 20), 0, 1000)
     assert tables is not None
-    still = augment.apply(images, {"affine": torch.from_numpy(tables["affine"])}, ONE, ZERO, 16)
+    still = augment.apply(images, {"affine": torch.from_numpy(tables["affine"])}, ONE, ZERO, (16, 16))
     torch.testing.assert_close(still, plain(images)[:, :, 2:-2, 2:-2], atol=0.05, rtol=0)
     tables = augment.epoch_transforms(recipe(Augment(crop=0.1), 16, 20), 0, 1000)
     assert tables is not None

@@ -143,7 +143,18 @@ WRONG = [
     ({"norm": "batch"}, "norm = 'batch': known: global, per-device"),
     ({"optimizer": 3}, "optimizer = 3"),
     ({"model.name": "x"}, "unknown recipe key 'model.name'"),
-    ({"channels": 2}, "channels = 2: known: 1, 3"),
+    ({"channels": 0}, "channels = 0: must be at least 1 and at most 1024"),
+    (
+        {"channels": 5, "augment.policy": "randaugment"},
+        "augment.policy = 'randaugment': needs images of 1 or 3 channels",
+    ),
+    ({"data.bits": 16, "augment.policy": "trivialaugment"}, "and 8 bits; these have 3 channels and 16 bits"),
+    ({"data.bits": 12}, "data.bits = 12: known: 0, 8, 16"),
+    ({"image_size": [0, 4]}, "image_size = (0, 4): must be at least 1 and at most 8192"),
+    ({"image_size": [1, 2, 3]}, "image_size = [1, 2, 3]: must be a whole number of pixels, or [height, width]"),
+    ({"image_size": "96x160"}, "image_size = '96x160': must be a whole number of pixels, or [height, width]"),
+    ({"image_size": [24, 40], "augment.start_size": 32}, "start_size = 32: must be at most image_size ([24, 40])"),
+    ({"image_size": [24, 40], "data.stored_size": [40, 32]}, "stored_size = (40, 32): must be at least [24, 40], the"),
 ]
 
 

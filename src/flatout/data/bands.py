@@ -121,7 +121,7 @@ def _tiff_header(file: BinaryIO) -> Header | None:
 
 
 def _read_tiff(data: bytes) -> np.ndarray:
-    import tifffile
+    import tifffile  # pyright: ignore[reportMissingImports]
 
     # What it logs about damaged files becomes the reason, or does not matter.
     logging.getLogger("tifffile").addHandler(logging.NullHandler())

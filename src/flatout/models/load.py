@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.errors import InputError, first_line
 from flatout.recipe import Recipe
-from flatout.settings import nearest
+from flatout.settings import nearest, shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -179,8 +179,8 @@ def _build_timm(recipe: Recipe, num_outputs: int) -> "nn.Module":
             return create_timm(recipe, num_outputs)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
-            f"model = {recipe.model!r}: cannot be built for {recipe.channels}-channel images of {recipe.image_size} "
-            f"pixels ({first_line(error)}); try another image_size or model"
+            f"model = {recipe.model!r}: cannot be built for {recipe.channels}-channel images of "
+            f"{shown(recipe.image_size)} pixels ({first_line(error)}); try another image_size or model"
         ) from error
 
 

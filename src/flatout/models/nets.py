@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.errors import InputError
-from flatout.settings import Size, sides
+from flatout.settings import Size, shown, sides
 
 # torchvision's ImageNet weights; the eight hexadecimal digits are the start of the file's SHA-256.
 VGG16_IMAGENET_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
@@ -27,7 +27,7 @@ def _feature_pixels(net: str, features: nn.Sequential, image_size: Size) -> int:
     height, width = sides(image_size)
     if min(height, width) < smallest:
         raise InputError(
-            f"image_size = {image_size}: {net} needs images of at least {smallest}x{smallest} pixels; "
+            f"image_size = {shown(image_size)}: {net} needs images of at least {smallest}x{smallest} pixels; "
             f"try image_size = {smallest} or another model"
         )
     return _reduced(features, height) * _reduced(features, width)
@@ -194,7 +194,7 @@ class FastCNN(nn.Module):
         super().__init__()
         shorter, longer = sorted(sides(image_size))
         if shorter < 4:
-            raise InputError(f"image_size = {image_size}: fast-cnn-{width} needs images of at least 4x4 pixels")
+            raise InputError(f"image_size = {shown(image_size)}: fast-cnn-{width} needs images of at least 4x4 pixels")
         self.stem = _Patches(channels, stride=2 ** max(0, math.ceil(math.log2(math.sqrt(shorter * longer) / 48))))
         inputs, blocks = self.stem.outputs, []
         size = (shorter - self.stem.size) // self.stem.stride + 1

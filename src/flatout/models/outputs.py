@@ -11,7 +11,7 @@ from torch import nn
 
 from flatout.errors import InputError, first_line
 from flatout.recipe import Recipe
-from flatout.settings import Size, sides
+from flatout.settings import Size, shown, sides
 
 
 def _logits(module: nn.Module, arguments: Any, output: Any) -> Any:
@@ -97,6 +97,6 @@ def check_size(model: nn.Module, name: str, recipe: Recipe, num_outputs: int, si
             module.training = training
     if reason:
         raise InputError(
-            f"{key} = {size}: the model {name!r}, built for images of {recipe.image_size} pixels, does not take others "
-            f"({reason}); leave the key out, or choose a model with global pooling, such as timm:resnet18"
+            f"{key} = {shown(size)}: the model {name!r}, built for images of {shown(recipe.image_size)} pixels, does "
+            f"not take others ({reason}); leave the key out, or choose a model with global pooling, such as timm:resnet18"
         )

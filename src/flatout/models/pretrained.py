@@ -15,6 +15,7 @@ from flatout.models.layers import head_modules
 from flatout.models.load import create_timm, seeded
 from flatout.models.weights import Tensors, mismatches, read_weights
 from flatout.recipe import Recipe
+from flatout.settings import shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +65,7 @@ def _adapt(model: "nn.Module", recipe: Recipe, tensors: Tensors, path: Path) -> 
             published = create_timm(recipe, config["num_classes"], tensors)
     except Exception as error:  # timm's functions for one network may raise anything on the tensors of another
         problems = _misfits(model, tensors) or first_line(error)
-        size = f"image_size = {recipe.image_size} (published: {config['input_size'][-1]})"
+        size = f"image_size = {shown(recipe.image_size)} (published: {config['input_size'][-1]})"
         raise InputError(f"the weights {path} do not fit {recipe.model} with {size}: {problems}") from error
     adapted = published.state_dict()
     if config["num_classes"] == model.num_classes:

@@ -17,7 +17,7 @@ from flatout.console import duration
 from flatout.data.source import DataRef, Source
 from flatout.errors import InputError, WeightsUnavailable
 from flatout.recipe import Recipe, from_dict
-from flatout.settings import Size, one_or_both, sides
+from flatout.settings import Size, one_or_both, shown, sides
 
 # Image sizes to choose from; on a CPU, 128 pixels keep an epoch of a few thousand images within a minute.
 SIZES = (32, 64, 96, 128, 160, 224)
@@ -30,7 +30,7 @@ ONE_SHAPE, NEARLY_SQUARE = 1.05, 1.2
 # Squashing changes images more than cropping where more than one in ten is longer than this.
 TOO_LONG = 2.0
 # Sides of images that are no squares are multiples of what networks for photos reduce them by; small images of less.
-STRIDE, STRIDE_FROM, SMALL_STRIDE = 32, 96, 8
+STRIDE, STRIDE_FROM, SMALL_STRIDE = 32, 96, 4
 # From this ratio of the largest to the smallest class on, classes are weighted.
 UNBALANCED = 3.0
 # The widths of fast-cnn. The widest is chosen that sees as many epochs as are enough within the time.
@@ -138,7 +138,7 @@ def advise(
     }
     recipe["data"] = {"path": path, "resize": facts.resize, **recipe.get("data", {})}
     colour = {1: "grey", 3: "colour"}.get(facts.channels, f"{facts.channels} channels")
-    about = {"image_size": f"image_size = {recipe['image_size']}, {colour}: {facts.shape}"}
+    about = {"image_size": f"image_size = {shown(recipe['image_size'])}, {colour}: {facts.shape}"}
     if facts.why_resize:
         about["data.resize"] = f"data.resize = {facts.resize}: {facts.why_resize}"
     reasons = about | reasons
@@ -330,15 +330,18 @@ def look(found: DataRef | Source, path: str, *, accelerated: bool, seconds: floa
     if source.images is not None:
         height, width, channels = source.images.shape[1:]
         side, ratio, shape = max(height, width), width / height, f"the images are {height}x{width}"
+        pixels = height * width
         exact = one_or_both((height, width)) if side <= largest or is_pack else None
     else:
         exact = None
-        side, ratio, channels, resize, why = _shape_of_files(source.files or ())
+        side, pixels, ratio, channels, resize, why = _shape_of_files(source.files or ())
         shape = f"the median of the images' shorter sides is {side} pixels"
-    if exact is None:
-        # The largest side that does not enlarge most images.
-        side = max((usual for usual in SIZES if usual <= min(side, largest)), default=side)
-    size = exact or _of_shape(side, ratio)
+    if 1 / NEARLY_SQUARE < ratio < NEARLY_SQUARE:
+        # The largest size that does not enlarge most images.
+        size: Size = max((usual for usual in SIZES if usual <= min(side, largest)), default=side)
+    else:
+        size = _of_shape(min(math.sqrt(pixels), largest), ratio)
+    size = exact or size
     start, stop = source.splits["train"]
     counts = np.bincount(source.labels[start:stop], minlength=len(source.classes))
     return Facts(
@@ -357,20 +360,18 @@ def look(found: DataRef | Source, path: str, *, accelerated: bool, seconds: floa
     )
 
 
-def _of_shape(side: int, ratio: float) -> Size:
-    """Return the size of about side * side pixels whose ratio of width to height is nearest to `ratio`."""
-    if 1 / NEARLY_SQUARE < ratio < NEARLY_SQUARE:
-        return side
-    stride = STRIDE if side >= STRIDE_FROM else SMALL_STRIDE
-    shorter = max(stride, round(side / math.sqrt(max(ratio, 1 / ratio)) / stride) * stride)
-    longer = round(shorter * max(ratio, 1 / ratio) / stride) * stride
-    return one_or_both((shorter, longer) if ratio > 1 else (longer, shorter))
+def _of_shape(side: float, ratio: float) -> Size:
+    """Return the size of about side * side pixels whose ratio of width to height is about `ratio`."""
+    stride, longer_by = STRIDE if side >= STRIDE_FROM else SMALL_STRIDE, max(ratio, 1 / ratio)
+    shorter = stride * max(1, round(side / math.sqrt(longer_by) / stride))
+    longer = stride * round(shorter * longer_by / stride)
+    return (shorter, longer) if ratio > 1 else (longer, shorter)
 
 
-def _shape_of_files(files: Sequence[Path]) -> tuple[int, float, int, str, str]:
-    """Return the usual length of the shorter side, the ratio of width to height to train with, and the channels.
+def _shape_of_files(files: Sequence[Path]) -> tuple[int, float, float, int, str, str]:
+    """Return the usual length of the shorter side, number of pixels, ratio of width to height, and the channels.
 
-    Also how images of other shapes are to be resized, and the reason.
+    The ratio is 1 where images differ in shape. Also how images of other shapes are to be resized, and the reason.
     """
     from flatout.data.decode import read_headers
 
@@ -384,16 +385,12 @@ def _shape_of_files(files: Sequence[Path]) -> tuple[int, float, int, str, str]:
     side = int(np.median([min(header.width, header.height) for header in headers]))
     ratios = np.array([header.width / header.height for header in headers])
     usual, lengths = float(np.median(ratios)), np.maximum(ratios, 1 / ratios)
+    pixels = float(np.median([header.width * header.height for header in headers]))
+    ratio, resize = 1.0, "squash"
     if np.mean(np.abs(np.log(ratios / usual)) <= math.log(ONE_SHAPE)) >= 0.9:
-        return (
-            side,
-            usual,
-            max(channels),
-            "squash",
-            f"nearly all images have one shape, {usual:.2f} times as wide as high",
-        )
-    if np.mean(lengths > TOO_LONG) > 0.1:
-        why = f"more than one in ten images is longer than {TOO_LONG:g}:1, which squashing would distort"
-        return side, 1.0, max(channels), "crop", why
-    why = f"of the different shapes, nine in ten are not longer than {TOO_LONG:g}:1, so that the whole image is kept"
-    return side, 1.0, max(channels), "squash", why
+        ratio, why = usual, f"nearly all images have one shape, {usual:.2f} times as wide as high"
+    elif np.mean(lengths > TOO_LONG) > 0.1:
+        resize, why = "crop", f"more than one in ten images is longer than {TOO_LONG:g}:1; squashing would distort them"
+    else:
+        why = f"shapes differ, but nine in ten images are not longer than {TOO_LONG:g}:1; all of each image is kept"
+    return side, pixels, ratio, max(channels), resize, why

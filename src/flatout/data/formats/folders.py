@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,10 +15,12 @@ from flatout.errors import InputError
 from flatout.files import printable
 from flatout.recipe import Data
 
+T = TypeVar("T", str, Path)
+
 KIND = "class folders"
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".gif"),
-    *(".webp", ".tif", ".tiff", ".ppm", ".pgm"),
+    *(".webp", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".heic", ".heif", ".npy"),
 )
 _CLUTTER = {"__MACOSX", "Thumbs.db", "desktop.ini"}
 
@@ -25,6 +28,11 @@ _CLUTTER = {"__MACOSX", "Thumbs.db", "desktop.ini"}
 def is_image_name(name: str) -> bool:
     """Whether a file name has the suffix of an image."""
     return name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def without_arrays(files: list[T]) -> list[T]:
+    """Return image files, without `.npy` files unless all are: beside images, these hold masks and the like."""
+    return [file for file in files if not str(file).lower().endswith(".npy")] or files
 
 
 class Entry:
@@ -204,4 +212,9 @@ def _list_classes(folder: Path) -> tuple[dict[str, _Listing], _Listing]:
             raise InputError(f"{folder}: the name of the folder {printable(entry.name)} is not UTF-8; rename it")
         classes[entry.name] = _Listing()
         classes[entry.name].add(entry.path)
+    kept = set(without_arrays([image for listing in classes.values() for image in listing.images]))
+    for listing in classes.values():
+        images = [image for image in listing.images if image in kept]
+        listing.others.update([".npy"] * (len(listing.images) - len(images)))
+        listing.images = images
     return classes, loose

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from flatout.data.formats import folders
-from flatout.data.formats.folders import is_image_name, visible
+from flatout.data.formats.folders import is_image_name, visible, without_arrays
 from flatout.data.labels import first_few
 from flatout.data.source import DataRef, Source, assemble
 from flatout.data.splits import SPLITS, in_order, split_of, split_within, words_of
@@ -295,7 +295,8 @@ class _Locator:
 
     def _stems(self, folder: str) -> dict[str, str]:
         """Return the images in a folder by their names without the suffix, where these are unique."""
-        images = {name: name.rpartition(".")[0] for name in self._files(folder) if is_image_name(name)}
+        names = without_arrays([name for name in self._files(folder) if is_image_name(name)])
+        images = {name: name.rpartition(".")[0] for name in names}
         counts = Counter(images.values())
         return {stem: name for name, stem in images.items() if counts[stem] == 1}
 

@@ -30,7 +30,8 @@ def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | N
     """
     suffix = "" if path.is_dir() else path.suffix.lower()
     pairs: dict[str, tuple[Path, Path]] = {}
-    if path.is_dir() and (files := {file.stem: file for file in _npy_files(path)}):
+    files = {file.stem: file for file in _npy_files(path)} if path.is_dir() else {}
+    if files and not (_has_list(path) and not any(set(words_of(name)) & _IMAGE_WORDS for name in files)):
         pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(list(files), path).items()}
     elif suffix == ".npy":
         pairs = {"train": (path, _labels_beside(path))}
@@ -93,6 +94,11 @@ def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:
 
 def _npy_files(folder: Path) -> list[Path]:
     return [Path(e.path) for e in visible(folder) if e.name.lower().endswith(".npy") and e.is_file()]
+
+
+def _has_list(folder: Path) -> bool:
+    """Whether there is a CSV file, which may list `.npy` files of one image each."""
+    return any(e.name.lower().endswith((".csv", ".tsv")) for e in visible(folder))
 
 
 def _labels_beside(path: Path) -> Path:
