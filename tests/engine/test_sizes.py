@@ -187,7 +187,7 @@ def test_training_on_growing_images_and_resuming_equals_a_plain_loop(engines: tu
     """The second engine continues in the middle, where the images have grown already."""
     samples, recipe = make_samples(size=16), make_recipe(**GROWING)
     x = pixels_of(samples)
-    grown = [reduced_by_hand(x, size) for size in (8, 8, 12, 16)]
+    grown = [reduced_by_hand(x, size, size) for size in (8, 8, 12, 16)]
     expected = trained_by_hand(grown, samples, recipe).state_dict()
     state, progress = {}, Progress()
     for number, name in enumerate(engines):

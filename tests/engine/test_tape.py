@@ -38,7 +38,7 @@ def run(recipe: Recipe, net: nn.Module, *, record: bool, world: World | None = N
             patch.setattr(cuda_graph, "EAGER_STEPS", 1 << 30)
         engine = TorchEngine(net, recipe, world=world, accelerator=accelerator, **options)
         try:
-            samples = make_samples(COUNT, recipe.image_size, recipe.channels, CLASSES)
+            samples = make_samples(COUNT, recipe.image_sides[0], recipe.channels, CLASSES)
             if recipe.loss == "binary-cross-entropy":
                 samples.labels[:] %= 2
             progress = Progress()

@@ -85,6 +85,23 @@ def test_pixels_equal_torchs(changes: dict[str, Any]) -> None:
         np.testing.assert_allclose(mix(found, found[tables["partner"]], rows), expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("changes", [{}, FLIP, SEPARABLE, {**SEPARABLE, "augment.rotate": 20.0, "augment.shear": 0.2}])
+def test_wide_images_of_16_bits_and_many_channels_equal_torchs(changes: dict[str, Any]) -> None:
+    from flatout.engine.xla.augment import Augmentation, reduced
+
+    shape = {"image_size": [12, 20], "channels": 5, "data.stored_size": [14, 26], "augment.color_jitter": 0.3}
+    recipe = make_recipe(**changes, **shape)
+    images = np.random.default_rng(0).integers(0, 65536, (16, 14, 26, 5)).astype(np.uint16)
+    tables = augment.epoch_transforms(recipe, 0, len(images)) or {}
+    mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
+    transforms = {name: torch.from_numpy(table) for name, table in tables.items()}
+    expected = augment.apply(torch.from_numpy(images), transforms, 1 / (255 * std), -mean / std, recipe.image_sides)
+    found: Any = Augmentation(recipe)(images, tables, is_training=True)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    smaller = torch.nn.functional.interpolate(expected, size=(9, 14), mode="area")
+    np.testing.assert_allclose(reduced(found, (9, 14)), smaller, atol=2e-5)
+
+
 def test_histograms_are_equalised_as_by_torch() -> None:
     recipe = make_recipe(image_size=32)
     images = np.random.default_rng(0).integers(30, 90, (8, 32, 32, 1), dtype=np.uint8)

@@ -146,7 +146,7 @@ WRONG = [
     ({"channels": 0}, "channels = 0: must be at least 1 and at most 1024"),
     (
         {"channels": 5, "augment.policy": "randaugment"},
-        "augment.policy = 'randaugment': needs images of 1 or 3 channels",
+        "policy = 'randaugment': needs images of 1 or 3 channels",
     ),
     ({"data.bits": 16, "augment.policy": "trivialaugment"}, "and 8 bits; these have 3 channels and 16 bits"),
     ({"data.bits": 12}, "data.bits = 12: known: 0, 8, 16"),

@@ -17,7 +17,7 @@ _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 MAX_BYTES = 2**31
 # Tags of TIFF 6.0, and the values that make the bands a picture: grey or RGB, and the kinds of an alpha band.
 _WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC, _SAMPLES, _EXTRA, _FORMAT = 256, 257, 258, 262, 277, 338, 339
-_GREY_OR_RGB, _ALPHA, _UNSIGNED = (0, 1, 2), (1, 2), 1
+_GREY, _RGB, _ALPHA, _UNSIGNED = (0, 1), 2, (1, 2), 1
 
 
 class BadImage(ValueError):
@@ -31,8 +31,8 @@ class Header(NamedTuple):
         height, width, channels: of the image.
         type: of its pixels.
         is_tiff: whether it is a TIFF file, or a `.npy` file.
-        is_picture: whether Pillow can decode it with all of its bits, if not with all of its bands.
-        has_alpha: whether a band is transparency.
+        is_picture: whether Pillow can decode it, if not with all of its bands, or with 8 bits only.
+        has_alpha: whether a band is transparency, or the colours are others than grey or RGB.
     """
 
     height: int
@@ -113,8 +113,10 @@ def _tiff_header(file: BinaryIO) -> Header | None:
         if samples < 2 or not (bits <= {8} or bits <= {16}) or set(tags.get(_FORMAT, (_UNSIGNED,))) != {_UNSIGNED}:
             return None
         height, width, extra = int(tags[_HEIGHT]), int(tags[_WIDTH]), tags.get(_EXTRA, ())
-        is_picture = bits == {8} and samples <= 4
-        has_alpha = bool(set(extra) & set(_ALPHA)) or tags.get(_PHOTOMETRIC) not in _GREY_OR_RGB
+        photometric = tags.get(_PHOTOMETRIC)
+        is_grey, is_rgb = photometric in _GREY, photometric == _RGB
+        is_picture = samples <= 4 and not (is_grey and (samples > 2 or bits == {16})) and not (is_rgb and samples < 3)
+        has_alpha = bool(set(extra) & set(_ALPHA)) or not (is_grey or is_rgb)
         dtype = np.dtype(np.uint16 if bits == {16} else np.uint8)
         return Header(height, width, samples, dtype, is_tiff=True, is_picture=is_picture, has_alpha=has_alpha)
     return None

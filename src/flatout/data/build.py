@@ -26,7 +26,7 @@ from flatout.data.pixels import with_bits
 from flatout.data.source import DataRef, Source
 from flatout.errors import DiskFull, InputError
 from flatout.files import NO_SPACE, printable
-from flatout.settings import one_or_both, sides
+from flatout.settings import one_or_both, shown, sides
 
 _EXAMPLES = 20
 
@@ -88,9 +88,10 @@ def _fitting(pack: Pack, settings: PackSettings) -> Pack:
     wants = (settings.size, settings.channels, settings.resize, bits)
     if has != wants:
         names = ("image_size", "channels", "data.resize", "data.bits")
-        fix = " ".join(
-            f"--set {n}={str(h).replace(' ', '')}" for n, h, w in zip(names, has, wants, strict=True) if h != w
-        )
+        keys = {name: h for name, h, w in zip(names, has, wants, strict=True) if h != w}
+        if "image_size" in keys:
+            keys["image_size"] = shown(one_or_both((height, width))).replace(" ", "")
+        fix = " ".join(f"--set {name}={value}" for name, value in keys.items())
         wanted_height, wanted_width = sides(settings.size)
         raise InputError(
             f"{pack.folder}: holds images of {height} x {width} pixels, {channels} channels, {pack.bits} bits, brought "

@@ -122,7 +122,7 @@ def read_header(path: Path | bytes) -> ImageHeader:
     start = path[:512] if isinstance(path, bytes) else read_file(path, length=512)
     with io.BytesIO(path) if isinstance(path, bytes) else path.open("rb") as file, _STRICT_PILLOW:
         found = bands.read_header(file, start)
-        if found and not found.is_picture:
+        if found and (not found.is_picture or found.type.itemsize == 2):
             _refuse_bomb(found.width, found.height)
             mode = f"{found.channels} x {found.type}"
             size = {"width": found.width, "height": found.height}
@@ -431,10 +431,9 @@ def _decode_bands(data: bytes, target: Target) -> np.ndarray | None:
 
 def _is_for_pillow(found: bands.Header, target: Target) -> bool:
     """Whether Pillow decodes a file without loss of what the target has."""
-    is_plain = target.channels in (1, 3)
-    if found.is_picture:
-        return is_plain or found.has_alpha or found.channels != target.channels
-    return is_plain and target.bits == 8 and found.is_tiff and found.channels in (3, 4)
+    if found.is_picture and found.type.itemsize == 1:
+        return target.channels in (1, 3) or found.has_alpha or found.channels != target.channels
+    return found.is_picture and target.channels in (1, 3) and target.bits == 8
 
 
 # All

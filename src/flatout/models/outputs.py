@@ -98,5 +98,6 @@ def check_size(model: nn.Module, name: str, recipe: Recipe, num_outputs: int, si
     if reason:
         raise InputError(
             f"{key} = {shown(size)}: the model {name!r}, built for images of {shown(recipe.image_size)} pixels, does "
-            f"not take others ({reason}); leave the key out, or choose a model with global pooling, such as timm:resnet18"
+            f"not take others ({reason}); leave the key out, or choose a model with global pooling, such as "
+            "timm:resnet18"
         )

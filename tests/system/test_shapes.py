@@ -1,0 +1,114 @@
+"""Whole runs on images of 24x40 pixels with four channels of 16 bits, on both engines."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flatout
+from flatout.cli import main
+from flatout.errors import InputError
+from flatout.models.weights import read_weights
+
+ENGINES = {"cpu": ("cpu", "torch"), "2xcpu": ("2xcpu", "torch"), "xla": ("8xcpu", "xla")}
+AUGMENT = {"rotate": 15.0, "flip": True, "crop": 0.5, "color_jitter": 0.2, "start_size": [12, 20]}
+KEYS: dict[str, Any] = {"model": "keras-cnn", "image_size": (24, 40), "channels": 4, "batch_size": 16, "lr": 0.01}
+FIGURES = ("train_accuracy", "valid_correct", "test_correct", "test_count")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Class folders of `.npy` files; the class is the brighter of two bands."""
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for i in range(96):
+        image = rng.integers(0, 30000, (24, 40, 4)).astype(np.uint16)
+        image[..., i % 2] += 20000
+        (folder / f"c{i % 2}").mkdir(exist_ok=True)
+        np.save(folder / f"c{i % 2}" / f"{i}.npy", image)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatout.report.page.draw_all", lambda run: None)
+        for name, (devices, engine) in ENGINES.items():
+            keys = KEYS | {"model": "fast-cnn-16", "augment": AUGMENT | {"start_size": [16, 32]}, "epochs": 2}
+            flatout.fit(data=data, out=folder / name, devices=devices, engine=engine, quiet=True, **keys)
+    return {name: folder / name for name in ENGINES}
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())
+
+
+def test_results_are_those_of_one_device(runs: dict[str, Path]) -> None:
+    expected = summary(runs["cpu"])
+    for run in runs.values():
+        assert {key: summary(run)[key] for key in FIGURES} == {key: expected[key] for key in FIGURES}
+        assert summary(run)["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-3)
+
+
+def test_the_run_names_shape_channels_and_bits(runs: dict[str, Path]) -> None:
+    run = flatout.load(runs["cpu"])
+    assert (run.recipe.image_size, run.recipe.channels, run.recipe.data.bits) == ((24, 40), 4, 16)
+    about = read_weights(runs["cpu"] / "weights.safetensors")[1]
+    assert (about["image_size"], about["channels"], about["bits"]) == ("[24, 40]", "4", "16")
+
+
+def test_evaluation_and_prediction(runs: dict[str, Path], data: Path) -> None:
+    run = flatout.load(runs["cpu"])
+    for devices, engine in ENGINES.values():
+        assert run.evaluate(devices=devices, engine=engine)["test_correct"] == run.summary["test_correct"]
+    files = sorted(data.rglob("*.npy"))[:6]
+    images = np.stack([np.load(file) for file in files])
+    expected = [p.probabilities for p in run.predict(files)]
+    for given in (images, images.transpose(0, 3, 1, 2), list(images)):
+        assert [p.probabilities for p in run.predict(given)] == expected
+    with pytest.raises(InputError, match="has 3 channels, but channels = 4"):
+        run.predict([np.zeros((24, 40, 3), np.uint16)])
+
+
+@pytest.mark.parametrize("engine", ["torch", "xla"])
+def test_a_run_goes_on(runs: dict[str, Path], data: Path, tmp_path: Path, engine: str, no_pictures: None) -> None:
+    keys: dict[str, Any] = {"data": data, "devices": "cpu", "engine": engine, "quiet": True, **KEYS, "keep": "last"}
+    whole = flatout.fit(out=tmp_path / "whole", epochs=2, **keys)
+    flatout.fit(out=tmp_path / "parts", epochs=1, **keys)
+    parts = flatout.fit(out=tmp_path / "parts", epochs=2, resume=True, **keys)
+    assert parts.history[-1]["train_loss"] == pytest.approx(whole.history[-1]["train_loss"], rel=1e-6)
+
+
+def test_the_report_shows_wide_images_of_many_channels(runs: dict[str, Path]) -> None:
+    assert main(["report", str(runs["cpu"])]) == 0
+    assert "data:image/png" in (runs["cpu"] / "report.html").read_text()
+
+
+def test_an_old_run_is_read(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Its recipe names neither bits, which are 8, nor the new name of "stretch"."""
+    text = (runs["cpu"] / "recipe.toml").read_text()
+    assert "\nbits = 16\n" in text
+    (tmp_path / "recipe.toml").write_text(text.replace("\nbits = 16\n", "\n").replace('"squash"', '"stretch"'))
+    (tmp_path / "weights.safetensors").write_bytes((runs["cpu"] / "weights.safetensors").read_bytes())
+    recipe = flatout.load(tmp_path).recipe
+    assert (recipe.data.bits, recipe.data.resize) == (8, "squash")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"image_size": 0}, "image_size = 0: must be at least 1"),
+        (
+            {"image_size": (1, 2, 3)},
+            r"image_size = \(1, 2, 3\): must be a whole number of pixels, or \[height, width\]",
+        ),
+        ({"channels": 3}, "has 4 channels, but channels = 3"),
+        ({"policy": "randaugment"}, "augment.policy = 'randaugment': needs images of 1 or 3 channels and 8 bits"),
+    ],
+)
+def test_wrong_shapes_are_one_message(data: Path, tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        flatout.fit(data=data, out=tmp_path / "run", **{**KEYS, "epochs": 1, "devices": "cpu", "quiet": True, **keys})
+    assert not (tmp_path / "run").exists()
