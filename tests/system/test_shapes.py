@@ -13,7 +13,7 @@ from flatout.errors import InputError
 from flatout.models.weights import read_weights
 
 ENGINES = {"cpu": ("cpu", "torch"), "2xcpu": ("2xcpu", "torch"), "xla": ("8xcpu", "xla")}
-AUGMENT = {"rotate": 15.0, "flip": True, "crop": 0.5, "color_jitter": 0.2, "start_size": [12, 20]}
+AUGMENT = {"rotate": 15.0, "flip": True, "crop": 0.5, "color_jitter": 0.2}
 KEYS: dict[str, Any] = {"model": "keras-cnn", "image_size": (24, 40), "channels": 4, "batch_size": 16, "lr": 0.01}
 FIGURES = ("train_accuracy", "valid_correct", "test_correct", "test_count")
 
@@ -36,7 +36,7 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flatout.report.page.draw_all", lambda run: None)
         for name, (devices, engine) in ENGINES.items():
-            keys = KEYS | {"model": "fast-cnn-16", "augment": AUGMENT | {"start_size": [16, 32]}, "epochs": 2}
+            keys = KEYS | {"model": "fast-cnn-16", "augment": AUGMENT, "epochs": 2}
             flatout.fit(data=data, out=folder / name, devices=devices, engine=engine, quiet=True, **keys)
     return {name: folder / name for name in ENGINES}
 
@@ -72,7 +72,7 @@ def test_evaluation_and_prediction(runs: dict[str, Path], data: Path) -> None:
         run.predict([np.zeros((24, 40, 3), np.uint16)])
 
 
-@pytest.mark.parametrize("engine", ["torch", "xla"])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("xla", marks=pytest.mark.slow)])
 def test_a_run_goes_on(runs: dict[str, Path], data: Path, tmp_path: Path, engine: str, no_pictures: None) -> None:
     keys: dict[str, Any] = {"data": data, "devices": "cpu", "engine": engine, "quiet": True, **KEYS, "keep": "last"}
     whole = flatout.fit(out=tmp_path / "whole", epochs=2, **keys)
