@@ -153,8 +153,9 @@ class Stream(IterableDataset):
         (Items([(GREY.astype(float), 0)]), "pixels run from 0 to 228, outside 0..1; take Normalize out"),
         (Items([(GREY * np.nan, 0)]), "outside 0..1"),
         (Items([(torch.zeros(5, 4, 3), 0)]), r"a tensor of shape \(5, 4, 3\); \[C, H, W\]"),
-        (Items([(np.zeros((5, 4, 4)), 0)]), "no axis of 1 or 3 channels"),
-        (Items([(Image.new("I;16", (4, 4)), 0)]), "16 or 32 bits per pixel"),
+        (Items([(np.zeros((5, 5, 5)), 0)]), "channels may be first or last"),
+        (Items([(Image.new("I", (4, 4)), 0)]), "32 bits per pixel"),
+        (Items([(GREY, 0), (GREY.astype(np.uint16), 1)]), "item 1 has 16 bits per channel where item 0 has 8"),
         (Items([(GREY, 0), (GREY, [1, 2])]), "labels differ in shape"),
         (Items([(GREY, 0), (GREY, -1)]), "train: label 1: negative label -1"),
         (Items([(GREY, 0), (GREY, 2)], classes=["a", "b"]), "train: label 1: label outside the class list"),
@@ -164,3 +165,11 @@ class Stream(IterableDataset):
 def test_refused(data: Any, message: str):
     with pytest.raises(InputError, match=message):
         from_dataset(data)
+
+
+def test_items_of_16_bits_and_many_bands() -> None:
+    bands = np.random.default_rng(0).integers(0, 65536, (2, 4, 6, 9)).astype(np.uint16)
+    source = from_dataset(Items([(torch.from_numpy(image), i) for i, image in enumerate(bands)]))
+    assert source.images is not None
+    assert source.images.dtype == np.uint16
+    assert np.array_equal(source.images, bands.transpose(0, 2, 3, 1))

@@ -62,7 +62,7 @@ def shaped(image: Image.Image, height: int, width: int, resize: str) -> np.ndarr
 def test_shapes_are_those_of_pillow(tmp_path, resize, size, suffix, tolerance, shape) -> None:
     file = saved(smooth_picture(*shape), tmp_path / f"a.{suffix}", **({"quality": 95} if suffix == "jpg" else {}))
     with Image.open(file) as image:
-        expected = shaped(image.convert("RGB"), *size, resize)
+        expected = shaped(image.convert("RGB"), size[0], size[1], resize)
     found = decode_image(file, size=size, channels=3, resize=resize)
     assert found.shape == (*size, 3)
     edges = np.abs(found - expected).max(axis=2) > tolerance
@@ -288,7 +288,7 @@ def test_npy_files_beside_images_are_no_images(tmp_path) -> None:
         saved(smooth_picture(9, 9), tmp_path / f"c{i % 2}" / f"{i}.png")
         npy(BANDS, tmp_path / f"c{i % 2}" / f"{i}.npy")
     source = find(tmp_path).read()  # type: ignore[union-attr]
-    assert all(str(file).endswith(".png") for file in source.files)
+    assert all(str(file).endswith(".png") for file in source.files or ())
     assert any(".npy 4" in note for note in source.notes)
 
 

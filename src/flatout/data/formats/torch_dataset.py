@@ -88,8 +88,10 @@ def _to_pixels(image: Any, where: str) -> np.ndarray:
     is_tensor = hasattr(image, "detach")
     pixels = image.detach().cpu().numpy() if is_tensor else np.asarray(image)
     if is_tensor and pixels.ndim == 3:
+        if pixels.shape[0] not in (1, 3) and pixels.shape[2] in (1, 3):
+            raise InputError(f"{where}: a tensor of shape {pixels.shape}; [C, H, W] is needed")
         pixels = pixels.transpose(1, 2, 0)
-    if pixels.ndim != 3:
+    elif pixels.ndim != 3 or pixels.shape[2] not in (1, 3):
         pixels = channels_last(pixels[None], where)[0]
     if pixels.dtype in (np.uint8, np.uint16):
         return pixels
