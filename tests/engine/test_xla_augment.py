@@ -61,7 +61,7 @@ def test_both_engines_interpolate_between_four_pixels(
     expected = oracle.transpose(0, 3, 1, 2) / 255
     np.testing.assert_allclose(augmented(recipe, images, {"affine": maps}), expected, atol=1e-5)
     transforms = {"affine": torch.from_numpy(maps)}
-    torchs = augment.apply(torch.from_numpy(images), transforms, torch.ones(3) / 255, torch.zeros(3), 12)
+    torchs = augment.apply(torch.from_numpy(images), transforms, torch.ones(3) / 255, torch.zeros(3), (12, 12))
     np.testing.assert_allclose(torchs, expected, atol=1e-5)
 
 
@@ -85,10 +85,14 @@ def test_pixels_equal_torchs(changes: dict[str, Any]) -> None:
         np.testing.assert_allclose(mix(found, found[tables["partner"]], rows), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, FLIP, SEPARABLE, {**SEPARABLE, "augment.rotate": 20.0, "augment.shear": 0.2}])
-def test_wide_images_of_16_bits_and_many_channels_equal_torchs(changes: dict[str, Any]) -> None:
-    from flatout.engine.xla.augment import Augmentation, reduced
+@pytest.mark.parametrize("platform", ["tpu", "default"])
+@pytest.mark.parametrize("changes", [{}, FLIP, UPRIGHT, SHEAR, ALL], ids=["none", "flip", "upright", "shear", "all"])
+def test_wide_images_of_16_bits_and_many_channels_equal_torchs(
+    changes: dict[str, Any], platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flatout.engine.xla.augment import reduced
 
+    monkeypatch.setattr("jax.lax.platform_dependent", lambda *arguments, **ways: ways[platform](*arguments))
     shape = {"image_size": [12, 20], "channels": 5, "data.stored_size": [14, 26], "augment.color_jitter": 0.3}
     recipe = make_recipe(**changes, **shape)
     images = np.random.default_rng(0).integers(0, 65536, (16, 14, 26, 5)).astype(np.uint16)
@@ -96,7 +100,7 @@ def test_wide_images_of_16_bits_and_many_channels_equal_torchs(changes: dict[str
     mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
     transforms = {name: torch.from_numpy(table) for name, table in tables.items()}
     expected = augment.apply(torch.from_numpy(images), transforms, 1 / (255 * std), -mean / std, recipe.image_sides)
-    found: Any = Augmentation(recipe)(images, tables, is_training=True)
+    found = augmented(recipe, images, tables)
     np.testing.assert_allclose(found, expected, atol=2e-5)
     smaller = torch.nn.functional.interpolate(expected, size=(9, 14), mode="area")
     np.testing.assert_allclose(reduced(found, (9, 14)), smaller, atol=2e-5)
