@@ -208,6 +208,8 @@ class Data(_Checked):
     classes: a file of class names, one per line. class_names: names for classes that the data only numbers.
     images: the folder of the images that a CSV file names, if it is not the CSV file's own.
     file_column, label_column: the columns of a CSV file, by their names in its header.
+    label_pattern: a regular expression that finds the class in the name of an image file: its group `label`, or its only
+    group.
     max_bad_share: the largest share of unreadable images that `skip` accepts.
     stored_size: height and width of the decoded images, if they are to be larger than `image_size`: evaluation takes
     the centre, `augment.crop` any part.
@@ -227,6 +229,7 @@ class Data(_Checked):
     images: str = ""
     file_column: str = ""
     label_column: str = ""
+    label_pattern: str = ""
     on_bad_image: Literal["stop", "skip"] = "stop"
     max_bad_share: Annotated[float, "[0, 1)"] = 0.05
     stored_size: Annotated[int, f"[0, {MAX_IMAGE_SIZE}]"] = 0

@@ -64,7 +64,7 @@ def build_pack(data: DataRef | Source, settings: PackSettings, folder: Path, rep
         raise InputError(f"{data.path}: is a pack already; give the data that it was made from")
     _refuse_existing(folder)
     source = data if isinstance(data, Source) else data.read()
-    key = _key(source, settings, None, report)
+    key = _key(data if isinstance(data, DataRef) and data.inputs else source, settings, None, report)
     with _building(folder, report):
         _refuse_existing(folder)
         try:
@@ -143,11 +143,13 @@ def _key(data: DataRef | Source, settings: PackSettings, memo: Path | None, repo
     wanted = [pack_files.FORMAT_VERSION, settings.size, settings.channels, settings.resize, RESIZE_METHOD]
     parts = [json.dumps(wanted).encode()]
     if isinstance(data, DataRef):
-        parts.append(json.dumps([data.kind, __version__, *(path.name for path in data.inputs)]).encode())
+        parts.append(json.dumps([data.kind, __version__, data.options, *(path.name for path in data.inputs)]).encode())
         return combined_digest([*parts, *digest_files(data.inputs, memo=memo, report=report)])
     parts += [data.labels.tobytes(), json.dumps([data.classes, data.splits]).encode()]
     if data.images is None:
-        return combined_digest([*parts, *digest_files(data.files or (), memo=memo, report=report)])
+        files = [file for file in data.files or () if isinstance(file, Path)]
+        assert len(files) == len(data), "the data of containers is found by their content"
+        return combined_digest([*parts, *digest_files(files, memo=memo, report=report)])
     return combined_digest(chain([*parts, repr(data.images.shape).encode()], map(np.ndarray.tobytes, data.images)))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
+from flatout.data.members import Encoded
 from flatout.data.source import Source, describe
 from flatout.files import printable
 from flatout.host import usable_cores
@@ -148,7 +149,7 @@ def check(source: Source) -> CheckResult:
     )
 
 
-def _look_at(path: Path) -> _Look | str:
+def _look_at(path: Encoded) -> _Look | str:
     """Return what is known of an image file, or the reason why it is unreadable."""
     from flatout.data.decode import BadImage, decode_image, read_file, read_header
 

@@ -21,10 +21,14 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flatout.errors import InputError
+
+if TYPE_CHECKING:
+    from flatout.data.members import Encoded
 
 # The exact method, part of every pack. Change it whenever a pixel can change.
 RESIZE_METHOD = (
@@ -69,11 +73,11 @@ class ImageHeader:
     mode: str
 
 
-def decode_image(path: Path | bytes, *, size: int, channels: int, resize: str) -> np.ndarray:
+def decode_image(path: "Encoded | bytes", *, size: int, channels: int, resize: str) -> np.ndarray:
     """Return the image in `path` as uint8 [size, size, channels].
 
     Args:
-        path: the file, or its bytes; the content decides the format, not the name.
+        path: the file or part of a container, or its bytes; the content decides the format, not the name.
         size: height and width of the result, in pixels.
         channels: 1 (ITU-R 601 luma) or 3 (RGB).
         resize: "stretch" (to the square), or "crop" (the largest centred square, then resized; the same as resizing the
@@ -92,13 +96,17 @@ def decode_image(path: Path | bytes, *, size: int, channels: int, resize: str) -
     return image if image is not None else _decode_with_pillow(data, size, channels, resize)
 
 
-def read_header(path: Path | bytes) -> ImageHeader:
-    """Return the header of an image file (or its bytes), without decoding the image.
+def read_header(path: "Encoded | bytes") -> ImageHeader:
+    """Return the header of an image file, a part of a container, or bytes, without decoding the image.
 
     Raises:
         BadImage: the file cannot be read, is no image, or too large.
     """
-    file, start = (io.BytesIO(path), path) if isinstance(path, bytes) else (path, read_file(path, length=512))
+    if isinstance(path, Path):
+        file, start = path, read_file(path, length=512)
+    else:
+        start = path if isinstance(path, bytes) else read_file(path)
+        file = io.BytesIO(start)
     with _STRICT_PILLOW, _open_with_pillow(file, start) as image:
         return ImageHeader(width=image.width, height=image.height, mode=image.mode)
 
@@ -124,20 +132,23 @@ def max_pixels() -> int:
     return int(text or MAX_PIXELS)
 
 
-def read_file(path: Path, length: int = -1) -> bytes:
-    """Return a file's first `length` bytes, or all of them.
+def read_file(path: "Encoded", length: int = -1) -> bytes:
+    """Return the first `length` bytes of a file, or all of a file or a part of a container.
 
     Raises:
         BadImage: it cannot be read, is empty, too large or no regular file.
     """
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a FIFO would block, a device never end
-            raise BadImage("is not a regular file")
-        if status.st_size > MAX_FILE_BYTES:
-            raise BadImage(f"has {status.st_size:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
-        with path.open("rb", buffering=0) as file:
-            data = file.read(length)
+        if isinstance(path, Path):
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):  # a FIFO would block, a device never end
+                raise BadImage("is not a regular file")
+            if status.st_size > MAX_FILE_BYTES:
+                raise BadImage(f"has {status.st_size:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
+            with path.open("rb", buffering=0) as file:
+                data = file.read(length)
+        else:
+            data = path.read_bytes()
     except OSError as error:
         raise BadImage(f"cannot be read: {error.strerror}") from None
     if not data:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flatout.data.labels import flat_labels, index_labels, read_class_list
+from flatout.data.members import Encoded
 from flatout.data.splits import SPLITS, in_order
 from flatout.errors import InputError
 
@@ -23,7 +24,7 @@ class Source:
         classes: class names.
         labels: int64 [N], indices into `classes`.
         splits: name -> (start, stop), contiguous and covering 0..N; "train" is always present.
-        files: N image files, or None.
+        files: N encoded images, files or parts of containers, or None.
         images: uint8 [N, H, W, C] with C 1 or 3, or None.
         notes: sentences for the user about how the data was read.
 
@@ -36,7 +37,7 @@ class Source:
     classes: tuple[str, ...]
     labels: np.ndarray
     splits: dict[str, tuple[int, int]]
-    files: Sequence[Path] | None = None
+    files: Sequence[Encoded] | None = None
     images: np.ndarray | None = None
     notes: tuple[str, ...] = ()
 
@@ -117,12 +118,14 @@ class DataRef:
         path: the file or folder.
         inputs: the files whose content determines the arrays, so that a cached pack is found without reading them;
             empty for separate image files, where `read` is cheap.
+        options: the recipe keys that determine the arrays beside `inputs`, and their values.
         read: lists or reads the data.
     """
 
     kind: str
     path: Path
     inputs: tuple[Path, ...] = ()
+    options: str = ""
     read: Callable[[], Source]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from flatout.console import duration
+from flatout.data.members import Encoded
 from flatout.data.source import DataRef, Source
 from flatout.errors import InputError, WeightsUnavailable
 from flatout.recipe import Recipe, from_dict
@@ -336,15 +337,15 @@ def look(found: DataRef | Source, path: str, *, accelerated: bool, seconds: floa
     )
 
 
-def _shape_of_files(files: Sequence[Path]) -> tuple[int, int]:
+def _shape_of_files(files: Sequence[Encoded]) -> tuple[int, int]:
     """Return the usual length of the shorter side, and the channels."""
     from flatout.data.decode import BadImage, read_header
 
     headers = []
     for position in np.unique(np.linspace(0, len(files) - 1, min(len(files), SAMPLED)).astype(int)):
         with contextlib.suppress(BadImage):
-            headers.append(read_header(Path(files[position])))
+            headers.append(read_header(files[position]))
     if not headers:
-        raise InputError(f"{Path(files[0]).parent}: none of the images sampled can be read")
+        raise InputError(f"none of the images sampled can be read, such as {files[0]}")
     is_grey = all(header.mode in ("L", "1", "I;16", "LA") for header in headers)
     return int(np.median([min(header.width, header.height) for header in headers])), 1 if is_grey else 3

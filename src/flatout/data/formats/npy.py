@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from flatout.data.archive import Member
 from flatout.data.formats.folders import visible
 from flatout.data.pixels import channels_last, range_of, to_uint8
 from flatout.data.source import DataRef, Source, assemble
@@ -32,7 +33,7 @@ def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | N
     pairs: dict[str, tuple[Path, Path]] = {}
     if path.is_dir() and (files := {file.stem: file for file in _npy_files(path)}):
         pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(list(files), path).items()}
-    elif suffix == ".npy":
+    elif suffix == ".npy" and isinstance(path, Path):
         pairs = {"train": (path, _labels_beside(path))}
     elif suffix != ".npz":
         return None
@@ -49,6 +50,8 @@ def read(path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | Non
     """Return the source of split -> (file of images, file of labels)."""
 
     def load(file: Path) -> np.ndarray:
+        if isinstance(file, Member):
+            return _loaded(str(file), lambda: np.load(file.open(), allow_pickle=False))
         return _loaded(str(file), lambda: np.lib.format.open_memmap(file, mode="r"))
 
     return _source({split: (load(x), load(y)) for split, (x, y) in pairs.items()}, KIND, path, class_list)
@@ -57,7 +60,7 @@ def read(path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | Non
 def read_npz(path: Path, class_list: Path | None) -> Source:
     """Return the source of an `.npz` file."""
     # Opened here, as np.load leaves a file open that turns out to be damaged.
-    with path.open("rb") as file:
+    with _loaded(str(path), lambda: path.open("rb")) as file:
         archive = _loaded(str(path), lambda: np.load(file, allow_pickle=False))
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise InputError(f"{path}: is one array, not an .npz archive; name it .npy")
@@ -92,7 +95,7 @@ def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:
 
 
 def _npy_files(folder: Path) -> list[Path]:
-    return [Path(e.path) for e in visible(folder) if e.name.lower().endswith(".npy") and e.is_file()]
+    return [e.path for e in visible(folder) if e.name.lower().endswith(".npy") and e.is_file()]
 
 
 def _labels_beside(path: Path) -> Path:
