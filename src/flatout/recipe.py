@@ -7,6 +7,7 @@ folder, so that the file alone repeats the run.
 import dataclasses
 import functools
 import math
+import re
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -243,7 +244,16 @@ class Data(_Checked):
             (all(s > 0 for s in self.std), "std", "every value must be greater than 0"),
             (len(self.mean) == len(self.std), "std", f"must have as many values as data.mean ({self.mean})"),
             (self.valid_fraction + self.test_fraction < 1, "valid_fraction", need),
+            (_finds_a_label(self.label_pattern), "label_pattern", "must be a regular expression with one group, (...)"),
         )
+
+
+def _finds_a_label(pattern: str) -> bool:
+    try:
+        expression = re.compile(pattern)
+    except re.error:
+        return False
+    return not pattern or expression.groups == 1 or "label" in expression.groupindex
 
 
 @dataclass(frozen=True, kw_only=True)

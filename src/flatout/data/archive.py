@@ -40,26 +40,32 @@ class Member:
     Formats are given it as a `Path`, whose methods it has as far as they use them.
     """
 
-    __slots__ = ("archive", "children", "inner", "part")
+    __slots__ = ("children", "inner", "parent", "part")
 
-    def __init__(self, archive: Path, inner: str, part: Slice | ZipPart | None = None) -> None:
-        self.archive, self.inner, self.part = archive, inner, part
+    def __init__(self, parent: "Member | Path", name: str, part: Slice | ZipPart | None = None) -> None:
+        self.parent: Any = parent  # of the root, the archive
+        self.inner = f"{parent.inner}/{name}".lstrip("/") if isinstance(parent, Member) else ""
+        self.part = part
         self.children: dict[str, Member] | None = None
 
     def __str__(self) -> str:
-        return f"{self.archive}: member {self.inner}" if self.inner else str(self.archive)
+        return f"{self._archive}: member {self.inner}" if self.inner else str(self._archive)
 
     def __truediv__(self, name: str) -> "Member":
         member = self
         for part in PurePosixPath(name).parts:
             child = (member.children or {}).get(part)
-            member = child or Member(self.archive, f"{member.inner}/{part}".lstrip("/"))
+            member = child or Member(member, part)
         return member
+
+    @property
+    def _archive(self) -> Path:
+        return self.parent._archive if isinstance(self.parent, Member) else self.parent
 
     @property
     def name(self) -> str:
         """The last part of the name."""
-        return self.inner.rpartition("/")[2] or self.archive.name
+        return self.inner.rpartition("/")[2] or self.parent.name
 
     @property
     def stem(self) -> str:
@@ -120,8 +126,8 @@ def open_archive(path: Path) -> Member:
         InputError: the archive is damaged, cut off, or holds what is refused; names the member.
         DiskFull: there is no room to decompress it.
     """
-    container = Container(path)
-    root = Member(path, "")
+    container = Container(path, decompress=path.suffix.lower() != ".zip")
+    root = Member(path, path.name)
     root.children = {}
     parts = _zip_parts(container) if path.suffix.lower() == ".zip" else tar_parts(container)
     for name, part in parts:
@@ -133,19 +139,19 @@ def open_archive(path: Path) -> Member:
 
 def _add(root: Member, name: str, part: Slice | ZipPart | None) -> None:
     """Add a file, or with no part a folder, to the tree."""
-    where = f"{root.archive}: member {printable(name)}"
+    where = f"{root}: member {printable(name)}"
     folders = [piece for piece in name.split("/") if piece not in ("", ".")]
     if name.startswith("/") or ".." in folders or (folders and folders[0][1:] == ":") or "\0" in name:
         raise InputError(f"{where}: leads out of the archive; get the archive from a source that you trust")
     if len(folders) > _MAX_DEPTH:
-        raise InputError(f"{root.archive}: member {printable(name)[:80]}...: is more than {_MAX_DEPTH} folders deep")
+        raise InputError(f"{where[:200]}...: is more than {_MAX_DEPTH} folders deep")
     last = folders.pop() if part is not None and folders else None
     member = root
     for piece in folders:
         assert member.children is not None
         child = member.children.get(piece)
         if child is None:
-            child = member.children[piece] = Member(root.archive, f"{member.inner}/{piece}".lstrip("/"))
+            child = member.children[piece] = Member(member, piece)
             child.children = {}
         if child.children is None:
             raise InputError(f"{where}: is below a file; get the archive again")
@@ -154,7 +160,7 @@ def _add(root: Member, name: str, part: Slice | ZipPart | None) -> None:
         assert member.children is not None
         if last is None or last in member.children:
             raise InputError(f"{where}: is there twice; remove one, or unpack the archive and give the folder")
-        member.children[last] = Member(root.archive, f"{member.inner}/{last}".lstrip("/"), part)
+        member.children[last] = Member(member, last, part)
 
 
 # ZIP

@@ -38,6 +38,11 @@ def find_class_list(given: str, folder: Path) -> Path | None:
     return None
 
 
+def find_class_list_beside(folder: Path, names: Iterable[str]) -> Path | None:
+    """Return the first file of these names in a folder, or None."""
+    return next((path for name in names if (path := folder / name).is_file()), None)
+
+
 def read_class_list(path: Path) -> tuple[str, ...]:
     """Return the class names of a text file, one per line; the first is class 0.
 
@@ -45,7 +50,7 @@ def read_class_list(path: Path) -> tuple[str, ...]:
         InputError: the file cannot be read, is empty, or has a blank line or the same name twice.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").rstrip().splitlines()
+        lines = path.read_bytes().decode("utf-8-sig").rstrip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as a class list: {error}") from None
     names: dict[str, int] = {}

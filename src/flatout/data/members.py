@@ -36,16 +36,17 @@ class Encoded(Protocol):
 
 
 class Container:
-    """A file that holds images, read at any place by any thread. Compressed ones are decompressed once.
+    """A file that holds images, read at any place by any thread.
 
-    The decompressed bytes are in a temporary file without a name, which disappears with the process.
+    With `decompress`, what is compressed with gzip, bzip2 or xz is decompressed once, into a temporary file without a
+    name, which disappears with the process.
 
     Raises:
         InputError: the file cannot be read, is damaged, or expands to far more than its size.
         DiskFull: there is no room for the decompressed bytes.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, decompress: bool = False) -> None:
         self.path = path
         self._file: IO[bytes] | None = None
         try:
@@ -53,7 +54,7 @@ class Container:
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
         opener = next((opener for magic, opener in _COMPRESSIONS.items() if start.startswith(magic)), None)
-        if opener:
+        if opener and decompress:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
             weakref.finalize(self, self._file.close)
             self.size = self._decompress(opener, self._file)

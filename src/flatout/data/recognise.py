@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.data.archive import SUFFIXES, is_archive, open_archive
-from flatout.data.formats import folders, idx, json_triples, manifest, npy
+from flatout.data.formats import cifar, file_names, folders, idx, json_triples, lists, manifest, npy, webdataset
 from flatout.data.labels import find_class_list
 from flatout.data.source import DataRef, Source
 from flatout.data.splits import split_of
@@ -17,7 +17,7 @@ from flatout.settings import nearest_path
 
 # In the order in which they are tried. Each module has `recognise(path, class_list, options)`, which returns a DataRef
 # or None, and `read(...)`, which returns a Source.
-FORMATS = (idx, npy, json_triples, manifest, folders)
+FORMATS = (file_names, idx, npy, cifar, json_triples, webdataset, lists, manifest, folders)
 
 DIGITS = "sklearn:digits"
 _EXPECTED = (

@@ -1,10 +1,12 @@
 """CSV manifests: each row names an image file and its class.
 
-Either one file (with a `split` column or without), or a folder with a file for each split, such as `desc_train.csv`.
+Either one file (with a `split` column or without), or a folder with a file for each split, such as `desc_train.csv`, or
+with folders named after splits that hold a `metadata.csv` or `metadata.jsonl`, as in Hugging Face's image folders.
 """
 
 import csv
 import io
+import json
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from flatout.data.archive import Member
 from flatout.data.formats import folders
 from flatout.data.formats.folders import is_image_name, visible
 from flatout.data.labels import first_few
@@ -21,7 +24,7 @@ from flatout.errors import InputError
 from flatout.recipe import Data
 
 KIND = "CSV manifest"
-SUFFIXES = (".csv", ".tsv")
+SUFFIXES = (".csv", ".tsv", ".jsonl")
 _DELIMITERS = ",;\t"
 _FILE_COLUMNS = (
     *("file", "path", "image", "img", "filename", "filepath", "imagepath", "imgpath", "imagefile", "imageid"),
@@ -71,7 +74,7 @@ def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | N
     if path.is_file():
         files = {"": path} if path.suffix.lower() in SUFFIXES else {}
     elif path.is_dir():
-        every = [Path(e.path) for e in visible(path) if e.name.lower().endswith(SUFFIXES) and e.is_file()]
+        every = [e.path for e in visible(path) if e.name.lower().endswith(SUFFIXES) and e.is_file()]
         for file in every:
             name = split_within(file.stem)
             if name in files:
@@ -90,13 +93,24 @@ def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | N
                 f"{path}: holds several CSV files ({names}); give the path of one, or name them train.csv, test.csv"
             )
         else:
-            files = {}
+            files = {} if every else _metadata_of_splits(path)
     if not files:
         return None
     return DataRef(kind=KIND, path=path, read=lambda: read(path, files, class_list, options))
 
 
-def read(path: Path, files: dict[str, Path], class_list: Path | None, options: Data) -> Source:
+def _metadata_of_splits(path: Path) -> dict[str, Path]:
+    """Return the `metadata.csv` or `metadata.jsonl` of folders named after splits, as Hugging Face has them."""
+    files: dict[str, Path] = {}
+    for entry in visible(path):
+        if entry.is_dir() and (split := split_of(entry.name)):
+            found = (file for name in ("metadata.csv", "metadata.jsonl") if (file := entry.path / name).is_file())
+            if file := next(found, None):
+                files[split] = file
+    return in_order(files, path) if files else {}
+
+
+def read(path: Path, files: dict[str, Path], class_list: Path | None, options: Data, kind: str = KIND) -> Source:
     """Return the source of split -> CSV file; one file without a split in its name may have a column of splits."""
     rows: dict[str, list[tuple[Path, _Row]]] = {}
     notes: list[str] = []
@@ -118,7 +132,7 @@ def read(path: Path, files: dict[str, Path], class_list: Path | None, options: D
     rows = in_order(rows, path)
     located = _locate(rows, options)
     return assemble(
-        KIND,
+        kind,
         path,
         {split: (located[split], [row.label for _, row in some]) for split, some in rows.items()},
         class_list=class_list,
@@ -142,14 +156,35 @@ def _read_text(path: Path) -> str:
     return text
 
 
-def _read_table(path: Path) -> list[tuple[int, list[str]]]:
-    """Return line number and cells of each row that is not blank."""
+def read_table(path: Path) -> list[tuple[int, list[str]]]:
+    """Return line number and cells of each row that is not blank; JSON lines have their keys as the first row.
+
+    Raises:
+        InputError: the file is no UTF-8 text, or not of its format.
+    """
     text = _read_text(path)
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if path.suffix.lower() == ".txt":
+        return [(number, line.strip().rsplit(maxsplit=1)) for number, line in lines]
+    if path.suffix.lower() == ".jsonl":
+        tables = [(number, _json_table(path, number, line)) for number, line in lines]
+        keys = list(dict.fromkeys(key for _, table in tables for key in table))
+        return [(0, keys), *((number, [table.get(key, "") for key in keys]) for number, table in tables)]
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text), strict=True)
     try:
         return [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if any(map(str.strip, cells))]
     except csv.Error as error:
         raise InputError(f"{path}: line {reader.line_num}: is no CSV: {error}") from None
+
+
+def _json_table(path: Path, number: int, line: str) -> dict[str, str]:
+    try:
+        table = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: line {number}: is no JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise InputError(f"{path}: line {number}: is no JSON object, such as {{\"file_name\": ..., \"label\": ...}}")
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in table.items()}
 
 
 def _names_image_first(path: Path, options: Data) -> bool:
@@ -164,7 +199,7 @@ def _names_image_first(path: Path, options: Data) -> bool:
 
 def _read_rows(path: Path, split: str, options: Data) -> tuple[str, list[_Row]]:
     """Return the name of the column of classes and the rows of one file, without its header."""
-    table = _read_table(path)
+    table = read_table(path)
     if not table:
         return "", []
     locator = _Locator(path.parent, split, options)
@@ -256,44 +291,48 @@ class _Locator:
     """
 
     def __init__(self, folder: Path, split: str, options: Data) -> None:
-        self.bases = [str(folder)]
+        self.bases = [folder]
         if options.images:
-            self.bases.insert(0, os.path.expanduser(options.images))  # noqa: PTH111 - Path drops a leading "./"
-            if not os.path.isdir(self.bases[0]):  # noqa: PTH112
+            inside = folder if isinstance(folder, Member) else Path()
+            self.bases.insert(0, inside / os.path.expanduser(options.images))  # noqa: PTH111 - Path drops a leading "./"
+            if not self.bases[0].is_dir():
                 raise InputError(f"data.images = {options.images!r}: there is no such folder")
         else:
             named = [e for e in visible(folder) if split_of(e.name) == split or e.name.lower() in _IMAGE_FOLDERS]
             self.bases += [entry.path for entry in named if entry.is_dir()]
-        self._roots = [os.path.realpath(base) for base in self.bases]
-        self._files, self._stems, self._is_inside = cache(self._files), cache(self._stems), cache(self._is_inside)
+        self._roots = [base.resolve() for base in self.bases]
+        self._folders, self._files = cache(self._folders), cache(self._files)
+        self._stems, self._is_inside = cache(self._stems), cache(self._is_inside)
         self.outside = False
 
     def find(self, name: str) -> Path | None:
         """Return the file that a cell names; None with `outside` set where it exists but leads out of the folders."""
         parent, last = os.path.split(name)
         self.outside = False
-        for base in self.bases:
-            folder = os.path.join(base, parent)  # noqa: PTH118 - twice as fast as Path, and called for every row
+        for folder in self._folders(parent):
             files = self._files(folder)
             found = last if last in files else self._stems(folder).get(last)
             if found is None:
                 continue
-            if self._is_inside(folder) and not (files[found] and not self._is_inside(os.path.join(folder, found))):  # noqa: PTH118
-                return Path(folder, found)
+            if self._is_inside(folder) and not (files[found] and not self._is_inside(folder / found)):
+                return folder / found
             self.outside = True
         return None
 
-    def _is_inside(self, path: str) -> bool:
-        return any(Path(os.path.realpath(path)).is_relative_to(root) for root in self._roots)
+    def _folders(self, parent: str) -> list[Path]:
+        return [base / parent for base in self.bases]
 
-    def _files(self, folder: str) -> dict[str, bool]:
+    def _is_inside(self, path: Path) -> bool:
+        return any(path.resolve().is_relative_to(root) for root in self._roots)
+
+    def _files(self, folder: Path) -> dict[str, bool]:
         """Return the files in a folder, and whether each is a link."""
         try:
             return {entry.name: entry.is_symlink() for entry in visible(folder) if entry.is_file()}
         except (InputError, ValueError):
             return {}
 
-    def _stems(self, folder: str) -> dict[str, str]:
+    def _stems(self, folder: Path) -> dict[str, str]:
         """Return the images in a folder by their names without the suffix, where these are unique."""
         images = {name: name.rpartition(".")[0] for name in self._files(folder) if is_image_name(name)}
         counts = Counter(images.values())
@@ -311,7 +350,8 @@ def _locate(rows: dict[str, list[tuple[Path, _Row]]], options: Data) -> dict[str
     missing: list[str] = []
     folder = next(iter(rows.values()))[0][0].parent
     for split, some in rows.items():
-        locator, files[split] = _Locator(folder, split, options), []
+        folder, files[split] = some[0][0].parent, []
+        locator = _Locator(folder, split, options)
         for path, row in some:
             if file := locator.find(row.file):
                 files[split].append(file)
