@@ -206,11 +206,11 @@ class Data(_Checked):
     resize: to a square, by stretching or by cropping the longer side.
     valid_fraction, test_fraction: the share of the training images, stratified by class, for a missing split. A test
     split is made only where the data has no split at all.
-    classes: a file of class names, one per line. class_names: names for classes that the data only numbers.
+    classes: a file of class names, one per line, each alone or behind the id that the data calls it by.
+    class_names: names for classes that the data only numbers.
     images: the folder of the images that a CSV file names, if it is not the CSV file's own.
-    file_column, label_column: the columns of a CSV file, by their names in its header.
-    label_pattern: a regular expression that finds the class in the name of an image file: its group `label`, or its only
-    group.
+    file_column, label_column: the columns of a CSV or Parquet file by their names, or the features of a TFRecord file.
+    label_pattern: a regular expression whose group `label`, or only group, is the class in the name of an image file.
     max_bad_share: the largest share of unreadable images that `skip` accepts.
     stored_size: height and width of the decoded images, if they are to be larger than `image_size`: evaluation takes
     the centre, `augment.crop` any part.

@@ -1,7 +1,8 @@
 """ZIP and tar archives as trees of members, which are read in place: nothing is unpacked.
 
-A member has the methods of `pathlib.Path` that data formats use, so a format reads a folder or an archive alike. Names
-that lead out of the archive, links, devices, repeated names and decompression bombs are refused before anything is read.
+A member has the methods of `pathlib.Path` that data formats use, so a format reads a folder or an archive alike.
+Names that lead out of the archive, links, devices, repeated names and decompression bombs are refused when the archive
+is opened.
 
 tar: POSIX.1-2017, pax, "ustar Interchange Format" and "pax Interchange Format", with the long names of GNU tar.
 """

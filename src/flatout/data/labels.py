@@ -1,6 +1,7 @@
 """Labels of every kind (numbers, names, one-hot rows) as class names and indices into them."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from flatout.errors import InputError
 LISTED = 10
 CLASS_LIST_NAME = "classes.txt"
 _NUMBER = re.compile(r"(-?(?:0|[1-9]\d{0,17}))(?:\.0+)?", re.ASCII)
+_ID_AND_NAME = re.compile(r"([^\s:]+)(?::|\s)\s*(\S.*)")
 _DECIMAL = re.compile(r"[-+]?\d*\.?\d+([eE][-+]?\d+)?", re.ASCII)
 # Below this many, different labels are taken for classes, whatever they look like.
 _FEW = 20
@@ -64,6 +66,20 @@ def read_class_list(path: Path) -> tuple[str, ...]:
     if not names:
         raise InputError(f"{path}: names no classes; write one class name per line")
     return tuple(names)
+
+
+def split_ids(lines: tuple[str, ...], used: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what the data calls the classes of a class list, and their names.
+
+    Both are the lines, unless every line is an id and a name (`n01440764 tench`, `0:daisy`) and the labels in use are
+    ids. Two classes of one name get their ids too.
+    """
+    matches = [match for line in lines if (match := _ID_AND_NAME.fullmatch(line))]
+    ids = tuple(match[1] for match in matches)
+    if len(set(ids)) < len(lines) or set(lines).issuperset(used) or not set(ids).issuperset(used):
+        return lines, lines
+    counts = Counter(match[2] for match in matches)
+    return ids, tuple(match[2] if counts[match[2]] == 1 else f"{match[2]} ({match[1]})" for match in matches)
 
 
 def flat_labels(labels: Any, where: object) -> np.ndarray:

@@ -6,8 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from flatout.data.archive import SUFFIXES, is_archive, open_archive
-from flatout.data.formats import cifar, file_names, folders, idx, json_triples, lists, manifest, npy, webdataset
+from flatout.data.formats import (
+    cifar,
+    file_names,
+    folders,
+    idx,
+    json_triples,
+    lists,
+    manifest,
+    npy,
+    parquet,
+    tfrecord,
+    webdataset,
+)
 from flatout.data.labels import find_class_list
+from flatout.data.shards import expand_braces
 from flatout.data.source import DataRef, Source
 from flatout.data.splits import split_of
 from flatout.errors import InputError
@@ -17,12 +30,13 @@ from flatout.settings import nearest_path
 
 # In the order in which they are tried. Each module has `recognise(path, class_list, options)`, which returns a DataRef
 # or None, and `read(...)`, which returns a Source.
-FORMATS = (file_names, idx, npy, cifar, json_triples, webdataset, lists, manifest, folders)
+FORMATS = (*(file_names, idx, npy, cifar, json_triples, webdataset, tfrecord, parquet, lists, manifest, folders),)
 
 DIGITS = "sklearn:digits"
 _EXPECTED = (
     "flatout reads a folder for each class (or train/, valid/ and test/ with such folders in each), CSV files of "
-    "file,label rows, IDX files, a .json or .json.gz of three [images, labels] pairs, .npz and .npy arrays, and packs"
+    "file,label rows, IDX files, a .json or .json.gz of three [images, labels] pairs, .npz and .npy arrays, .zip and "
+    ".tar archives of these, WebDataset shards, TFRecord and Parquet files, saved Hugging Face data sets, and packs"
 )
 _OTHER_ARCHIVES = (".7z", ".rar", ".tar.zst", ".gz", ".bz2", ".xz", ".zst")
 # What else of a recipe determines what is read from given files.
@@ -45,13 +59,14 @@ def recognise(path: Path, options: Data | None = None) -> DataRef:
         return DataRef(kind="scikit-learn digits", path=path, read=npy.load_digits_source)
     if printable(path) != str(path):
         raise InputError(f"{printable(path)}: the path is not UTF-8; rename it")
-    if not path.exists():
-        raise InputError(f"{path}: there is no such file or folder; {nearest_path(path) or 'check the path'}")
+    for file in expand_braces(path):
+        if not file.exists():
+            raise InputError(f"{file}: there is no such file or folder; {nearest_path(file) or 'check the path'}")
     if is_pack(path):
         return DataRef(kind="pack", path=path, read=lambda: _read_pack(path))
     if path.is_dir() and not folders.visible(path):
         raise InputError(f"{path}: is an empty folder")
-    if not path.is_dir() and path.stat().st_size == 0:
+    if path.is_file() and path.stat().st_size == 0:
         raise InputError(f"{path}: is an empty file")
     class_list = find_class_list(options.classes, path if path.is_dir() else path.parent)
     ref = _in_a_format(path, class_list, options)

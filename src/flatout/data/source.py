@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flatout.data.labels import flat_labels, index_labels, read_class_list
+from flatout.data.labels import flat_labels, index_labels, read_class_list, split_ids
 from flatout.data.members import Encoded
 from flatout.data.splits import SPLITS, in_order
 from flatout.errors import InputError
@@ -169,15 +169,18 @@ def assemble(
         index = i - spans[name][0]
         return locate(name, index) if locate else f"{where}: {name}: label {index}"
 
+    every, ids = np.concatenate(labels), names
     if class_list is not None:
-        names, notes = read_class_list(class_list), (*notes, f"class names from {class_list}")
-    classes, indices, more = index_labels(np.concatenate(labels), names, place, subject or where)
+        texts = every.astype(str)
+        ids, names = split_ids(read_class_list(class_list), np.unique(texts).tolist())
+        every, notes = every if ids == names else texts, (*notes, f"class names from {class_list}")
+    classes, indices, more = index_labels(every, ids, place, subject or where)
     images = [images for images, _ in splits.values()]
     is_files = isinstance(images[0], list)
     return Source(
         kind=kind,
         path=path,
-        classes=classes,
+        classes=names or classes,
         labels=indices,
         splits=spans,
         files=[file for files in images for file in files] if is_files else None,

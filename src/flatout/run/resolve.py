@@ -97,7 +97,7 @@ def _named_recipe(job: str | Path | Recipe | None) -> Recipe | None:
             # Relative to the recipe, not to the current folder.
             return recipe.override({"data.path": str(path.parent / inner)})
         return recipe
-    if not path.exists() and not str(job).startswith("sklearn:"):
+    if not path.exists() and not str(job).startswith("sklearn:") and "{" not in str(job):
         hint = nearest_path(path) or nearest(str(job), builtin_jobs())
         raise InputError(f"no job, recipe file or data called {str(job)!r}; {hint}")
     return None

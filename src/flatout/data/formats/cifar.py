@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from flatout.data.formats.folders import visible
-from flatout.data.labels import read_class_list
 from flatout.data.source import DataRef, Source, assemble
 from flatout.errors import InputError
 from flatout.recipe import Data
@@ -53,8 +52,7 @@ def read(path: Path, splits: dict[str, list[Path]], label_bytes: int, class_list
         records = np.concatenate([_records(file, label_bytes + _PIXELS) for file in files])
         images = records[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         parts[split] = np.ascontiguousarray(images), records[:, label_bytes - 1]
-    names = read_class_list(class_list) if class_list else None
-    return assemble(KIND, path, parts, names=names)
+    return assemble(KIND, path, parts, class_list=class_list)
 
 
 def _records(file: Path, size: int) -> np.ndarray:

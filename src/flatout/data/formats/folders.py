@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from flatout.data.archive import Member
-from flatout.data.labels import first_few, read_class_list
+from flatout.data.labels import first_few, read_class_list, split_ids
 from flatout.data.source import DataRef, Source, assemble
 from flatout.data.splits import in_order, split_of
 from flatout.errors import InputError
@@ -188,12 +188,12 @@ def read(path: Path, splits: Mapping[str, Path], class_list: Path | None) -> Sou
         kinds = ", ".join(f"{name} {count:,}" for name, count in others.most_common(5))
         notes.append(f"ignored files that are no images: {others.total():,} ({kinds})")
     names = sorted({name for found in listings.values() for name in found})
-    classes = tuple(names)
+    ids = classes = tuple(names)
     if class_list:
-        classes = read_class_list(class_list)
-        if unknown := [name for name in names if name not in classes]:
+        ids, classes = split_ids(read_class_list(class_list), names)
+        if unknown := [name for name in names if name not in ids]:
             raise InputError(f"{path}: class folders that are not in {class_list}: {first_few(unknown)}")
-    index = {name: i for i, name in enumerate(classes)}
+    index = {name: i for i, name in enumerate(ids)}
     parts = {}
     for split, found in listings.items():
         labels = np.repeat([index[name] for name in found], [len(listing.images) for listing in found.values()])

@@ -183,7 +183,7 @@ def _json_table(path: Path, number: int, line: str) -> dict[str, str]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: line {number}: is no JSON: {error}") from None
     if not isinstance(table, dict):
-        raise InputError(f"{path}: line {number}: is no JSON object, such as {{\"file_name\": ..., \"label\": ...}}")
+        raise InputError(f'{path}: line {number}: is no JSON object, such as {{"file_name": ..., "label": ...}}')
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in table.items()}
 
 

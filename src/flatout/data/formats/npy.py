@@ -51,7 +51,7 @@ def read(path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | Non
 
     def load(file: Path) -> np.ndarray:
         if isinstance(file, Member):
-            return _loaded(str(file), lambda: np.load(file.open(), allow_pickle=False))
+            return _loaded(str(file), lambda: np.load(file.open("rb"), allow_pickle=False))
         return _loaded(str(file), lambda: np.lib.format.open_memmap(file, mode="r"))
 
     return _source({split: (load(x), load(y)) for split, (x, y) in pairs.items()}, KIND, path, class_list)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flatout.data.labels import find_class_list_beside
-from flatout.data.members import Container, Encoded, Slice
+from flatout.data.members import Container, Slice
 from flatout.data.shards import shards
 from flatout.data.source import DataRef, Source, assemble
 from flatout.data.splits import in_order
@@ -76,9 +76,9 @@ def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, opt
     if len(are_raw) > 1 or len(shapes) > 1:
         raise InputError(f"{path}: raw images must be of one size, and none encoded; their sizes are {sorted(shapes)}")
     for split, some in samples.items():
-        images: list[Encoded] | np.ndarray = [sample.image for sample in some]  # pyright: ignore[reportAssignmentType]
+        images: list[Any] = [sample.image for sample in some]
         labels = [texts.get(sample.label, sample.label) for sample in some]
-        parts[split] = (np.stack(images) if shapes else images), labels  # pyright: ignore[reportArgumentType]
+        parts[split] = (np.stack(images) if shapes else images), labels
     return assemble(
         KIND,
         path,

@@ -1,4 +1,4 @@
-"""WebDataset shards: tar files in which the members of a sample follow each other and have one name up to the first dot.
+"""WebDataset shards: tar files. The members of a sample follow each other, and have one name up to the first dot.
 
 `000001.jpg` is an image, `000001.cls` its class as text, `000001.json` a dictionary with the class under a key.
 """
