@@ -76,8 +76,8 @@ def test_empty_folder_and_empty_file(tmp_path: Path):
         ("train/a.txt", "nothing recognisable; flatout reads a folder for each class"),
         ("train/a.png", "holds images but nothing that names their classes; sort them"),
         ("photo.png", "holds images but nothing that names their classes; sort them"),
-        ("photos.zip", r"holds the archive photos\.zip; unpack it"),
-        ("photos.tar.gz", r"holds the archive photos\.tar\.gz; unpack it"),
+        ("photos.zip", r"holds the archive photos\.zip; give its path, or unpack it"),
+        ("photos.tar.gz", r"holds the archive photos\.tar\.gz; give its path, or unpack it"),
     ],
 )
 def test_what_cannot_be_trained_on_is_named_with_the_way_out(tmp_path: Path, name: str, message: str):
@@ -90,7 +90,7 @@ def test_what_cannot_be_trained_on_is_named_with_the_way_out(tmp_path: Path, nam
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("a.zip", "is an archive; unpack it"), ("a.png", "is a single image"), ("a.bin", "nothing recognisable")],
+    [("a.rar", "is an archive; unpack it"), ("a.png", "is a single image"), ("a.bin", "nothing recognisable")],
 )
 def test_file_of_unknown_kind(tmp_path: Path, name: str, message: str):
     (tmp_path / name).write_text("x")

@@ -120,7 +120,7 @@ class Cell:
 
     def read_bytes(self) -> bytes:
         """Return the bytes of the image; raises OSError."""
-        content = self.table.chunk(self.chunk)[self.row_in_chunk].as_py()
+        content = self.table.image(self.chunk, self.row_in_chunk)
         if content is None:
             raise OSError(errno.EIO, "the row holds no bytes of an image; save the data set with its images embedded")
         return content
@@ -188,30 +188,30 @@ class _Table:
             )
         return image, label
 
-    def chunk(self, number: int) -> Any:
-        """Return the encoded images of a chunk, an Arrow array of bytes."""
+    def image(self, chunk: int, row: int) -> bytes | None:
+        """Return the encoded image in a row of a chunk; raises OSError."""
         import pyarrow
 
         try:
             with self._lock:
-                if number not in self._kept:
-                    self._kept[number] = self._read(number)
+                if chunk not in self._kept:
+                    self._kept[chunk] = self._read(chunk)
                     if len(self._kept) > _KEPT_CHUNKS:
                         self._kept.popitem(last=False)
-                return self._kept[number]
-        except pyarrow.ArrowException as error:
-            raise OSError(errno.EIO, f"row group {number} is damaged ({first_line(error)})") from None
+                images = self._kept[chunk]
+            return images[row].as_py()
+        except (pyarrow.ArrowException, OSError, IndexError) as error:
+            raise OSError(errno.EIO, f"row group {chunk} cannot be read ({first_line(error)})") from None
 
     def _read(self, number: int) -> Any:
+        """Return the encoded images of a chunk, an Arrow array of bytes."""
         if self._arrow is not None:
             return _bytes_of(self._arrow.column(self._image).chunk(number))
         group = self._file.metadata.row_group(number)
         columns = [group.column(i) for i in range(group.num_columns)]
         size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] == self._image)
         if size > MAX_FILE_BYTES:
-            raise OSError(
-                errno.EFBIG, f"row group {number} has {size:,} bytes; write the file again with smaller row groups"
-            )
+            raise OSError(f"it has {size:,} bytes; write the file again with smaller row groups")
         return _bytes_of(self._file.read_row_group(number, columns=[self._image]).column(0).combine_chunks())
 
 
