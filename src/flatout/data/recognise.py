@@ -28,9 +28,21 @@ from flatout.files import printable
 from flatout.recipe import Data
 from flatout.settings import nearest_path
 
-# In the order in which they are tried. Each module has `recognise(path, class_list, options)`, which returns a DataRef
-# or None, and `read(...)`, which returns a Source.
-FORMATS = (*(file_names, idx, npy, cifar, json_triples, webdataset, tfrecord, parquet, lists, manifest, folders),)
+# In the order in which they are tried. Each module has `KIND`, its name; `recognise(path, class_list, options)`, which
+# returns a DataRef or None; and `read(...)`, which returns a Source.
+FORMATS = (
+    file_names,
+    idx,
+    npy,
+    cifar,
+    json_triples,
+    webdataset,
+    tfrecord,
+    parquet,
+    lists,
+    manifest,
+    folders,
+)
 
 DIGITS = "sklearn:digits"
 _EXPECTED = (

@@ -23,7 +23,7 @@ from flatout.data.splits import in_order, split_of
 from flatout.errors import InputError, first_line
 from flatout.recipe import Data
 
-PARQUET, SAVED = "Parquet files", "saved Hugging Face data set"
+KIND, SAVED_KIND = "Parquet files", "saved Hugging Face data set"
 _IMAGE_NAMES = ("image", "img", "images", "jpg", "png", "picture")
 _LABEL_NAMES = ("label", "labels", "class", "target", "category", "cls")
 # Two, as threads are in two row groups where one ends and the next begins.
@@ -32,9 +32,9 @@ _KEPT_CHUNKS = 2
 
 def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
     """Return Parquet files, or a saved data set; or None."""
-    kind, splits = PARQUET, shards(path, lambda name: name.lower().endswith(".parquet"))
+    kind, splits = KIND, shards(path, lambda name: name.lower().endswith(".parquet"))
     if not splits and (splits := _saved(path)):
-        kind = SAVED
+        kind = SAVED_KIND
     if not splits:
         return None
     splits = in_order(splits, path)
