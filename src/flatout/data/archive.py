@@ -220,7 +220,11 @@ def tar_parts(container: Container) -> Iterator[tuple[str, Slice | None]]:
     """
     path, offset = container.path, 0
     extended: dict[str, str] = {}  # what headers before that of a file say of it
-    while any(header := container.read(offset, _BLOCK)):
+    is_ended = False
+    while header := container.read(offset, _BLOCK):
+        if is_ended := not any(header):  # another archive may follow: tar files can be concatenated
+            offset += _BLOCK
+            continue
         name, size, kind = _parse_header(header, path, offset)
         if kind not in _EXTENDED + _SKIPPED:
             name, size = extended.get("path", name), int(extended.get("size", size))
@@ -244,7 +248,7 @@ def tar_parts(container: Container) -> Iterator[tuple[str, Slice | None]]:
             yield name, Slice(container, f"member {name}", start, size)
         if kind not in _EXTENDED:
             extended = {}
-    if len(header) < _BLOCK:
+    if not is_ended:
         raise InputError(f"{path}: is cut off or no tar archive: it has no end marker; get it again")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.labels import find_class_list_beside
 from flatout.data.members import Container, Slice
 from flatout.data.shards import shards
@@ -145,6 +146,8 @@ def _records(container: Container) -> Iterator[tuple[int, bytes]]:
         length = int.from_bytes(header[:8], "little")
         if offset + length + 16 > container.size:
             raise InputError(f"{where}: is cut off; get the file again")
+        if length > MAX_FILE_BYTES:
+            raise InputError(f"{where}: has {length:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
         data = container.read(offset + 12, length + 4)
         if _masked_crc32c(data[:length]) != data[length:]:
             raise InputError(f"{where}: is damaged: its checksum is wrong; get the file again")
