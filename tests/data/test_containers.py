@@ -302,3 +302,16 @@ def test_a_truncated_batch_is_named(tmp_path: Path):
     c.write(tmp_path / "data_batch_2.bin", content[:-1])
     with pytest.raises(InputError, match=r"data_batch_2\.bin: has [\d,]+ bytes, no multiple of 3,073"):
         read(tmp_path)
+
+
+def test_files_that_name_other_classes_are_refused(tmp_path: Path):
+    import pyarrow.parquet
+
+    for split, names in (("train", ["cat", "dog"]), ("test", ["dog", "cat"])):
+        about = {"info": {"features": {"label": {"_type": "ClassLabel", "names": names}}}}
+        content = pyarrow.table({"image": [png(), png()], "label": [0, 1]})
+        pyarrow.parquet.write_table(
+            content.replace_schema_metadata({"huggingface": json.dumps(about)}), tmp_path / f"{split}.parquet"
+        )
+    with pytest.raises(InputError, match=r"test\.parquet: names other classes than .*train\.parquet"):
+        read(tmp_path)

@@ -34,7 +34,7 @@ def test_real_data(shared_data: Path, name, kind, counts, classes, has_inputs):
     assert len(source.classes) == classes
     assert bool(found.inputs) == has_inputs
     if source.files is not None:
-        assert all(path.is_file() for path in source.files)
+        assert all(isinstance(path, Path) and path.is_file() for path in source.files)
 
 
 def test_real_caltech_has_its_class_names(shared_data: Path):
@@ -42,7 +42,8 @@ def test_real_caltech_has_its_class_names(shared_data: Path):
     assert source.files is not None
     # The files lie in folders named after the classes, which the reader does not look at.
     assert all(
-        path.parent.name == source.classes[label] for path, label in zip(source.files, source.labels, strict=True)
+        Path(str(path)).parent.name == source.classes[label]
+        for path, label in zip(source.files, source.labels, strict=True)
     )
 
 

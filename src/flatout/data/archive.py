@@ -20,8 +20,7 @@ from flatout.data.members import EXPANSION_SLACK_BYTES, MAX_EXPANSION, Container
 from flatout.errors import InputError
 from flatout.files import printable
 
-TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
-SUFFIXES = (".zip", *TAR_SUFFIXES)
+SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
 _BLOCK = 512
 _MAX_HEADER_BYTES = 1 << 20

@@ -87,6 +87,10 @@ def read(path: Path, kind: str, splits: dict[str, list[Path]], class_list: Path 
         for file in files:
             table = _Table(file, options)
             names = names or table.class_names
+            if table.class_names != names:
+                raise InputError(
+                    f"{file}: names other classes than {next(iter(splits.values()))[0]}; make them the same"
+                )
             images += table.cells
             labels += table.labels
         if names and split != "train" and set(labels) == {-1}:
@@ -136,26 +140,23 @@ class _Table:
         pyarrow = self._import()
         try:
             if path.suffix.lower() == ".parquet":
-                import pyarrow.parquet
-
-                self._file = pyarrow.parquet.ParquetFile(path)
-                self._arrow, schema = None, self._file.schema_arrow
-                about = self._file.metadata
-                rows = [about.row_group(i).num_rows for i in range(about.num_row_groups)]
-                image, label = self._columns(schema, options)
-                labels = self._file.read(columns=[label]).column(label)
+                self._arrow = None
+                with pyarrow.parquet.ParquetFile(path) as file:
+                    schema, about = file.schema_arrow, file.metadata
+                    self._image, label = self._columns(schema, options)
+                    rows = [about.row_group(i).num_rows for i in range(about.num_row_groups)]
+                    labels = file.read(columns=[label]).column(label)
             else:
                 self._arrow = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
                 schema = self._arrow.schema
-                image, label = self._columns(schema, options)
-                rows = [len(chunk) for chunk in self._arrow.column(image).chunks]
+                self._image, label = self._columns(schema, options)
+                rows = [len(chunk) for chunk in self._arrow.column(self._image).chunks]
                 labels = self._arrow.column(label)
-            self._image = image
             self.labels: list[Any] = labels.to_pylist()
             self.class_names = _class_names(schema, label)
+        except InputError:
+            raise
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
             raise InputError(f"{path}: is damaged or cannot be read: {first_line(error)}") from None
         starts = np.cumsum([0, *rows]).tolist()
         if starts[-1] != len(self.labels):
@@ -170,6 +171,7 @@ class _Table:
         try:
             import pyarrow
             import pyarrow.ipc
+            import pyarrow.parquet
         except ImportError:
             raise InputError(f"{self.path}: needs the package pyarrow: pip install 'flatout[parquet]'") from None
         return pyarrow
@@ -190,8 +192,7 @@ class _Table:
 
     def image(self, chunk: int, row: int) -> bytes | None:
         """Return the encoded image in a row of a chunk; raises OSError."""
-        import pyarrow
-
+        pyarrow = self._import()
         try:
             with self._lock:
                 if chunk not in self._kept:
@@ -207,12 +208,14 @@ class _Table:
         """Return the encoded images of a chunk, an Arrow array of bytes."""
         if self._arrow is not None:
             return _bytes_of(self._arrow.column(self._image).chunk(number))
-        group = self._file.metadata.row_group(number)
-        columns = [group.column(i) for i in range(group.num_columns)]
-        size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] == self._image)
-        if size > MAX_FILE_BYTES:
-            raise OSError(f"it has {size:,} bytes; write the file again with smaller row groups")
-        return _bytes_of(self._file.read_row_group(number, columns=[self._image]).column(0).combine_chunks())
+        # Opened for each row group, as there may be more files than a process may have open.
+        with self._import().parquet.ParquetFile(self.path) as file:
+            group = file.metadata.row_group(number)
+            columns = [group.column(i) for i in range(group.num_columns)]
+            size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] == self._image)
+            if size > MAX_FILE_BYTES:
+                raise OSError(f"it has {size:,} bytes; write the file again with smaller row groups")
+            return _bytes_of(file.read_row_group(number, columns=[self._image]).column(0).combine_chunks())
 
 
 def _holds_images(type: Any) -> bool:
