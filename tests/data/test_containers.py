@@ -315,3 +315,16 @@ def test_files_that_name_other_classes_are_refused(tmp_path: Path):
         )
     with pytest.raises(InputError, match=r"test\.parquet: names other classes than .*train\.parquet"):
         read(tmp_path)
+
+
+def test_a_tar_file_beside_class_folders_is_no_shard(tmp_path: Path):
+    folder = c.class_folders(tmp_path)
+    c.write(folder / "backup.tar", b"damaged")
+    assert recognise(folder).kind == "class folders"
+
+
+def test_a_damaged_shard_is_named(tmp_path: Path):
+    c.webdataset("cls")(tmp_path)
+    c.write(tmp_path / "test-000000.tar", b"damaged")
+    with pytest.raises(InputError, match=r"test-000000\.tar: is damaged or no tar archive"):
+        read(tmp_path)

@@ -24,12 +24,9 @@ _MAX_LABEL_BYTES = 1 << 20
 
 
 def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
-    """Return the shards if the first of them begins with an image and its label, or None."""
+    """Return the shards if one of them begins with an image and its label, or None."""
     splits = shards(path, lambda name: name.lower().endswith(".tar"))
-    if not splits:
-        return None
-    first = islice(tar_parts(Container(next(iter(splits.values()))[0])), _PEEKED)
-    if not any(_is_sample(dict(members), options) for _, members in _samples(first)):
+    if not any(_begins_with_sample(file, options) for files in splits.values() for file in files):
         return None
     splits = in_order(splits, path)
     return DataRef(
@@ -54,6 +51,14 @@ def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, opt
                 places[split].append(label)
         parts[split] = images, [_label(place, options) for place in places[split]]
     return assemble(KIND, path, parts, class_list=class_list, locate=lambda split, i: str(places[split][i]))
+
+
+def _begins_with_sample(file: Path, options: Data) -> bool:
+    try:
+        first = islice(tar_parts(Container(file)), _PEEKED)
+        return any(_is_sample(dict(members), options) for _, members in _samples(first))
+    except InputError:  # it is reported where it is read as a shard or an archive
+        return False
 
 
 def _samples(parts: Iterable[tuple[str, Slice | None]]) -> Iterator[tuple[str, Iterator[tuple[str, Slice]]]]:
