@@ -195,6 +195,16 @@ def test_missing_features_are_named_with_those_that_are_there(tmp_path: Path):
     assert (source.classes, source.labels.tolist()) == (("4", "7"), [0, 1])
 
 
+def test_a_test_split_without_classes_is_left_out(tmp_path: Path):
+    records(tmp_path / "train.tfrec", *({"image": png(i), "class": i} for i in range(2)))
+    records(tmp_path / "test.tfrec", {"image": png(), "id": 7})
+    source = read(tmp_path)
+    assert list(source.splits) == ["train"]
+    assert source.notes[0].startswith(
+        f"there is no test split: {tmp_path}/test.tfrec: record 0: has the features id, image"
+    )
+
+
 def test_two_classes_of_one_name_stay_two(tmp_path: Path):
     """As the cranes of ImageNet, a bird and a machine."""
     rows = ((135, b"crane"), (518, b"crane"), (1, b"tench"))

@@ -6,6 +6,7 @@ trains `fast-cnn` from random weights; and a model that the user names gets sett
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,8 +123,9 @@ def advise(
         recipe, reasons = _any_model(facts, model)
     else:
         recipe, reasons = _from_scratch(facts, model, rate)
+    name = re.sub(r"[-_]?\{[^{}]*\}", "", Path(path).name)  # without the numbers of shards
     recipe |= {
-        "job": Path(path).name.removesuffix(".gz").rpartition(".")[0] or Path(path).name or "data",
+        "job": name.removesuffix(".gz").rpartition(".")[0] or name.lstrip(".") or "data",
         "channels": facts.channels,
         "class_weights": "balanced" if facts.balance > UNBALANCED else "none",
     }

@@ -56,6 +56,10 @@ def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | N
     )
 
 
+class _NoLabel(InputError):
+    """A record with an image but no class."""
+
+
 @dataclass(frozen=True)
 class _Sample:
     place: str
@@ -66,9 +70,15 @@ class _Sample:
 
 def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: Data) -> Source:
     """Return the source of split -> files; the records are checked, and encoded images are left where they are."""
-    samples = {
-        split: [sample for file in files for sample in _samples(file, options)] for split, files in splits.items()
-    }
+    samples: dict[str, list[_Sample]] = {}
+    notes: list[str] = []
+    for split, files in splits.items():
+        try:
+            samples[split] = [sample for file in files for sample in _samples(file, options)]
+        except _NoLabel as error:
+            if split == "train":
+                raise
+            notes.append(f"there is no {split} split: {error}")
     every = [sample for some in samples.values() for sample in some]
     texts = _texts(every) if class_list is None else {}
     parts: dict[str, tuple[Any, list[Any]]] = {}
@@ -86,6 +96,7 @@ def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, opt
         parts,
         names=tuple(texts.values()) or None,
         class_list=class_list,
+        notes=tuple(notes),
         locate=lambda split, i: samples[split][i].place,
     )
 
@@ -169,7 +180,7 @@ def _sample(
     image = next((features[key] for key in image_keys if features.get(key)), [])
     labels = next((features[key] for key in label_keys if features.get(key)), [])
     if len(image) != 1 or not isinstance(image[0], slice) or len(labels) != 1:
-        raise InputError(
+        raise (_NoLabel if len(image) == 1 and not labels else InputError)(
             f"{place}: has the features {', '.join(sorted(features)) or 'none'}; an image under "
             f"{' or '.join(image_keys[:2])} and one class under {' or '.join(label_keys[:2])} are needed; --set "
             "data.file_column=KEY and --set data.label_column=KEY name others"
