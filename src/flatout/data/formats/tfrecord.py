@@ -7,6 +7,7 @@ Example is made of is parsed: https://protobuf.dev/programming-guides/encoding/.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,10 +109,10 @@ def _texts(samples: list[_Sample]) -> dict[int | str, str]:
         return {}
     if any(pairs[sample.label] != sample.text for sample in samples):
         return {}
-    names = list(pairs.values())
+    counts = Counter(pairs.values())
     # ImageNet has two classes called crane.
     return {
-        number: f"{name} ({number})" if names.count(name) > 1 else name
+        number: f"{name} ({number})" if counts[name] > 1 else name
         for number, name in sorted(pairs.items(), key=lambda pair: int(pair[0]))
     }
 
@@ -120,12 +121,11 @@ def _samples(file: Path, options: Data) -> Iterator[_Sample]:
     start = _read_start(file)
     container = Container(file, decompress=_masked_crc32c(start[:8]) != start[8:])
     for number, (offset, record) in enumerate(_records(container)):
-        place = f"{file}: record {number}"
         try:
             features = _features(record)
         except (ValueError, IndexError) as error:
-            raise InputError(f"{place}: is no tf.train.Example ({error})") from None
-        yield _sample(container, place, number, offset, record, features, options)
+            raise InputError(f"{file}: record {number}: is no tf.train.Example ({error})") from None
+        yield _sample(container, number, offset, record, features, options)
 
 
 def _read_start(file: Path) -> bytes:
@@ -168,13 +168,13 @@ def _records(container: Container) -> Iterator[tuple[int, bytes]]:
 
 def _sample(
     container: Container,
-    place: str,
     number: int,
     offset: int,
     record: bytes,
     features: "dict[str, list[int | slice]]",
     options: Data,
 ) -> _Sample:
+    place = f"{container.path}: record {number}"
     image_keys = (options.file_column,) if options.file_column else _IMAGE_KEYS
     label_keys = (options.label_column,) if options.label_column else _LABEL_KEYS
     image = next((features[key] for key in image_keys if features.get(key)), [])
