@@ -70,6 +70,16 @@ def parquet_of(samples: list[c.Sample]) -> bytes:
     return stream.getvalue()
 
 
+def arrow_of(samples: list[c.Sample]) -> bytes:
+    import pyarrow
+
+    stream = io.BytesIO()
+    table = c.table_of(samples)
+    with pyarrow.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    return stream.getvalue()
+
+
 def with_tar_checksums(content: bytes) -> bytes:
     """Return the content with the right checksum in each header, so that what it says is read."""
     changed = bytearray(content)
@@ -98,6 +108,7 @@ FORMATS: dict[str, tuple[str, Callable[[list[c.Sample]], bytes], Callable[[bytes
     ),
     "tf.train.Example": ("a.tfrecord", lambda samples: c.example(c.tf_encoded(samples[0])), with_crcs),
     "Parquet": ("a.parquet", parquet_of, bytes),
+    "saved data set": ("a.arrow", arrow_of, bytes),
 }
 
 
@@ -145,16 +156,20 @@ def read_all(path: Path) -> None:
 
 def check(name: str, examples: int, tmp_path: Path) -> None:
     file, _, repair = FORMATS[name]
-    path = tmp_path / file
+    path = data = tmp_path / file
+    if path.suffix == ".arrow":
+        data = tmp_path
+        c.write(tmp_path / "dataset_info.json", "{}")
+        c.write(tmp_path / "state.json", json.dumps({"_data_files": [{"filename": file}]}))
 
     @settings(max_examples=examples, database=None)
     @given(damage(content_of(name)))
     def run(content: bytes) -> None:
         path.write_bytes(repair(content))
-        read_all(path)
+        read_all(data)
 
     path.write_bytes(repair(content_of(name)))
-    read_all(path)
+    read_all(data)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     run()
     # In KiB on Linux and bytes on macOS, where this is never reached.

@@ -147,9 +147,11 @@ class _Table:
                     rows = [about.row_group(i).num_rows for i in range(about.num_row_groups)]
                     labels = file.read(columns=[label]).column(label)
             else:
-                self._arrow = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
-                schema = self._arrow.schema
+                table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+                schema = table.schema
                 self._image, label = self._columns(schema, options)
+                self._arrow = table.select([self._image, label])
+                self._arrow.validate(full=True)  # Arrow trusts what it maps: a wrong offset would end the process
                 rows = [len(chunk) for chunk in self._arrow.column(self._image).chunks]
                 labels = self._arrow.column(label)
             self.labels: list[Any] = labels.to_pylist()
