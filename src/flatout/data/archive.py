@@ -139,12 +139,11 @@ def open_archive(path: Path) -> Member:
 
 def _add(root: Member, name: str, part: Slice | ZipPart | None) -> None:
     """Add a file, or with no part a folder, to the tree."""
-    where = f"{root}: member {printable(name)}"
     folders = [piece for piece in name.split("/") if piece not in ("", ".")]
     if name.startswith("/") or ".." in folders or (folders and folders[0][1:] == ":") or "\0" in name:
-        raise InputError(f"{where}: leads out of the archive; get the archive from a source that you trust")
+        raise InputError(f"{root}: member {printable(name)}: leads out of the archive; get the archive from a source that you trust")
     if len(folders) > _MAX_DEPTH:
-        raise InputError(f"{where[:200]}...: is more than {_MAX_DEPTH} folders deep")
+        raise InputError(f"{root}: member {printable(name)[:80]}...: is more than {_MAX_DEPTH} folders deep")
     last = folders.pop() if part is not None and folders else None
     member = root
     for piece in folders:
@@ -154,12 +153,13 @@ def _add(root: Member, name: str, part: Slice | ZipPart | None) -> None:
             child = member.children[piece] = Member(member, piece)
             child.children = {}
         if child.children is None:
-            raise InputError(f"{where}: is below a file; get the archive again")
+            raise InputError(f"{root}: member {printable(name)}: is below a file; get the archive again")
         member = child
     if part is not None:
         assert member.children is not None
         if last is None or last in member.children:
-            raise InputError(f"{where}: is there twice; remove one, or unpack the archive and give the folder")
+            what = "is there twice; remove one, or unpack the archive and give the folder"
+            raise InputError(f"{root}: member {printable(name)}: {what}")
         member.children[last] = Member(member, last, part)
 
 
@@ -227,10 +227,9 @@ def tar_parts(container: Container) -> Iterator[tuple[str, Slice | None]]:
         name, size, kind = _parse_header(header, path, offset)
         if kind not in _EXTENDED + _SKIPPED:
             name, size = extended.get("path", name), int(extended.get("size", size))
-        where = f"{path}: member {printable(name)}"
         start, offset = offset + _BLOCK, offset + _BLOCK + -(-size // _BLOCK) * _BLOCK
         if start + size > container.size:
-            raise InputError(f"{where}: is cut off; get the archive again")
+            raise InputError(f"{path}: member {printable(name)}: is cut off; get the archive again")
         if kind in _EXTENDED:
             if size > _MAX_HEADER_BYTES:
                 raise InputError(f"{path}: is damaged (header at byte {start:,} of {size:,} bytes); get it again")
@@ -242,7 +241,7 @@ def tar_parts(container: Container) -> Iterator[tuple[str, Slice | None]]:
             continue
         elif kind not in _REGULAR or any(key.startswith("GNU.sparse") for key in extended):
             what = _KINDS.get(kind, "a sparse file" if kind in _REGULAR else "a device or other special file")
-            raise InputError(f"{where}: is {what}; unpack the archive and give the folder")
+            raise InputError(f"{path}: member {printable(name)}: is {what}; unpack the archive and give the folder")
         else:
             yield name, Slice(container, f"member {name}", start, size)
         if kind not in _EXTENDED:
