@@ -9,6 +9,7 @@ tar: POSIX.1-2017, pax, "ustar Interchange Format" and "pax Interchange Format",
 
 import errno
 import io
+import os
 import stat
 import struct
 import zipfile
@@ -141,7 +142,9 @@ def _add(root: Member, name: str, part: Slice | ZipPart | None) -> None:
     """Add a file, or with no part a folder, to the tree."""
     folders = [piece for piece in name.split("/") if piece not in ("", ".")]
     if name.startswith("/") or ".." in folders or (folders and folders[0][1:] == ":") or "\0" in name:
-        raise InputError(f"{root}: member {printable(name)}: leads out of the archive; get the archive from a source that you trust")
+        raise InputError(
+            f"{root}: member {printable(name)}: leads out of the archive; get the archive from a source that you trust"
+        )
     if len(folders) > _MAX_DEPTH:
         raise InputError(f"{root}: member {printable(name)[:80]}...: is more than {_MAX_DEPTH} folders deep")
     last = folders.pop() if part is not None and folders else None
@@ -217,10 +220,15 @@ def tar_parts(container: Container) -> Iterator[tuple[str, Slice | None]]:
     Raises:
         InputError: the archive is damaged, cut off, or holds links or devices.
     """
+    with container.opened() as descriptor:
+        yield from _tar_parts(container, descriptor)
+
+
+def _tar_parts(container: Container, descriptor: int) -> Iterator[tuple[str, Slice | None]]:
     path, offset = container.path, 0
     extended: dict[str, str] = {}  # what headers before that of a file say of it
     is_ended = False
-    while header := container.read(offset, _BLOCK):
+    while header := os.pread(descriptor, _BLOCK, offset):
         if is_ended := not any(header):  # another archive may follow: tar files can be concatenated
             offset += _BLOCK
             continue
@@ -269,7 +277,8 @@ def _number(field: bytes) -> int | None:
     if field[:1] == b"\x80":
         return int.from_bytes(field[1:], "big")
     digits = field.partition(b"\0")[0].strip(b" ")
-    return int(digits or b"0", 8) if all(48 <= digit < 56 for digit in digits) else None
+    is_octal = digits.isdigit() and b"8" not in digits and b"9" not in digits
+    return int(digits, 8) if is_octal else None if digits else 0
 
 
 def _text(field: bytes) -> str:

@@ -11,6 +11,8 @@ import os
 import tempfile
 import weakref
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
@@ -84,12 +86,18 @@ class Container:
 
     def read(self, offset: int, length: int) -> bytes:
         """Return up to `length` bytes from `offset`; fewer at the end of the file."""
+        with self.opened() as descriptor:
+            return os.pread(descriptor, length, offset)
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Lend a descriptor for `os.pread`; only for a while, as there may be thousands of containers."""
         if self._file is not None:
-            return os.pread(self._file.fileno(), length, offset)
-        # Opened each time, as there may be thousands of containers; it takes microseconds.
+            yield self._file.fileno()
+            return
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            return os.pread(descriptor, length, offset)
+            yield descriptor
         finally:
             os.close(descriptor)
 
