@@ -6,6 +6,7 @@ Example is made of is parsed: https://protobuf.dev/programming-guides/encoding/.
 """
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -120,11 +121,16 @@ def _texts(samples: list[_Sample]) -> dict[int | str, str]:
 def _samples(file: Path, options: Data) -> Iterator[_Sample]:
     start = _read_start(file)
     container = Container(file, decompress=_masked_crc32c(start[:8]) != start[8:])
-    for number, (offset, record) in enumerate(_records(container)):
+    with container.opened() as descriptor:
+        yield from _samples_of(container, descriptor, options)
+
+
+def _samples_of(container: Container, descriptor: int, options: Data) -> Iterator[_Sample]:
+    for number, (offset, record) in enumerate(_records(container, descriptor)):
         try:
             features = _features(record)
         except (ValueError, IndexError) as error:
-            raise InputError(f"{file}: record {number}: is no tf.train.Example ({error})") from None
+            raise InputError(f"{container.path}: record {number}: is no tf.train.Example ({error})") from None
         yield _sample(container, number, offset, record, features, options)
 
 
@@ -147,10 +153,10 @@ def _masked_crc32c(data: bytes) -> bytes:
     return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
 
 
-def _records(container: Container) -> Iterator[tuple[int, bytes]]:
+def _records(container: Container, descriptor: int) -> Iterator[tuple[int, bytes]]:
     """Yield offset and data of each record, checked."""
     offset, number = 0, 0
-    while header := container.read(offset, 12):
+    while header := os.pread(descriptor, 12, offset):
         where = f"{container.path}: record {number}"
         if len(header) < 12 or _masked_crc32c(header[:8]) != header[8:]:
             raise InputError(f"{where}: is damaged, or this is no TFRecord file (at byte {offset:,}); get it again")
@@ -159,7 +165,7 @@ def _records(container: Container) -> Iterator[tuple[int, bytes]]:
             raise InputError(f"{where}: is cut off; get the file again")
         if length > MAX_FILE_BYTES:
             raise InputError(f"{where}: has {length:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
-        data = container.read(offset + 12, length + 4)
+        data = os.pread(descriptor, length + 4, offset + 12)
         if _masked_crc32c(data[:length]) != data[length:]:
             raise InputError(f"{where}: is damaged: its checksum is wrong; get the file again")
         yield offset + 12, data[:length]
