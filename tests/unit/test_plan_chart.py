@@ -4,7 +4,7 @@ from typing import Any
 
 from flatout.plan import chart
 from flatout.plan.text import lines_of
-from flatout.report import style
+from flatout import style
 
 
 def estimate() -> dict[str, Any]:

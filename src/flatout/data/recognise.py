@@ -5,7 +5,7 @@ from pathlib import Path
 
 from flatout.data.formats import folders, idx, json_triples, manifest, npy
 from flatout.data.labels import find_class_list
-from flatout.data.source import DataRef, Source
+from flatout.data.source import DataRef, ReadOptions, Source
 from flatout.errors import InputError
 from flatout.files import printable
 from flatout.recipe import Data
@@ -28,13 +28,13 @@ def is_pack(path: Path) -> bool:
     return (path / "pack.json").is_file()
 
 
-def recognise(path: Path, options: Data | None = None) -> DataRef:
+def recognise(path: Path, options: Data | None = None, task: str = "auto") -> DataRef:
     """Return what a path or `sklearn:digits` holds, without reading the images.
 
     Raises:
         InputError: there is nothing at the path, or nothing recognisable.
     """
-    options = options or Data()
+    options = ReadOptions(**vars(options or Data()), task=task)
     if str(path) == DIGITS:
         return DataRef(kind="scikit-learn digits", path=path, read=npy.load_digits_source)
     if printable(path) != str(path):
@@ -52,17 +52,18 @@ def recognise(path: Path, options: Data | None = None) -> DataRef:
     ref = next(found, None)
     if ref is None:
         raise InputError(f"{path}: {_what_it_is(path)}")
-    return replace(ref, inputs=(*ref.inputs, class_list)) if ref.inputs and class_list else ref
+    inputs = (*ref.inputs, class_list) if ref.inputs and class_list else ref.inputs
+    return replace(ref, inputs=inputs, task=task)
 
 
-def from_python(data: object) -> Source:
+def from_python(data: object, task: str = "auto") -> Source:
     """Return the source of arrays or of torch map-style data sets, alone, in a tuple, or in a dict by split."""
     from flatout.data.formats import torch_dataset
 
     parts = data.values() if isinstance(data, dict) else data if isinstance(data, tuple) else ()
     if npy.is_pair(data) or any(map(npy.is_pair, parts)):
-        return npy.from_arrays(data)
-    return torch_dataset.from_dataset(data)
+        return npy.from_arrays(data, task)
+    return torch_dataset.from_dataset(data, task)
 
 
 def _read_pack(path: Path) -> Source:
@@ -72,6 +73,7 @@ def _read_pack(path: Path) -> Source:
     return Source(
         kind="pack",
         path=path,
+        task=pack.task,
         classes=pack.classes,
         labels=pack.labels,
         splits=pack.splits,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.console import counted
 from flatout.plan.text import number, span
-from flatout.report import style
-from flatout.report.style import shorten
+from flatout import style
+from flatout.style import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ from typing import Any
 
 from flatout.numerics.schedule import scaled_rate
 from flatout.recipe import Recipe
-from flatout.report.style import finite, shorten
+from flatout.style import finite, shorten
 
 # The accuracy of guessing scatters around its expectation; two standard errors include 19 of 20 guessing runs.
 STANDARD_ERRORS = 2.0

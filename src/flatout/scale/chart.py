@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.console import duration
-from flatout.report import style
-from flatout.report.style import shorten
+from flatout import style
+from flatout.style import shorten
 from flatout.scale.findings import Row, ideal_speed_up, is_plausible, median
 
 if TYPE_CHECKING:
