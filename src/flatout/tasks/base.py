@@ -66,6 +66,10 @@ class Task(ABC):
     def targets(self, labels: np.ndarray) -> np.ndarray:
         """Return what the loss compares logits with, [N] or [N, K], int64 or float32, for labels of a pack."""
 
+    @abstractmethod
+    def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
+        """Return labels to measure the speed with."""
+
     def class_weights(self, labels: np.ndarray, classes: int) -> np.ndarray:
         """Return float32 [classes] for `class_weights = "balanced"`."""
         raise NotImplementedError

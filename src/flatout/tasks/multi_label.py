@@ -52,6 +52,10 @@ class MultiLabel(Task):
         """See `Task.num_outputs`."""
         return classes
 
+    def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
+        """See `Task.random_labels`."""
+        return rng.integers(0, 2, (count, classes), np.uint8)
+
     def targets(self, labels: np.ndarray) -> np.ndarray:
         """See `Task.targets`."""
         return labels.astype(np.float32)
@@ -167,7 +171,7 @@ class MultiLabel(Task):
     def draw(self, path: Path, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> None:
         """Write precision, recall and F1 of each class as bars, the lowest F1 first; of many classes only the worst."""
         rows = sorted(self.per_class(answers, labels, classes), key=lambda row: row["f1"])[:CLASSES_DRAWN]
-        figure = style.new_figure(7.0, 1.6 + 0.36 * len(rows), dpi=150)
+        figure = style.new_figure(7.0, 1.8 + 0.36 * len(rows), dpi=150)
         axes = figure.add_subplot()
         shown = f", the {len(rows)} worst of {len(classes)} classes" if len(rows) < len(classes) else ""
         style.style_panel(axes, f"Precision, recall and F1{shown}")
@@ -176,12 +180,12 @@ class MultiLabel(Task):
             (("precision", style.FAINT), ("recall", style.MUTED), ("f1", style.RIGHT))
         ):
             heights = [position + 0.26 * (number - 1) for position in range(len(rows))]
-            axes.barh(heights, [row[key] for row in rows], height=0.24, color=colour, label=key)
+            axes.barh(heights, [row[key] for row in rows], height=0.24, color=colour, label=key.replace("f1", "F1"))
         names = [f"{shorten(row['class'], LABEL_WIDTH)} ({row['support']:,})" for row in rows]
         axes.set_yticks(range(len(rows)), names, fontsize=8, family=style.families(), parse_math=False)
         axes.invert_yaxis()
         axes.set_xlim(0, 1)
-        style.add_legend(axes)
+        figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
         style.write_png(figure, path)
 
 

@@ -48,6 +48,10 @@ class Regression(Task):
         """See `Task.num_outputs`."""
         return 1
 
+    def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
+        """See `Task.random_labels`."""
+        return rng.standard_normal(count, np.float32)
+
     def targets(self, labels: np.ndarray) -> np.ndarray:
         """Return the standardised labels, float32 [N]."""
         return ((labels.astype(np.float64) - self.label_mean) / self.label_std).astype(np.float32)

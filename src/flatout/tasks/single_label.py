@@ -55,6 +55,10 @@ class SingleLabel(Task):
             raise InputError(f"loss = {self.loss!r}: needs 2 classes, the data has {classes}; try loss = 'cross-entropy'")
         return 1
 
+    def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
+        """See `Task.random_labels`."""
+        return rng.integers(0, classes, count)
+
     def targets(self, labels: np.ndarray) -> np.ndarray:
         """See `Task.targets`."""
         return labels
