@@ -216,7 +216,7 @@ def test_rows_of_0_and_1_and_fractions():
     assert from_arrays((IMAGES, np.eye(6)[[0, 1, 2, 3, 4, 5]]), "multi-label").labels.tolist() == np.eye(6).tolist()
     with pytest.raises(InputError, match="label 0: has several classes or none; --set task=multi-label"):
         from_arrays((IMAGES, rows), "single-label")
-    with pytest.raises(InputError, match="must be whole numbers or names; .*--set task=regression"):
+    with pytest.raises(InputError, match=r"must be whole numbers or names; .*--set task=regression"):
         from_arrays((IMAGES, LABELS + 0.5), "single-label")
 
 

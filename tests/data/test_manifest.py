@@ -334,7 +334,9 @@ def test_columns_of_0_and_1_with_one_class_each_are_single_labels(folder: Path):
 def test_columns_of_labels_can_be_named(folder: Path):
     text = several("width,cat,dog", ["9,1,1", "9,0,0", "9,0,1"])
     assert rows_of(read(folder, text, label_column="cat, dog")) == [["cat", "dog"], [], ["dog"]]
-    with pytest.raises(InputError, match=r"no column 'cow', which data\.label_column names; its columns are file, width"):
+    with pytest.raises(
+        InputError, match=r"no column 'cow', which data\.label_column names; its columns are file, width"
+    ):
         read(folder, text, label_column="cat,cow")
 
 

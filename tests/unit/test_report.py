@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flatout import style
 from flatout.cli import main
 from flatout.console import duration
 from flatout.errors import InputError
 from flatout.recipe import Augment, Optimizer, Recipe, Schedule
-from flatout import style
 from flatout.report import pictures
-from flatout.tasks import single_label
-from flatout.tasks.single_label import SingleLabel
 from flatout.report.page import TIME_PARTS, draw_all
 from flatout.report.verdict import verdict
+from flatout.tasks import single_label
+from flatout.tasks.single_label import SingleLabel
 
 RECIPE = Recipe(
     job="sample", model="cnn", image_size=28, channels=1, epochs=4, batch_size=64, optimizer=Optimizer(lr=0.05)

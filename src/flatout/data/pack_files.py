@@ -221,7 +221,10 @@ def read_pack(folder: Path, verify: bool) -> tuple[dict[str, Any], np.ndarray, n
         images = np.load(path := images_path, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:
         raise _damaged(path, str(error)) from None
-    if labels.dtype != LABEL_TYPES.get(description.get("task", "single-label")) or zlib.crc32(labels.data) != description["labels_crc32"]:
+    if (
+        labels.dtype != LABEL_TYPES.get(description.get("task", "single-label"))
+        or zlib.crc32(labels.data) != description["labels_crc32"]
+    ):
         raise _damaged(labels_path, "its content has changed")
     shape = (description["images"], description["size"], description["size"], description["channels"])
     if images.dtype != np.uint8 or images.shape != shape or not images.flags.c_contiguous:

@@ -57,7 +57,7 @@ class Source:
                 raise InputError(f"{where}: all training images have the label {value:g}; different ones are needed")
             return
         counts = {n: count_classes(self.labels[a:b], len(self.classes)) for n, (a, b) in self.splits.items()}
-        in_train, everywhere = counts["train"], sum(counts.values())
+        in_train, everywhere = counts["train"], np.sum(list(counts.values()), axis=0)
         if np.count_nonzero(everywhere) < 2:
             names = [name for name, count in zip(self.classes, everywhere, strict=True) if count]
             raise InputError(f"{where}: all images are of one class ({names[0]}); at least two are needed")
@@ -88,8 +88,8 @@ class Source:
             is_of_class = self.labels[:, label] > 0 if self.labels.ndim == 2 else self.labels == label
             index = next(i for i in sorted(bad) if start <= i < stop and is_of_class[i])
             raise InputError(
-                f"{self.path}: all {had[label]:,} training images of class {self.classes[label]!r} are bad; repair them "
-                f"(such as {self.files[index]}: {bad[index]})"
+                f"{self.path}: all {had[label]:,} training images of class {self.classes[label]!r} are bad; repair "
+                f"them (such as {self.files[index]}: {bad[index]})"
             )
         good_before = np.cumsum([0, *is_good]).tolist()
         splits = {name: (good_before[a], good_before[b]) for name, (a, b) in self.splits.items()}

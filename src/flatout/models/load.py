@@ -52,8 +52,9 @@ def build_model(
 ) -> "nn.Module":
     """Return the model of a recipe on the CPU, with fresh weights that the seed determines, ready to train.
 
-    It takes float images [N, C, H, W] and returns logits [N, K]; `Task.num_outputs` is their number. A factory returns a torch.nn.Module and takes `num_classes` (the number of logits), and `image_size` and `channels` if
-    its signature names them.
+    It takes float images [N, C, H, W] and returns logits [N, K]; K is `Task.num_outputs`. A factory returns a
+    torch.nn.Module and takes `num_classes` (the number of logits), and `image_size` and `channels` if its signature
+    names them.
 
     Args:
         recipe: its `model` is one of `list_names()`, `timm:NAME`, `package.module:factory` or `file.py:factory`.

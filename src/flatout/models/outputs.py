@@ -67,7 +67,12 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
     logits = logits.float()
     last = list(model.modules())[-1]
     is_one_class, is_number = recipe.task in ("auto", "single-label"), recipe.task == "regression"
-    if is_one_class and num_outputs > 1 and (logits >= 0).all() and torch.allclose(logits.sum(1), logits.new_ones(2), atol=1e-4):
+    if (
+        is_one_class
+        and num_outputs > 1
+        and (logits >= 0).all()
+        and torch.allclose(logits.sum(1), logits.new_ones(2), atol=1e-4)
+    ):
         report(f"model {name!r} returns probabilities: log() undoes its softmax, since the loss takes logits")
         model.register_forward_hook(_log_of_softmax)
     elif (not is_number if num_outputs == 1 else not is_one_class) and isinstance(last, nn.Sigmoid):

@@ -5,9 +5,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout import style
 from flatout.console import counted
 from flatout.plan.text import number, span
-from flatout import style
 from flatout.style import shorten
 
 if TYPE_CHECKING:

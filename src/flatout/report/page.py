@@ -69,7 +69,9 @@ def draw_all(run: Path) -> None:
     if shown is not None:
         picked, task = shown.sample[shown.grid], _task(files)
         actual, predicted = shown.labels[picked], shown.predicted[picked]
-        pictures.draw_predictions(files.run / "predictions.png", shown.images[shown.grid], actual, predicted, names, task)
+        pictures.draw_predictions(
+            files.run / "predictions.png", shown.images[shown.grid], actual, predicted, names, task
+        )
         task.draw(files.run / "confusion.png", shown.predicted, shown.labels, names)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("flatout.report", package_path=""),

@@ -267,13 +267,7 @@ def _fine_tuning(facts: Facts, model: str, rate: Rate | None) -> Advice:
     if not (rate and facts.seconds):
         return recipe, reasons
     # A layer that trains costs three times its forward pass, and a frozen one a pass for each view.
-    passes = (
-        TRAINING_SHARE
-        * facts.seconds
-        * 3
-        * rate(facts.measured(recipe), facts.classes)
-        / facts.images
-    )
+    passes = TRAINING_SHARE * facts.seconds * 3 * rate(facts.measured(recipe), facts.classes) / facts.images
     if passes < 3 * LEAST_EPOCHS:
         layers = LAST_LAYERS if passes > VIEWS + 1 else 0
         views = VIEWS if layers else 1

@@ -31,7 +31,10 @@ class Regression(Task):
     metric_title = "Mean absolute error"
     mixes_targets = True
     picture = ("Predicted against actual", "A point for each of the {split} images; on the line, both are equal.")
-    mistakes_shown = ("Largest errors", "The {count} {split} images with the largest errors. They often show wrong labels too.")
+    mistakes_shown = (
+        "Largest errors",
+        "The {count} {split} images with the largest errors. They often show wrong labels too.",
+    )
 
     @staticmethod
     def check(recipe: Recipe) -> None:

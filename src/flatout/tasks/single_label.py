@@ -39,7 +39,8 @@ class SingleLabel(Task):
     )
     mistakes_shown = (
         "Most confident mistakes",
-        "The {count} wrong answers on the {split} images with the highest probability. They often show wrong labels too.",
+        "The {count} wrong answers on the {split} images with the highest probability."
+        " They often show wrong labels too.",
     )
     table_columns = ("class", "right", "of", "accuracy", "most often taken for")
 
@@ -52,7 +53,9 @@ class SingleLabel(Task):
         if self.loss != "binary-cross-entropy":
             return classes
         if classes != 2:
-            raise InputError(f"loss = {self.loss!r}: needs 2 classes, the data has {classes}; try loss = 'cross-entropy'")
+            raise InputError(
+                f"loss = {self.loss!r}: needs 2 classes, the data has {classes}; try loss = 'cross-entropy'"
+            )
         return 1
 
     def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
@@ -157,7 +160,7 @@ class SingleLabel(Task):
 
     def text(self, label: Any, classes: Sequence[str]) -> str:
         """See `Task.text`."""
-        return classes[label] if label >= 0 else "none"
+        return classes[int(label)] if label >= 0 else "none"
 
     def is_right(self, answers: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
         """See `Task.is_right`."""

@@ -40,7 +40,7 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
         kind=KIND,
         path=path,
         inputs=inputs,
-        read=lambda: (read(path, pairs, class_list, options) if pairs else read_npz(path, class_list, options)),
+        read=lambda: read(path, pairs, class_list, options) if pairs else read_npz(path, class_list, options),
     )
 
 
@@ -153,7 +153,7 @@ def from_arrays(data: object, task: str = "auto") -> Source:
     """Return the source of a pair (images, labels), or a tuple (train[, valid], test) or dict by split of such pairs.
 
     Images are [N, H, W], [N, H, W, C] or [N, C, H, W] with C 1 or 3, of uint8, or numbers in 0..1 or 0..255; labels
-    are numbers or text [N] or [N, 1], or rows of 0 and 1, [N, K]; numbers with fractions are to be predicted themselves.
+    are numbers or text [N] or [N, 1], or rows of 0 and 1, [N, K]; those with fractions are numbers to predict.
     """
     splits = {name: tuple(map(_as_array, pair)) for name, pair in by_split(data, is_pair, "(images, labels)").items()}
     return _source(splits, "arrays", None, None, task=task)

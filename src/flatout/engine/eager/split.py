@@ -303,7 +303,8 @@ class TorchSplit:
         """Return the rows of all ranks, [N, ...] in the order of the split."""
         world = self._engine.world
         # The first rank has rows.
-        shape, dtype = world.broadcast_object((rows[0][1].shape[1:], rows[0][1].dtype) if rows else None)
+        found: Any = world.broadcast_object((rows[0][1].shape[1:], rows[0][1].dtype) if rows else None)
+        shape, dtype = found
         table = torch.zeros((len(self.samples), *shape), dtype=dtype, device=world.device)
         for where, values in rows:
             table[where] = values

@@ -202,7 +202,9 @@ class Program:
     ) -> "_Network":
         kind: Any = KerasFunction if isinstance(model, KerasModule) else Function
         function = kind(model, (_example(*shape),), name=self._recipe.model, precision=self._precision)
-        return _Network(function, _exported_head(self.task, class_weights, function.output_shapes[0], self._target_shape))
+        return _Network(
+            function, _exported_head(self.task, class_weights, function.output_shapes[0], self._target_shape)
+        )
 
     def _input(self, images: Any, transforms: Any, *, is_training: bool) -> jax.Array:
         """Return what the network reads of stored images, augmented; or of the output of the frozen prefix."""
