@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from flatout.data.splits import split_by_labels
 from flatout.errors import InputError
 from flatout.recipe import Recipe
+from flatout.report.verdict import verdict
 from flatout.tasks import TASKS, task_named, task_of, with_task
 
 RECIPE = Recipe(model="any", image_size=8, epochs=1, batch_size=8)
@@ -185,3 +186,13 @@ def test_the_worst_mistakes_come_first() -> None:
     assert SEVERAL.mistakes(probabilities, labels, probabilities).tolist() == [0, 1, 2]
     numbers = np.array([1.0, 5.0, 2.0])
     assert NUMBERS.mistakes(numbers, np.array([1.0, 1.0, 1.5]), probabilities).tolist() == [1, 2, 0]
+
+
+def test_the_verdict_names_numbers_that_explain_nothing() -> None:
+    recipe = RECIPE.override({"task": "regression", "loss": "mse"})
+    found = verdict({"test_r2": -0.1, "classes": []}, [], recipe)
+    assert len(found) == 1
+    assert found[0].startswith("R² is -0.100 on the test images: no better than always answering the mean.")
+    assert verdict({"test_r2": 0.4, "classes": []}, [], recipe) == []
+    rising = [{"epoch": i + 1, "train_loss": 0.5, "valid_loss": loss} for i, loss in enumerate((0.5, 0.9))]
+    assert "label_smoothing" not in " ".join(verdict({"test_r2": 0.4, "classes": []}, rising, recipe))

@@ -111,7 +111,8 @@ class MultiLabel(Task):
 
     def guessing_loss(self, classes: int) -> float:
         """See `Task.guessing_loss`."""
-        return math.log(2)
+        # Positive weights as large as the negatives are many at most double it.
+        return math.log(2) * (1 + self.is_balanced)
 
     @staticmethod
     def describe(split: str, figures: Mapping[str, Any]) -> str:
