@@ -151,4 +151,6 @@ def to_plain(progress: Progress) -> dict[str, Any]:
 def from_plain(fields: dict[str, Any]) -> Progress:
     """Return the progress that `to_plain` wrote."""
     history = [_record_of(line) for line in fields["history"]]
-    return Progress(**{**fields, "history": history, "counts": Counts(**fields["counts"])})
+    # In checkpoints of earlier versions, the metric was the number of correct predictions.
+    counts = {"metric_sum" if name == "correct" else name: value for name, value in fields["counts"].items()}
+    return Progress(**{**fields, "history": history, "counts": Counts(**counts)})

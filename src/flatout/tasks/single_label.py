@@ -145,7 +145,8 @@ class SingleLabel(Task):
 
     def merit(self, metrics: dict[str, float]) -> float:
         """See `Task.merit`: as the classes are weighted in the loss."""
-        return metrics["balanced_accuracy" if self.is_balanced else "accuracy"]
+        # Records of earlier versions have no balanced accuracy.
+        return metrics.get("balanced_accuracy", 0.0) if self.is_balanced else metrics["accuracy"]
 
     def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
         """See `Task.per_class`."""
