@@ -178,15 +178,20 @@ def _changes(args: Namespace) -> dict[str, Any]:
 )
 def do_evaluate(args: Namespace, console: Console) -> Output:
     """Test a run again, or on other data."""
+    from flatout.console import aligned
     from flatout.run.evaluate import evaluate
     from flatout.run.folder import Run
+    from flatout.tasks import describe_metrics
 
-    run = Run(args.run, allow_code=args.allow_code)
+    run, keys = Run(args.run, allow_code=args.allow_code), ("precision", "recall", "f1")
     result = evaluate(run, args.data, devices=args.devices, engine=_engine(args), console=console, tta=args.tta)
     name = "valid" if result["split"] == "valid" else "test"
-    accuracy, correct, count, loss = (result[f"{name}_{k}"] for k in ("accuracy", "correct", "count", "loss"))
     how = ", with test-time augmentation" if result["tta"] else ""
-    return result, [f"{name} accuracy {accuracy:.4f} ({correct:,} of {count:,} right), loss {loss:.4f}{how}"]
+    lines = [f"{describe_metrics(name, result)}, loss {result[f'{name}_loss']:.4f}{how}"]
+    if result["task"] == "multi-label":
+        table = [[row["class"], *(f"{row[k]:.3f}" for k in keys), f"{row['support']:,}"] for row in result["per_class"]]
+        lines += aligned([["class", *keys, "support"], *table])
+    return result, lines
 
 
 @_command("RUN FILE...", "--run --top --tta --allow-code --json", "predict runs/first cat.jpg more-photos/")
@@ -196,11 +201,7 @@ def do_predict(args: Namespace, console: Console) -> Output:
     from flatout.run.predict import predict
 
     predictions = predict(Run(args.run, allow_code=args.allow_code), args.files, top=args.top, tta=args.tta)
-    lines = []
-    for prediction in predictions:
-        pairs = zip(prediction.classes, prediction.probabilities, strict=True)
-        lines.append(f"{prediction.file}: " + ", ".join(f"{name} {p:.3f}" for name, p in pairs))
-    return {"run": str(args.run), "predictions": [p.to_dict() for p in predictions]}, lines
+    return {"run": str(args.run), "predictions": [p.to_dict() for p in predictions]}, list(map(str, predictions))
 
 
 @_command("RUN", "--run", "report runs/first")

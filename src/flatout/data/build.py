@@ -47,6 +47,11 @@ def load_pack(data: DataRef | Source, settings: PackSettings, *, cache: Path | N
         return _in_memory(data, settings)
     if cache is not None:
         key = _key(data, settings, cache / "digests", report)
+        if isinstance(data, DataRef) and data.task != "auto":
+            # The pack of a run whose recipe left the task to the data.
+            usual = cache / "packs" / _key(replace(data, task="auto"), settings, cache / "digests", report)
+            if (pack := _open_cached(usual, report)) and pack.task == data.task:
+                key = usual.name
         try:
             return _from_cache(key, data, settings, cache, report)
         except _NotWritable as error:
@@ -97,6 +102,7 @@ def _in_memory(source: Source, settings: PackSettings) -> Pack:
         folder=None,
         images=images,
         labels=source.labels,
+        task=source.task,
         classes=source.classes,
         splits=source.splits,
         resize=settings.resize,
@@ -143,7 +149,9 @@ def _key(data: DataRef | Source, settings: PackSettings, memo: Path | None, repo
     wanted = [pack_files.FORMAT_VERSION, settings.size, settings.channels, settings.resize, RESIZE_METHOD]
     parts = [json.dumps(wanted).encode()]
     if isinstance(data, DataRef):
-        parts.append(json.dumps([data.kind, __version__, data.options, *(path.name for path in data.inputs)]).encode())
+        task = [] if data.task == "auto" else [data.task]
+        names = [path.name for path in data.inputs]
+        parts.append(json.dumps([data.kind, __version__, data.options, *task, *names]).encode())
         return combined_digest([*parts, *digest_files(data.inputs, memo=memo, report=report)])
     parts += [data.labels.tobytes(), json.dumps([data.classes, data.splits]).encode()]
     if data.images is None:
@@ -257,6 +265,7 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
             "channels": settings.channels,
             "resize": settings.resize,
             "resize_method": RESIZE_METHOD,
+            "task": kept.task,
             "classes": list(kept.classes),
             "splits": kept.splits,
             "notes": list(kept.notes),

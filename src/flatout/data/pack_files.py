@@ -1,7 +1,7 @@
 """The files of a pack: written block by block, so that a killed process can continue, and checked when read.
 
 images.npy     uint8 [N, size, size, C]
-labels.npy     int64 [N]
+labels.npy     int64 [N]; of several labels uint8 [N, K], of numbers float32 [N]
 pack.json      what the images are and how they were made, with CRC-32s of blocks of rows, of the labels, of itself
 journal.jsonl  while a pack is being written: a line for each block that has reached the disk
 """
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 IMAGES, LABELS, DESCRIPTION, JOURNAL = "images.npy", "labels.npy", "pack.json", "journal.jsonl"
 FORMAT_VERSION = 1
+# By task; packs that were written without a task have one label for each image.
+LABEL_TYPES = {"single-label": np.int64, "multi-label": np.uint8, "regression": np.float32}
 
 # Memory while packing is two blocks; at most as much is decoded again after a kill.
 BLOCK_BYTES = 16 << 20
@@ -219,7 +221,10 @@ def read_pack(folder: Path, verify: bool) -> tuple[dict[str, Any], np.ndarray, n
         images = np.load(path := images_path, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:
         raise _damaged(path, str(error)) from None
-    if labels.dtype != np.int64 or zlib.crc32(labels.data) != description["labels_crc32"]:
+    if (
+        labels.dtype != LABEL_TYPES.get(description.get("task", "single-label"))
+        or zlib.crc32(labels.data) != description["labels_crc32"]
+    ):
         raise _damaged(labels_path, "its content has changed")
     shape = (description["images"], description["size"], description["size"], description["channels"])
     if images.dtype != np.uint8 or images.shape != shape or not images.flags.c_contiguous:

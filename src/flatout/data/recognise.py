@@ -21,7 +21,7 @@ from flatout.data.formats import (
 )
 from flatout.data.labels import find_class_list
 from flatout.data.shards import expand_braces
-from flatout.data.source import DataRef, Source
+from flatout.data.source import DataRef, ReadOptions, Source
 from flatout.data.splits import split_of
 from flatout.errors import InputError
 from flatout.files import printable
@@ -60,13 +60,13 @@ def is_pack(path: Path) -> bool:
     return (path / "pack.json").is_file()
 
 
-def recognise(path: Path, options: Data | None = None) -> DataRef:
+def recognise(path: Path, options: Data | None = None, task: str = "auto") -> DataRef:
     """Return what a path or `sklearn:digits` holds, without reading the images.
 
     Raises:
         InputError: there is nothing at the path, or nothing recognisable.
     """
-    options = options or Data()
+    options = ReadOptions(**vars(options or Data()), task=task)
     if str(path) == DIGITS:
         return DataRef(kind="scikit-learn digits", path=path, read=npy.load_digits_source)
     if printable(path) != str(path):
@@ -81,14 +81,14 @@ def recognise(path: Path, options: Data | None = None) -> DataRef:
     if path.is_file() and path.stat().st_size == 0:
         raise InputError(f"{path}: is an empty file")
     class_list = find_class_list(options.classes, path if path.is_dir() else path.parent)
-    ref = _in_a_format(path, class_list, options)
+    ref = replace(_in_a_format(path, class_list, options), task=task)
     if not ref.inputs:
         return ref
     given = {key: value for key in _OPTIONS if (value := getattr(options, key))}
     return replace(ref, inputs=(*ref.inputs, class_list) if class_list else ref.inputs, options=repr(given))
 
 
-def _in_a_format(path: Path, class_list: Path | None, options: Data) -> DataRef:
+def _in_a_format(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef:
     found = (ref for format in FORMATS if (ref := format.recognise(path, class_list, options)))
     if ref := next(found, None):
         return ref
@@ -98,7 +98,7 @@ def _in_a_format(path: Path, class_list: Path | None, options: Data) -> DataRef:
     raise InputError(f"{path}: {_what_it_is(path)}")
 
 
-def _read_archive(path: Path, class_list: Path | None, options: Data) -> Source:
+def _read_archive(path: Path, class_list: Path | None, options: ReadOptions) -> Source:
     """Return what is in an archive, in any format whose files may be members."""
     root: Any = open_archive(path)
     # Many archives hold nothing but one folder; others are one compressed file.
@@ -108,14 +108,14 @@ def _read_archive(path: Path, class_list: Path | None, options: Data) -> Source:
     return replace(source, path=path, kind=f"{source.kind} in an archive")
 
 
-def from_python(data: object) -> Source:
+def from_python(data: object, task: str = "auto") -> Source:
     """Return the source of arrays or of torch map-style data sets, alone, in a tuple, or in a dict by split."""
     from flatout.data.formats import torch_dataset
 
     parts = data.values() if isinstance(data, dict) else data if isinstance(data, tuple) else ()
     if npy.is_pair(data) or any(map(npy.is_pair, parts)):
-        return npy.from_arrays(data)
-    return torch_dataset.from_dataset(data)
+        return npy.from_arrays(data, task)
+    return torch_dataset.from_dataset(data, task)
 
 
 def _read_pack(path: Path) -> Source:
@@ -125,6 +125,7 @@ def _read_pack(path: Path) -> Source:
     return Source(
         kind="pack",
         path=path,
+        task=pack.task,
         classes=pack.classes,
         labels=pack.labels,
         splits=pack.splits,

@@ -59,6 +59,7 @@ class Facts:
         path: what the recipe names as its data.
         size: pixels on a side to train with; shape: how that was found.
         channels: 1 for grey, 3 for colour.
+        task: what the labels are.
         images, classes: how many there are for training.
         balance: the ratio of the largest class to the smallest.
         accelerated: whether an accelerator trains.
@@ -69,6 +70,7 @@ class Facts:
     size: int
     shape: str
     channels: int
+    task: str
     images: int
     classes: int
     balance: float
@@ -79,6 +81,10 @@ class Facts:
     def is_photo(self) -> bool:
         """Whether the images are taken for photos."""
         return self.channels == 3 and self.size >= PHOTO
+
+    def measured(self, recipe: dict[str, Any]) -> Recipe:
+        """Return a recipe to measure."""
+        return from_dict({**recipe, "channels": self.channels, "task": self.task, "linear_probe": False})
 
     def by_images(self, table: Sequence[tuple[int, int]]) -> int:
         """Return the entry of a table for the number of images."""
@@ -123,6 +129,10 @@ def advise(
         recipe, reasons = _any_model(facts, model)
     else:
         recipe, reasons = _from_scratch(facts, model, rate)
+    if facts.task != "single-label":
+        # These suit one class for each image.
+        recipe |= {"label_smoothing": 0.0, "linear_probe": False}
+        reasons.pop("linear_probe", None)
     name = re.sub(r"[-_]?\{[^{}]*\}", "", Path(path).name)  # without the numbers of shards
     recipe |= {
         "job": name.removesuffix(".gz").rpartition(".")[0] or name.lstrip(".") or "data",
@@ -168,7 +178,7 @@ def _from_scratch(facts: Facts, model: str, rate: Rate | None) -> Advice:
     widths = [int(model.rpartition("-")[2])] if model else WIDTHS if rate else (WIDTHS[0 if facts.accelerated else 2],)
     for width in widths:
         recipe["model"] = model or f"fast-cnn-{width}"
-        speed = rate(from_dict({**recipe, "channels": facts.channels}), facts.classes) if rate else 0.0
+        speed = rate(facts.measured(recipe), facts.classes) if rate else 0.0
         if TRAINING_SHARE * seconds * speed >= enough * facts.images:
             break
     fitting = int(TRAINING_SHARE * seconds * speed / facts.images) if speed else most
@@ -260,13 +270,7 @@ def _fine_tuning(facts: Facts, model: str, rate: Rate | None) -> Advice:
     if not (rate and facts.seconds):
         return recipe, reasons
     # A layer that trains costs three times its forward pass, and a frozen one a pass for each view.
-    passes = (
-        TRAINING_SHARE
-        * facts.seconds
-        * 3
-        * rate(from_dict({**recipe, "channels": facts.channels}), facts.classes)
-        / facts.images
-    )
+    passes = TRAINING_SHARE * facts.seconds * 3 * rate(facts.measured(recipe), facts.classes) / facts.images
     if passes < 3 * LEAST_EPOCHS:
         layers = LAST_LAYERS if passes > VIEWS + 1 else 0
         views = VIEWS if layers else 1
@@ -325,12 +329,15 @@ def look(found: DataRef | Source, path: str, *, accelerated: bool, seconds: floa
         # The largest size that does not enlarge most images.
         size = max((usual for usual in SIZES if usual <= min(size, largest)), default=size)
     start, stop = source.splits["train"]
-    counts = np.bincount(source.labels[start:stop], minlength=len(source.classes))
+    counts = np.ones(1)
+    if source.task == "single-label":
+        counts = np.bincount(source.labels[start:stop], minlength=len(source.classes))
     return Facts(
         path=path,
         size=size,
         shape=shape,
         channels=channels,
+        task=source.task,
         images=stop - start,
         classes=len(source.classes),
         balance=float(counts.max() / max(1, counts[counts > 0].min())),

@@ -5,25 +5,24 @@ from pathlib import Path
 
 from flatout.data.formats.folders import is_image_name, visible
 from flatout.data.labels import first_few
-from flatout.data.source import DataRef, Source, assemble
+from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import in_order, split_of
 from flatout.errors import InputError
-from flatout.recipe import Data
 
 KIND = "images with classes in their names"
 
 
-def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
+def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
     """Return the images of a folder, or of the folders in it that are named after splits, if a pattern is given."""
     if not options.label_pattern or not path.is_dir():
         return None
     splits = {split: entry.path for entry in visible(path) if entry.is_dir() and (split := split_of(entry.name))}
     splits = in_order(splits, path) if splits else {"train": path}
     pattern = re.compile(options.label_pattern)
-    return DataRef(kind=KIND, path=path, read=lambda: read(path, splits, pattern, class_list))
+    return DataRef(kind=KIND, path=path, read=lambda: read(path, splits, pattern, class_list, options.task))
 
 
-def read(path: Path, splits: dict[str, Path], pattern: re.Pattern[str], class_list: Path | None) -> Source:
+def read(path: Path, splits: dict[str, Path], pattern: re.Pattern[str], class_list: Path | None, task: str) -> Source:
     """Return the source of split -> folder, whose own images are taken, not those of folders in it."""
     group = "label" if "label" in pattern.groupindex else 1
     parts, others = {}, []
@@ -36,4 +35,4 @@ def read(path: Path, splits: dict[str, Path], pattern: re.Pattern[str], class_li
         raise InputError(
             f"data.label_pattern = {pattern.pattern!r}: finds no class in {len(others):,} names: {first_few(others, 5)}"
         )
-    return assemble(KIND, path, parts, class_list=class_list)
+    return assemble(KIND, path, parts, class_list=class_list, task=task)

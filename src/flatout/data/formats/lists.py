@@ -5,16 +5,15 @@ from pathlib import Path
 from flatout.data.formats import manifest
 from flatout.data.formats.folders import is_image_name, visible
 from flatout.data.labels import find_class_list_beside
-from flatout.data.source import DataRef
+from flatout.data.source import DataRef, ReadOptions
 from flatout.data.splits import in_order, split_of
 from flatout.errors import InputError
-from flatout.recipe import Data
 
 KIND = "PaddleClas lists"
 _CLASS_LISTS = ("label_list.txt", "labels.txt")
 
 
-def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
+def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
     """Return the lists of a folder, one list, or None.
 
     Raises:

@@ -1,4 +1,4 @@
-"""CSV manifests: each row names an image file and its class.
+"""CSV manifests: each row names an image file and its class, its classes, or a number.
 
 Either one file (with a `split` column or without), or a folder with a file for each split, such as `desc_train.csv`, or
 with folders named after splits that hold a `metadata.csv` or `metadata.jsonl`, as in Hugging Face's image folders.
@@ -8,20 +8,21 @@ import csv
 import io
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from flatout.data.archive import Member
 from flatout.data.formats import folders
 from flatout.data.formats.folders import is_image_name, visible
 from flatout.data.labels import first_few
-from flatout.data.source import DataRef, Source, assemble
+from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import SPLITS, in_order, split_of, split_within, words_of
 from flatout.errors import InputError
-from flatout.recipe import Data
 
 KIND = "CSV manifest"
 SUFFIXES = (".csv", ".tsv", ".jsonl")
@@ -31,6 +32,9 @@ _FILE_COLUMNS = (
     *("imagename", "fname", "files", "images", "filenames", "idcode", "name", "id"),
 )
 _LABEL_COLUMNS = ("label", "class", "category", "target", "labels", "classname", "labelname", "classid", "labelid", "y")
+# Such as label1 and label2, which hold a class each.
+_NUMBERED_LABEL = re.compile(rf"({'|'.join(_LABEL_COLUMNS)}|tag)\d+")
+_ZERO_OR_ONE = {"0": 0, "1": 1, "0.0": 0, "1.0": 1}
 _SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset")
 _FLAG_COLUMNS = {"isvalid": "valid", "istest": "test"}
 _FLAGS = {**dict.fromkeys(("true", "1", "1.0", "yes"), True), **dict.fromkeys(("false", "0", "0.0", "no", ""), False)}
@@ -49,20 +53,20 @@ class _NoLabels(InputError):
 class _Row:
     line: int
     file: str
-    label: str
+    labels: tuple[str, ...]
     split: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Columns:
     file: int
-    label: int
-    label_name: str
+    labels: tuple[int, ...]
+    label_names: tuple[str, ...]
     split: int | None
     flag: str
 
 
-def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
+def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
     """Return a CSV file, the CSV files of a folder that are named after splits, or a folder's only CSV file; or None.
 
     Beside class folders, the only CSV file is taken if its first row names an image.
@@ -110,14 +114,15 @@ def _metadata_of_splits(path: Path) -> dict[str, Path]:
     return in_order(files, path) if files else {}
 
 
-def read(path: Path, files: dict[str, Path], class_list: Path | None, options: Data, kind: str = KIND) -> Source:
+def read(path: Path, files: dict[str, Path], class_list: Path | None, options: ReadOptions, kind: str = KIND) -> Source:
     """Return the source of split -> CSV file; one file without a split in its name may have a column of splits."""
     rows: dict[str, list[tuple[Path, _Row]]] = {}
     notes: list[str] = []
+    names: tuple[str, ...] = ()
     subject = ""
     for name, file in files.items():
         try:
-            label_name, found = _read_rows(file, name or split_within(file.stem) or "train", options)
+            columns, found = _read_rows(file, name or split_within(file.stem) or "train", options)
         except _NoLabels as error:
             if name in ("", "train"):
                 raise
@@ -125,21 +130,48 @@ def read(path: Path, files: dict[str, Path], class_list: Path | None, options: D
             continue
         if not found:
             raise InputError(f"{file}: lists no images; write rows of file,label")
-        subject = subject or f"{file}: column {label_name}"
+        if names and columns != names:
+            raise InputError(f"{file}: the columns of labels are {', '.join(columns)}, elsewhere {', '.join(names)}")
+        names = columns
+        subject = subject or f"{file}: column {', '.join(columns)}"
         for split in SPLITS:
             if of_split := [(file, row) for row in found if (name or row.split or "train") == split]:
                 rows[split] = of_split
     rows = in_order(rows, path)
     located = _locate(rows, options)
+    labels, are_names = _labels(rows)
     return assemble(
         kind,
         path,
-        {split: (located[split], [row.label for _, row in some]) for split, some in rows.items()},
+        {split: (located[split], labels[split]) for split in rows},
+        names=tuple(name.strip("'") for name in names) if are_names else None,
         class_list=class_list,
         notes=tuple(notes),
         locate=lambda split, i: f"{rows[split][i][0]}: line {rows[split][i][1].line}",
         subject=subject,
+        task=options.task if len(names) == 1 or are_names else "multi-label",
     )
+
+
+def _labels(rows: dict[str, list[tuple[Path, _Row]]]) -> tuple[dict[str, list[Any]], bool]:
+    """Return the labels of each split, and whether they are numbers 0 and 1 in columns that are named after classes.
+
+    Several columns with the name of a class each become one text.
+
+    Raises:
+        InputError: a column of 0 and 1 has something else; ten lines are listed.
+    """
+    every = [(file, row) for some in rows.values() for file, row in some]
+    if len(every[0][1].labels) == 1:
+        return {split: [row.labels[0] for _, row in some] for split, some in rows.items()}, False
+    wrong = [(f, row, cell) for f, row in every for cell in row.labels if cell not in _ZERO_OR_ONE]
+    if not wrong:
+        return {s: [[_ZERO_OR_ONE[cell] for cell in row.labels] for _, row in some] for s, some in rows.items()}, True
+    if len(wrong) < len(every):
+        # Nearly all are 0 or 1.
+        lines = [f"{file}: line {row.line}: {cell or '(empty)'} in a column of 0 and 1" for file, row, cell in wrong]
+        raise InputError(first_few(lines))
+    return {split: ["|".join(filter(None, row.labels)) for _, row in some] for split, some in rows.items()}, False
 
 
 def _read_text(path: Path) -> str:
@@ -187,7 +219,7 @@ def _json_table(path: Path, number: int, line: str) -> dict[str, str]:
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in table.items()}
 
 
-def _names_image_first(path: Path, options: Data) -> bool:
+def _names_image_first(path: Path, options: ReadOptions) -> bool:
     """Whether the first row of a CSV file names an image that exists."""
     _read_text(path)  # a file that cannot be read is reported, not passed over
     try:
@@ -197,11 +229,11 @@ def _names_image_first(path: Path, options: Data) -> bool:
     return bool(rows) and _Locator(path.parent, "train", options).find(rows[0].file) is not None
 
 
-def _read_rows(path: Path, split: str, options: Data) -> tuple[str, list[_Row]]:
-    """Return the name of the column of classes and the rows of one file, without its header."""
+def _read_rows(path: Path, split: str, options: ReadOptions) -> tuple[tuple[str, ...], list[_Row]]:
+    """Return the names of the columns of labels and the rows of one file, without its header."""
     table = read_table(path)
     if not table:
-        return "", []
+        return (), []
     locator = _Locator(path.parent, split, options)
     has_header = not any(is_image_name(cell) or (cell and locator.find(cell)) for cell in table[0][1])
     body = table[1:] if has_header else table
@@ -221,8 +253,9 @@ def _read_rows(path: Path, split: str, options: Data) -> tuple[str, list[_Row]]:
             raise InputError(f"{path}: line {line}: unknown split {cell!r}; write {need}")
         # Manifests written on Windows have backslashes.
         file = cells[columns.file].replace("\\", "/")
-        rows.append(_Row(line=line, file=file, label=cells[columns.label], split=named or ""))
-    return columns.label_name, rows
+        labels = tuple(cells[column] for column in columns.labels)
+        rows.append(_Row(line=line, file=file, labels=labels, split=named or ""))
+    return columns.label_names, rows
 
 
 def _delimiter(text: str) -> str:
@@ -233,7 +266,7 @@ def _delimiter(text: str) -> str:
     )
 
 
-def _columns(path: Path, header: Sequence[str] | None, first: list[str], options: Data) -> _Columns:
+def _columns(path: Path, header: Sequence[str] | None, first: list[str], options: ReadOptions) -> _Columns:
     """Return which column is which: as the options name them, by the header's names, or by the first row's content."""
     width = len(header or first)
     if width < 2:
@@ -242,40 +275,40 @@ def _columns(path: Path, header: Sequence[str] | None, first: list[str], options
     split = _first_of((*_SPLIT_COLUMNS, *_FLAG_COLUMNS), keys)
     if header is None and width == 3:
         split = next((i for i in range(3) if not is_image_name(first[i]) and split_of(first[i])), None)
-    label, file = (_given(path, header, key, options) for key in ("label_column", "file_column"))
+    labels, files = (_given(path, header, key, options) for key in ("label_column", "file_column"))
+    file = files[0] if files else None
     if file is None:
         file = _first_of(_FILE_COLUMNS, keys)
     if file is None:
         file = next((i for i, cell in enumerate(first[:width]) if is_image_name(cell)), 0)
-    if label is None:
-        label = _first_of(_LABEL_COLUMNS, keys)
-    left = [i for i in range(width) if i not in (file, split)]
-    if label is None and len(left) == 1:
-        label = left[0]
-    if label is None:
+    left = tuple(i for i in range(width) if i not in (file, split))
+    if not labels and (found := _first_of(_LABEL_COLUMNS, keys)) is not None:
+        labels = (found,)
+    if not labels:
+        labels = tuple(i for i in left if keys and _NUMBERED_LABEL.fullmatch(keys[i]))
+    if not labels and (len(left) == 1 or (header and all(first[i] in _ZERO_OR_ONE for i in left if i < len(first)))):
+        labels = left
+    if not labels:
         names = f"the columns {', '.join(header)}" if header else f"{width} columns and no header"
-        if header and len(left) > 1 and all(first[i] in ("0", "1", "0.0", "1.0") for i in left if i < len(first)):
-            raise InputError(
-                f"{path}: the columns {', '.join(header[i] for i in left)} hold 0 and 1: labels in several columns are "
-                "not supported; write the class of each image into one column"
-            )
         raise (_NoLabels if header else InputError)(f"{path}: has {names}; {_NAME_THEM}")
     return _Columns(
         file=file,
-        label=label,
-        label_name=repr(header[label]) if header else str(label + 1),
+        labels=labels,
+        label_names=tuple(repr(header[label]) if header else str(label + 1) for label in labels),
         split=split,
         flag=_FLAG_COLUMNS.get(keys[split], "") if split is not None and keys else "",
     )
 
 
-def _given(path: Path, header: Sequence[str] | None, key: str, options: Data) -> int | None:
-    """Return the column that an option names, if it does."""
-    name = getattr(options, key)
-    if name and name not in (header or ()):
-        columns = f"its columns are {', '.join(header)}" if header else "it has no header"
-        raise InputError(f"{path}: has no column {name!r}, which data.{key} names; {columns}")
-    return header.index(name) if name and header else None
+def _given(path: Path, header: Sequence[str] | None, key: str, options: ReadOptions) -> tuple[int, ...]:
+    """Return the column that an option names, or several, separated by commas; none if it is empty."""
+    given, known = getattr(options, key), list(header or ())
+    names = [given] if given in known else [name.strip() for name in given.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            columns = f"its columns are {', '.join(known)}" if header else "it has no header"
+            raise InputError(f"{path}: has no column {name!r}, which data.{key} names; {columns}")
+    return tuple(map(known.index, names))
 
 
 def _first_of(wanted: Sequence[str], keys: list[str]) -> int | None:
@@ -290,7 +323,7 @@ class _Locator:
     there are any: 100,000 rows do not cost 100,000 system calls.
     """
 
-    def __init__(self, folder: Path, split: str, options: Data) -> None:
+    def __init__(self, folder: Path, split: str, options: ReadOptions) -> None:
         self.bases = [folder]
         if options.images:
             inside = folder if isinstance(folder, Member) else Path()
@@ -339,7 +372,7 @@ class _Locator:
         return {stem: name for name, stem in images.items() if counts[stem] == 1}
 
 
-def _locate(rows: dict[str, list[tuple[Path, _Row]]], options: Data) -> dict[str, list[Path]]:
+def _locate(rows: dict[str, list[tuple[Path, _Row]]], options: ReadOptions) -> dict[str, list[Path]]:
     """Return split -> the rows' files.
 
     Raises:

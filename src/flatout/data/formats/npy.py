@@ -11,10 +11,9 @@ import numpy as np
 from flatout.data.archive import Member
 from flatout.data.formats.folders import visible
 from flatout.data.pixels import channels_last, range_of, to_uint8
-from flatout.data.source import DataRef, Source, assemble
+from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import SPLITS, in_order, split_within, words_of
 from flatout.errors import InputError
-from flatout.recipe import Data
 
 KIND = "NumPy arrays"
 _IMAGE_WORDS = {"x", "image", "images", "img", "imgs", "data", "pixels"}
@@ -23,7 +22,7 @@ _NAMES = "x_train, y_train, x_test, y_test, or images and labels"
 _LOAD_ERRORS = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
-def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
+def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
     """Return the `.npy` files of a folder, one `.npy` file with the labels beside it, an `.npz` file, or None.
 
     Raises:
@@ -42,11 +41,11 @@ def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | N
         kind=KIND,
         path=path,
         inputs=inputs,
-        read=lambda: read(path, pairs, class_list) if pairs else read_npz(path, class_list),
+        read=lambda: read(path, pairs, class_list, options) if pairs else read_npz(path, class_list, options),
     )
 
 
-def read(path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | None) -> Source:
+def read(path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | None, options: ReadOptions) -> Source:
     """Return the source of split -> (file of images, file of labels)."""
 
     def load(file: Path) -> np.ndarray:
@@ -54,10 +53,11 @@ def read(path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | Non
             return _loaded(str(file), lambda: np.load(file.open("rb"), allow_pickle=False))
         return _loaded(str(file), lambda: np.lib.format.open_memmap(file, mode="r"))
 
-    return _source({split: (load(x), load(y)) for split, (x, y) in pairs.items()}, KIND, path, class_list)
+    splits = {split: (load(x), load(y)) for split, (x, y) in pairs.items()}
+    return _source(splits, KIND, path, class_list, task=options.task)
 
 
-def read_npz(path: Path, class_list: Path | None) -> Source:
+def read_npz(path: Path, class_list: Path | None, options: ReadOptions) -> Source:
     """Return the source of an `.npz` file."""
     # Opened here, as np.load leaves a file open that turns out to be damaged.
     with _loaded(str(path), lambda: path.open("rb")) as file:
@@ -71,7 +71,8 @@ def read_npz(path: Path, class_list: Path | None) -> Source:
             }
             unused = [key for key in archive.files if key not in member]
     notes = (f"ignored the arrays {', '.join(unused)}",) if unused else ()
-    return _source({split: (member[x], member[y]) for split, (x, y) in roles.items()}, KIND, path, class_list, notes)
+    splits = {split: (member[x], member[y]) for split, (x, y) in roles.items()}
+    return _source(splits, KIND, path, class_list, notes, options.task)
 
 
 def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:
@@ -151,14 +152,14 @@ def is_pair(value: object) -> bool:
     return is_array(images) and len(images.shape) >= 2 and (is_array(labels) or isinstance(labels, (list, tuple)))
 
 
-def from_arrays(data: object) -> Source:
+def from_arrays(data: object, task: str = "auto") -> Source:
     """Return the source of a pair (images, labels), or a tuple (train[, valid], test) or dict by split of such pairs.
 
     Images are [N, H, W], [N, H, W, C] or [N, C, H, W] with C 1 or 3, of uint8, or numbers in 0..1 or 0..255; labels
-    are numbers or text [N], [N, 1], or one-hot [N, K].
+    are numbers or text [N] or [N, 1], or rows of 0 and 1, [N, K]; those with fractions are numbers to predict.
     """
     splits = {name: tuple(map(_as_array, pair)) for name, pair in by_split(data, is_pair, "(images, labels)").items()}
-    return _source(splits, "arrays", None, None)
+    return _source(splits, "arrays", None, None, task=task)
 
 
 def by_split(data: object, is_part: Callable[[Any], bool], part_name: str) -> dict[str, Any]:
@@ -200,6 +201,7 @@ def _source(
     path: Path | None,
     class_list: Path | None,
     notes: tuple[str, ...] = (),
+    task: str = "auto",
 ) -> Source:
     """Return the source of pairs of arrays; the training images decide the range of pixels."""
     scale, converted = None, {}
@@ -208,4 +210,4 @@ def _source(
         pixels = channels_last(pixels, where)
         scale = scale or range_of(pixels, where)
         converted[name] = (to_uint8(pixels, scale, where), np.atleast_1d(labels))
-    return assemble(kind, path, converted, class_list=class_list, notes=notes)
+    return assemble(kind, path, converted, class_list=class_list, notes=notes, task=task)

@@ -18,10 +18,9 @@ from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.labels import first_few
 from flatout.data.members import Encoded
 from flatout.data.shards import shards
-from flatout.data.source import DataRef, Source, assemble
+from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import in_order, split_of
 from flatout.errors import InputError, first_line
-from flatout.recipe import Data
 
 KIND, SAVED_KIND = "Parquet files", "saved Hugging Face data set"
 _IMAGE_NAMES = ("image", "img", "images", "jpg", "png", "picture")
@@ -30,7 +29,7 @@ _LABEL_NAMES = ("label", "labels", "class", "target", "category", "cls")
 _KEPT_CHUNKS = 2
 
 
-def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
+def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
     """Return Parquet files, or a saved data set; or None."""
     kind, splits = KIND, shards(path, lambda name: name.lower().endswith(".parquet"))
     if not splits and (splits := _saved(path)):
@@ -75,7 +74,7 @@ def _json(path: Path) -> dict[str, Any]:
     return table
 
 
-def read(path: Path, kind: str, splits: dict[str, list[Path]], class_list: Path | None, options: Data) -> Source:
+def read(path: Path, kind: str, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions) -> Source:
     """Return the source of split -> files; images are read in pieces when they are decoded."""
     parts: dict[str, tuple[list[Encoded], list[Any]]] = {}
     places: dict[str, list[Encoded]] = {}
@@ -107,6 +106,7 @@ def read(path: Path, kind: str, splits: dict[str, list[Path]], class_list: Path 
         class_list=class_list,
         notes=tuple(notes),
         locate=lambda split, i: str(places[split][i]),
+        task=options.task,
     )
 
 
@@ -133,7 +133,7 @@ class Cell:
 class _Table:
     """A Parquet or Arrow file: its labels, and the chunks of its images, of which few are in memory at a time."""
 
-    def __init__(self, path: Path, options: Data) -> None:
+    def __init__(self, path: Path, options: ReadOptions) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._kept: OrderedDict[int, Any] = OrderedDict()
@@ -178,7 +178,7 @@ class _Table:
             raise InputError(f"{self.path}: needs the package pyarrow: pip install 'flatout[parquet]'") from None
         return pyarrow
 
-    def _columns(self, schema: Any, options: Data) -> tuple[str, str]:
+    def _columns(self, schema: Any, options: ReadOptions) -> tuple[str, str]:
         """Return the columns of images and labels."""
         images = [field.name for field in schema if _holds_images(field.type)]
         names = _features(schema)

@@ -20,10 +20,9 @@ from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.labels import find_class_list_beside
 from flatout.data.members import Container, Slice
 from flatout.data.shards import shards
-from flatout.data.source import DataRef, Source, assemble
+from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import in_order
 from flatout.errors import InputError
-from flatout.recipe import Data
 
 KIND = "TFRecord files"
 # Slim's train-00000-of-00010, TFDS's mnist-train.tfrecord-00000-of-00001, Kaggle's train00-512.tfrec
@@ -41,7 +40,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_NUMBERS = 16  # of a feature; the rest is passed over
 
 
-def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
+def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
     """Return the files, by their names, or None."""
     splits = shards(path, lambda name: bool(_NAME.fullmatch(name)))
     if not splits:
@@ -70,7 +69,7 @@ class _Sample:
     text: str
 
 
-def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: Data) -> Source:
+def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions) -> Source:
     """Return the source of split -> files; the records are checked, and encoded images are left where they are."""
     samples: dict[str, list[_Sample]] = {}
     notes: list[str] = []
@@ -100,6 +99,7 @@ def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, opt
         class_list=class_list,
         notes=tuple(notes),
         locate=lambda split, i: samples[split][i].place,
+        task=options.task,
     )
 
 
@@ -118,14 +118,14 @@ def _texts(samples: list[_Sample]) -> dict[int | str, str]:
     }
 
 
-def _samples(file: Path, options: Data) -> Iterator[_Sample]:
+def _samples(file: Path, options: ReadOptions) -> Iterator[_Sample]:
     start = _read_start(file)
     container = Container(file, decompress=_masked_crc32c(start[:8]) != start[8:])
     with container.opened() as descriptor:
         yield from _samples_of(container, descriptor, options)
 
 
-def _samples_of(container: Container, descriptor: int, options: Data) -> Iterator[_Sample]:
+def _samples_of(container: Container, descriptor: int, options: ReadOptions) -> Iterator[_Sample]:
     for number, (offset, record) in enumerate(_records(container, descriptor)):
         try:
             features = _features(record)
@@ -178,7 +178,7 @@ def _sample(
     offset: int,
     record: bytes,
     features: "dict[str, list[int | slice]]",
-    options: Data,
+    options: ReadOptions,
 ) -> _Sample:
     place = f"{container.path}: record {number}"
     image_keys = (options.file_column,) if options.file_column else _IMAGE_KEYS

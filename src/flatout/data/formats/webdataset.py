@@ -12,10 +12,9 @@ from flatout.data.archive import tar_parts
 from flatout.data.formats.folders import is_image_name
 from flatout.data.members import Container, Encoded, Slice
 from flatout.data.shards import shards
-from flatout.data.source import DataRef, Source, assemble
+from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import in_order
 from flatout.errors import InputError
-from flatout.recipe import Data
 
 KIND = "WebDataset shards"
 _LABEL_KEYS = ("label", "cls", "class", "target", "class_id", "category")
@@ -23,7 +22,7 @@ _PEEKED = 16
 _MAX_LABEL_BYTES = 1 << 20
 
 
-def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
+def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
     """Return the shards if one of them begins with an image and its label, or None."""
     splits = shards(path, lambda name: name.lower().endswith(".tar"))
     if not any(_begins_with_sample(file, options) for files in splits.values() for file in files):
@@ -37,7 +36,7 @@ def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | N
     )
 
 
-def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: Data) -> Source:
+def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions) -> Source:
     """Return the source of split -> shards."""
     places: dict[str, list[Slice]] = {}
     parts: dict[str, tuple[list[Encoded], list[str]]] = {}
@@ -50,10 +49,12 @@ def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, opt
                 images.append(image)
                 places[split].append(label)
         parts[split] = images, [_label(place, options) for place in places[split]]
-    return assemble(KIND, path, parts, class_list=class_list, locate=lambda split, i: str(places[split][i]))
+    return assemble(
+        KIND, path, parts, class_list=class_list, locate=lambda split, i: str(places[split][i]), task=options.task
+    )
 
 
-def _begins_with_sample(file: Path, options: Data) -> bool:
+def _begins_with_sample(file: Path, options: ReadOptions) -> bool:
     try:
         first = islice(tar_parts(Container(file)), _PEEKED)
         return any(_is_sample(dict(members), options) for _, members in _samples(first))
@@ -75,16 +76,16 @@ def _samples(parts: Iterable[tuple[str, Slice | None]]) -> Iterator[tuple[str, I
         yield key, ((extension, part) for _, extension, part in group)
 
 
-def _label_extensions(options: Data) -> tuple[str, ...]:
+def _label_extensions(options: ReadOptions) -> tuple[str, ...]:
     return (*([options.label_column.lower()] if options.label_column else ["cls"]), "json")
 
 
-def _is_sample(members: dict[str, Slice], options: Data) -> bool:
+def _is_sample(members: dict[str, Slice], options: ReadOptions) -> bool:
     has_image = any(is_image_name(f".{extension}") for extension in members)
     return has_image and any(extension in members for extension in _label_extensions(options))
 
 
-def _image_and_label(where: str, members: dict[str, Slice], options: Data) -> tuple[Slice, Slice]:
+def _image_and_label(where: str, members: dict[str, Slice], options: ReadOptions) -> tuple[Slice, Slice]:
     images = [part for extension, part in members.items() if is_image_name(f".{extension}")]
     labels = [members[extension] for extension in _label_extensions(options) if extension in members]
     if len(images) != 1 or not labels:
@@ -93,7 +94,7 @@ def _image_and_label(where: str, members: dict[str, Slice], options: Data) -> tu
     return images[0], labels[0]
 
 
-def _label(place: Slice, options: Data) -> str:
+def _label(place: Slice, options: ReadOptions) -> str:
     """Return the class that a member names: its text, or a value of its dictionary."""
     if place.size > _MAX_LABEL_BYTES:
         raise InputError(f"{place}: has {place.size:,} bytes, too many for a label")
