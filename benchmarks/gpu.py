@@ -178,7 +178,7 @@ def fashion_mnist(setting: Setting) -> dict[str, Any]:
         "first_epoch_seconds": progress.history[0].seconds,
         "evaluate_seconds": progress.evaluate_seconds,
         "images_per_second": later_rate(progress),
-        "test_accuracy": progress.history[-1].test_accuracy,
+        "test_accuracy": progress.history[-1].metrics["test_accuracy"],
         "peak_device_bytes": peak,
         "notes": notes,
     }

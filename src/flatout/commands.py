@@ -12,7 +12,7 @@ from typing import Any
 
 from flatout.console import Console
 from flatout.errors import InputError
-from flatout.recipe import MAX_CHANNELS, MAX_IMAGE_SIZE, Data
+from flatout.recipe import MAX_CHANNELS, MAX_IMAGE_SIZE, Data, Recipe
 from flatout.settings import Size, one_or_both, parse_setting
 
 # The result for --json, and the lines that are printed otherwise.
@@ -43,7 +43,8 @@ def _command(operands: str, flags: str, example: str, **changes: dict[str, Any])
 
 @_command(
     "[JOB]",
-    "--data --model --minutes --epochs --batch-size --lr --seed --set --weights --no-pretrained --on-bad-image --out"
+    "--data --images --model --minutes --epochs --batch-size --lr --seed --set --weights --no-pretrained --on-bad-image"
+    " --out"
     " --resume --overwrite --no-cache --devices --engine --allow-untested"
     " --nodes --node-rank --rendezvous --rendezvous-timeout --restarts",
     "train my-photos/ --epochs 20 --out runs/first",
@@ -159,7 +160,7 @@ def _job_to_resume(args: Namespace) -> str | Path:
 def _changes(args: Namespace) -> dict[str, Any]:
     """Return the recipe keys that flags change; --set comes last."""
     given = vars(args)
-    keys = {"lr": "optimizer.lr", "on_bad_image": "data.on_bad_image"}
+    keys = {"lr": "optimizer.lr", "on_bad_image": "data.on_bad_image", "image_folder": "data.images"}
     flags = ("model", "epochs", "batch_size", "seed", *keys)
     changes = {keys.get(flag, flag): given[flag] for flag in flags if given.get(flag) is not None}
     if given.get("weights") is not None:
@@ -177,15 +178,20 @@ def _changes(args: Namespace) -> dict[str, Any]:
 )
 def do_evaluate(args: Namespace, console: Console) -> Output:
     """Test a run again, or on other data."""
+    from flatout.console import aligned
     from flatout.run.evaluate import evaluate
     from flatout.run.folder import Run
+    from flatout.tasks import describe_metrics
 
-    run = Run(args.run, allow_code=args.allow_code)
+    run, keys = Run(args.run, allow_code=args.allow_code), ("precision", "recall", "f1")
     result = evaluate(run, args.data, devices=args.devices, engine=_engine(args), console=console, tta=args.tta)
     name = "valid" if result["split"] == "valid" else "test"
-    accuracy, correct, count, loss = (result[f"{name}_{k}"] for k in ("accuracy", "correct", "count", "loss"))
     how = ", with test-time augmentation" if result["tta"] else ""
-    return result, [f"{name} accuracy {accuracy:.4f} ({correct:,} of {count:,} right), loss {loss:.4f}{how}"]
+    lines = [f"{describe_metrics(name, result)}, loss {result[f'{name}_loss']:.4f}{how}"]
+    if result["task"] == "multi-label":
+        table = [[row["class"], *(f"{row[k]:.3f}" for k in keys), f"{row['support']:,}"] for row in result["per_class"]]
+        lines += aligned([["class", *keys, "support"], *table])
+    return result, lines
 
 
 @_command("RUN FILE...", "--run --top --tta --allow-code --json", "predict runs/first cat.jpg more-photos/")
@@ -195,11 +201,7 @@ def do_predict(args: Namespace, console: Console) -> Output:
     from flatout.run.predict import predict
 
     predictions = predict(Run(args.run, allow_code=args.allow_code), args.files, top=args.top, tta=args.tta)
-    lines = []
-    for prediction in predictions:
-        pairs = zip(prediction.classes, prediction.probabilities, strict=True)
-        lines.append(f"{prediction.file}: " + ", ".join(f"{name} {p:.3f}" for name, p in pairs))
-    return {"run": str(args.run), "predictions": [p.to_dict() for p in predictions]}, lines
+    return {"run": str(args.run), "predictions": [p.to_dict() for p in predictions]}, list(map(str, predictions))
 
 
 @_command("RUN", "--run", "report runs/first")
@@ -241,6 +243,7 @@ def do_scale(args: Namespace, console: Console) -> Output:
     " --out --set --json",
     "plan fashion-mnist --topology v5e:2x4,v5e:4x4",
     devices={"metavar": "SPEC,...", "default": None, "help": "devices to measure, such as cpu,2xcpu"},
+    images={"type": int, "metavar": "N", "dest": "images", "help": "training images, instead of counting them"},
     classes={"type": int, "metavar": "K", "help": "number of classes, instead of counting them"},
 )
 def do_plan(args: Namespace, console: Console) -> Output:
@@ -266,21 +269,29 @@ def do_plan(args: Namespace, console: Console) -> Output:
     return result, lines_of(result)
 
 
-@_command("DATA", "--data --classes --json", "check my-photos/")
+def _data_options(args: Namespace) -> Data:
+    """Return the `data` section of a recipe that flags describe."""
+    changes = {"data.classes": args.classes or "", **_changes(args)}
+    if others := [key for key in changes if not key.startswith("data.")]:
+        raise InputError(f"--set {others[0]}: {args.command} takes keys that start with data.")
+    return Recipe(model="any", image_size=1, epochs=1, batch_size=1).override(changes).data
+
+
+@_command("DATA", "--data --images --classes --set --json", "check my-photos/")
 def do_check(args: Namespace, console: Console) -> Output:
     """Find unreadable, duplicate and leaked images."""
     from flatout.data.check import check
     from flatout.data.load import find
     from flatout.data.source import Source
 
-    found = find(args.data, Data(classes=args.classes or ""))
+    found = find(args.data, _data_options(args))
     result = check(found if isinstance(found, Source) else found.read())
     return result.to_dict(), result.lines()
 
 
 @_command(
     "DATA",
-    "--data --size --out --channels --bits --resize --classes --on-bad-image --max-bad-share --json",
+    "--data --images --size --out --channels --bits --resize --classes --set --on-bad-image --max-bad-share --json",
     "pack my-photos/ --size 128 --out my-photos.pack",
     out={"required": True, "help": "a folder that does not exist yet"},
 )
@@ -294,7 +305,7 @@ def do_pack(args: Namespace, console: Console) -> Output:
     size = _size(args.size)
     if args.channels is not None and not 1 <= args.channels <= MAX_CHANNELS:
         raise InputError(f"--channels {args.channels}: must be from 1 to {MAX_CHANNELS}")
-    found = find(args.data, Data(classes=args.classes or ""))
+    found = find(args.data, _data_options(args))
     settings = PackSettings(
         size=size,
         channels=args.channels or look(found, str(args.data), accelerated=False).channels,

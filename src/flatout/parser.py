@@ -18,7 +18,7 @@ from flatout.settings import nearest
 
 _FLAGS: dict[str, dict[str, Any]] = {
     "--run": {"type": Path, "metavar": "RUN", "help": "the run folder"},
-    "--data": {"metavar": "PATH", "help": "folder, CSV, IDX, JSON, .npz, .npy or pack"},
+    "--data": {"metavar": "PATH", "help": "folder, archive, CSV, IDX, JSON, .npz, .npy, shards or pack"},
     "--model": {"metavar": "NAME", "help": "one of ours, timm:NAME, package.module:factory or file.py:factory"},
     "--epochs": {"type": int, "metavar": "N", "help": "passes over the training images"},
     "--minutes": {"type": float, "metavar": "M", "help": "train as long as fits into so many minutes, report included"},
@@ -54,7 +54,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--repeats": {"type": int, "default": 1, "metavar": "N", "help": "runs of each SPEC, interleaved (1)"},
     "--weak": {"action": "store_true", "help": "weak scaling: the batch grows with the number of devices"},
     "--topology": {"metavar": "NAME,...", "help": "TPUs to compile for, such as v5e:2x4 or v5e:2x4,v6e:4x4"},
-    "--images": {"type": int, "metavar": "N", "help": "training images, instead of counting them"},
+    "--images": {"metavar": "DIR", "dest": "image_folder", "help": "the folder of the images that a CSV file lists"},
     "--price": {"type": float, "metavar": "X", "help": "of one chip for an hour; adds the cost of the job"},
     "--largest-batch": {"action": "store_true", "help": "search for the largest batch that fits the TPUs"},
     "--nodes": {"default": "1", "metavar": "N|MIN:MAX", "help": "hosts (1); MIN:MAX continues without lost ones"},
@@ -66,7 +66,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
 _OPERANDS = {
     "JOB": f"one of {', '.join(builtin_jobs())}; a recipe.toml; or the path of your data",
     "RUN": "the run folder",
-    "DATA": "folder, CSV, IDX, JSON, .npz, .npy or pack",
+    "DATA": "folder, archive, CSV, IDX, JSON, .npz, .npy, shards or pack",
     "FILE": "image files, or folders of them",
 }
 

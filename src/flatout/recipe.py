@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 import operator
+import re
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -210,9 +211,14 @@ class Data(_Checked):
     bits: per channel of the decoded images; 0 for those of the data, which training fills in.
     valid_fraction, test_fraction: the share of the training images, stratified by class, for a missing split. A test
     split is made only where the data has no split at all.
-    classes: a file of class names, one per line. class_names: names for classes that the data only numbers.
+    classes: a file of class names, one per line, each alone or behind the id that the data calls it by.
+    class_names: names for classes that the data only numbers.
     images: the folder of the images that a CSV file names, if it is not the CSV file's own.
-    file_column, label_column: the columns of a CSV file, by their names in its header.
+    file_column, label_column: the columns of a CSV or Parquet file by their names, or the features of a TFRecord file;
+    several columns of labels in a CSV file are separated by commas.
+    label_pattern: a regular expression whose group `label`, or only group, is the class in the name of an image file.
+    label_mean, label_std: by which the numbers of a regression are standardised; a label_std of 0: measured on the
+    training images.
     max_bad_share: the largest share of unreadable images that `skip` accepts.
     stored_size: of the decoded images, if they are to be larger than `image_size`: evaluation takes the centre,
     `augment.crop` any part.
@@ -233,6 +239,9 @@ class Data(_Checked):
     images: str = ""
     file_column: str = ""
     label_column: str = ""
+    label_pattern: str = ""
+    label_mean: float = 0.0
+    label_std: Annotated[float, "[0, inf)"] = 0.0
     on_bad_image: Literal["stop", "skip"] = "stop"
     max_bad_share: Annotated[float, "[0, 1)"] = 0.05
     stored_size: Annotated[Size, f"[0, {MAX_IMAGE_SIZE}]"] = 0
@@ -246,7 +255,16 @@ class Data(_Checked):
             (all(s > 0 for s in self.std), "std", "every value must be greater than 0"),
             (len(self.mean) == len(self.std), "std", f"must have as many values as data.mean ({self.mean})"),
             (self.valid_fraction + self.test_fraction < 1, "valid_fraction", need),
+            (_finds_a_label(self.label_pattern), "label_pattern", "must be a regular expression with one group, (...)"),
         )
+
+
+def _finds_a_label(pattern: str) -> bool:
+    try:
+        expression = re.compile(pattern)
+    except re.error:
+        return False
+    return not pattern or expression.groups == 1 or "label" in expression.groupindex
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +279,8 @@ class Recipe(_Checked):
     shard: whether each device keeps all parameters and optimizer state, or a slice (full).
     norm: whether batch normalisation uses the global batch.
     exact_sums: whether the weights have the same bits on any number of CPU devices, at the cost of speed.
+    task: what the labels are: one class, any number of classes, or a number. auto: as the data shows.
+    loss: by the task; the default stands for that of the task.
     dropout: the rate of every dropout layer; -1 for the model's own.
     clip_norm: the largest norm of all gradients together; larger ones are scaled down. 0 for no limit.
     ema: the decay of an exponential moving average of the weights, which is evaluated and kept; 0 for none.
@@ -286,7 +306,8 @@ class Recipe(_Checked):
     seed: int = 1
     norm: Literal["global", "per-device"] = "global"
     exact_sums: bool = False
-    loss: Literal["cross-entropy", "binary-cross-entropy"] = "cross-entropy"
+    task: Literal["auto", "single-label", "multi-label", "regression"] = "auto"
+    loss: Literal["cross-entropy", "binary-cross-entropy", "mse", "huber"] = "cross-entropy"
     label_smoothing: Annotated[float, "[0, 1)"] = 0.0
     dropout: float = -1.0
     clip_norm: Annotated[float, "[0, inf)"] = 0.0

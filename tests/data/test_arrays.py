@@ -180,9 +180,12 @@ BAD = np.zeros((6, 5, 4))
         ((BAD.astype(np.int32) - 1, LABELS), "scale them"),
         ((BAD.astype(np.complex64), LABELS), "images of type complex64"),
         ((IMAGES, LABELS - 1), "label 0: negative label -1; .*label 3: negative"),
-        ((IMAGES, LABELS + 0.5), "whole numbers"),
-        ((IMAGES, LABELS * np.nan), "whole numbers"),
-        ((IMAGES, np.ones((6, 2))), "are not one-hot: .* multi-label data is not supported"),
+        ((IMAGES, LABELS * np.nan), "label 0 is nan; labels must be finite"),
+        ((IMAGES, (LABELS + 0.5) * np.inf), "label 0 is inf"),
+        ((IMAGES, np.full(6, 0.5)), "all training images have the label 0.5"),
+        ((IMAGES, np.full((6, 2), 0.5)), r"labels of shape \(6, 2\) are not rows of 0 and 1"),
+        ((IMAGES, np.eye(2, dtype=int)[[0] * 6] + np.eye(2, dtype=int)[[0] * 6]), "are not rows of 0 and 1"),
+        ({"train": (IMAGES, np.ones((6, 2))), "test": (IMAGES, np.ones((6, 3)))}, "rows of other lengths in another"),
         ((IMAGES, np.ones((6, 2, 2))), r"labels of shape \(6, 2, 2\)"),
         ((IMAGES, np.array([None] * 6)), "labels of type object"),
         ((IMAGES, LABELS * 0), "all images are of one class"),
@@ -197,6 +200,24 @@ BAD = np.zeros((6, 5, 4))
 def test_refused(data, message: str):
     with pytest.raises(InputError, match=message):
         from_arrays(data)
+
+
+def test_rows_of_0_and_1_and_fractions():
+    rows = np.array([[1, 1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0], [1, 1, 1]])
+    source = from_arrays((IMAGES, rows.astype(float)))
+    assert (source.task, source.classes, source.labels.dtype) == ("multi-label", ("0", "1", "2"), np.uint8)
+    assert source.labels.tolist() == rows.tolist()
+    source = from_arrays({"train": (IMAGES, LABELS + 0.5), "test": (IMAGES, LABELS)})  # whole numbers in one split
+    assert (source.task, source.labels.dtype, source.labels.tolist()) == (
+        "regression",
+        np.float32,
+        [*(LABELS + 0.5).tolist(), *LABELS.tolist()],
+    )
+    assert from_arrays((IMAGES, np.eye(6)[[0, 1, 2, 3, 4, 5]]), "multi-label").labels.tolist() == np.eye(6).tolist()
+    with pytest.raises(InputError, match="label 0: has several classes or none; --set task=multi-label"):
+        from_arrays((IMAGES, rows), "single-label")
+    with pytest.raises(InputError, match=r"must be whole numbers or names; .*--set task=regression"):
+        from_arrays((IMAGES, LABELS + 0.5), "single-label")
 
 
 def test_refused_files(tmp_path: Path):

@@ -99,7 +99,8 @@ def test_what_is_no_regular_file_is_unreadable_and_read_by_nobody(flawed: Path):
     assert reasons["train/a/fifo.png"] == reasons["train/a/zero.png"] == "is not a regular file"
     assert "Too many levels of symbolic links" in reasons["train/a/circle.png"]
     assert source.files is not None
-    assert len(digest_files(source.files, memo=None)) == len(source)
+    files = [file for file in source.files if isinstance(file, Path)]
+    assert len(digest_files(files, memo=None)) == len(source)
 
 
 def test_nothing_is_changed(flawed: Path):

@@ -25,7 +25,7 @@ def listed(root: Path) -> dict[str, list[tuple[str, str]]]:
     source = recognise(root).read()
     assert source.files is not None
     pairs = [
-        (str(path.relative_to(root)), source.classes[label])
+        (str(path).removeprefix(f"{root}/"), source.classes[label])
         for path, label in zip(source.files, source.labels, strict=True)
     ]
     return {split: pairs[start:stop] for split, (start, stop) in source.splits.items()}

@@ -104,7 +104,6 @@ GOOD = [[0.0], [1.0]]
         (triples([[0.5], [3.0]], [0, 1]), "must be whole numbers"),
         ([[GOOD, [0, 1]], [[[9.0]], [0]], [GOOD, [0, 1]]], "valid: pixels run from 9 to 9 .* where 0..1 is expected"),
         (triples(GOOD, [0, -1]), "train: label 1: negative label -1"),
-        (triples(GOOD, [0, 0.5]), "must be whole numbers or names"),
         (triples(GOOD, [0, [1]]), "goes on after the third pair"),
         ("[[[[0.0],[1.0]],[0,1]],[[[0.0", "the file ends in the middle"),
         ("[[[[0.0],[1.0]],[0,1]]", "ends in the middle"),

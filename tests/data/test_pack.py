@@ -187,7 +187,7 @@ def test_other_content_labels_or_settings_make_another_pack(tmp_path):
     for changes in ({"size": 17}, {"channels": 1}, {"resize": "crop"}):
         folders.add(load(source, tmp_path / "cache", settings(**changes)).folder)
     assert source.files is not None
-    source.files[0].write_bytes(source.files[1].read_bytes())
+    Path(str(source.files[0])).write_bytes(source.files[1].read_bytes())
     folders.add(load(source, tmp_path / "cache").folder)
     source.labels[0] += 1
     folders.add(load(source, tmp_path / "cache").folder)
@@ -258,7 +258,7 @@ def test_a_pack_of_the_users_is_opened_if_it_fits(tmp_path):
 def spoil(source: Source, indices: list[int]) -> list[str]:
     assert source.files is not None
     for index in indices:
-        source.files[index].write_bytes(b"<html>not found</html>")
+        Path(str(source.files[index])).write_bytes(b"<html>not found</html>")
     return [f"{source.files[index]}: is HTML, not an image" for index in indices]
 
 

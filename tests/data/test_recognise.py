@@ -34,7 +34,7 @@ def test_real_data(shared_data: Path, name, kind, counts, classes, has_inputs):
     assert len(source.classes) == classes
     assert bool(found.inputs) == has_inputs
     if source.files is not None:
-        assert all(path.is_file() for path in source.files)
+        assert all(isinstance(path, Path) and path.is_file() for path in source.files)
 
 
 def test_real_caltech_has_its_class_names(shared_data: Path):
@@ -42,7 +42,8 @@ def test_real_caltech_has_its_class_names(shared_data: Path):
     assert source.files is not None
     # The files lie in folders named after the classes, which the reader does not look at.
     assert all(
-        path.parent.name == source.classes[label] for path, label in zip(source.files, source.labels, strict=True)
+        Path(str(path)).parent.name == source.classes[label]
+        for path, label in zip(source.files, source.labels, strict=True)
     )
 
 
@@ -76,8 +77,8 @@ def test_empty_folder_and_empty_file(tmp_path: Path):
         ("train/a.txt", "nothing recognisable; flatout reads a folder for each class"),
         ("train/a.png", "holds images but nothing that names their classes; sort them"),
         ("photo.png", "holds images but nothing that names their classes; sort them"),
-        ("photos.zip", r"holds the archive photos\.zip; unpack it"),
-        ("photos.tar.gz", r"holds the archive photos\.tar\.gz; unpack it"),
+        ("photos.zip", r"holds the archive photos\.zip; give its path, or unpack it"),
+        ("photos.tar.gz", r"holds the archive photos\.tar\.gz; give its path, or unpack it"),
     ],
 )
 def test_what_cannot_be_trained_on_is_named_with_the_way_out(tmp_path: Path, name: str, message: str):
@@ -90,7 +91,7 @@ def test_what_cannot_be_trained_on_is_named_with_the_way_out(tmp_path: Path, nam
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("a.zip", "is an archive; unpack it"), ("a.png", "is a single image"), ("a.bin", "nothing recognisable")],
+    [("a.rar", "is an archive; unpack it"), ("a.png", "is a single image"), ("a.bin", "nothing recognisable")],
 )
 def test_file_of_unknown_kind(tmp_path: Path, name: str, message: str):
     (tmp_path / name).write_text("x")

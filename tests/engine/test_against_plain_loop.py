@@ -136,12 +136,12 @@ def test_counts_are_of_every_sample_once(usual: Usual) -> None:
     assert [r.images for r in usual.progress.history] == [70, 70]
     assert usual.progress.images_trained == 140
     result = usual.evaluation
-    assert result.counts.count == 70
+    assert len(result.labels) == 70
     assert result.probabilities is not None
     assert result.probabilities.shape == (70, 5)
     right = int((result.probabilities.argmax(1) == make_samples().labels).sum())
-    assert result.counts.correct == right
-    assert usual.progress.history[-1].valid_accuracy == right / 70
+    assert result.metrics["correct"] == right
+    assert usual.progress.history[-1].metrics["valid_accuracy"] == right / 70
 
 
 @pytest.mark.parametrize("placement", ["device", "disk", pytest.param("memory", marks=pytest.mark.slow)])

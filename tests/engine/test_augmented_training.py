@@ -154,9 +154,9 @@ def test_the_average_is_evaluated_kept_and_continued(engine: str) -> None:
     for name, value in expected.items():
         if "num_batches" not in name:
             torch.testing.assert_close(found[f"ema.{name}"], value, rtol=2e-3, atol=5e-5)
-    assert placed.evaluate().counts.correct == right
+    assert placed.evaluate().metrics["correct"] == right
     second.restore(second.snapshot(weights_only=True))
-    assert placed.evaluate().counts.correct == right
+    assert placed.evaluate().metrics["correct"] == right
     assert not torch.allclose(found["model.8.weight"], found["ema.8.weight"], atol=1e-3)
     second.close()
 
@@ -166,7 +166,7 @@ def averaged(world: World, shard: str) -> dict[str, np.ndarray]:
     engine = TorchEngine(make_net(), recipe, world=world)
     placed = engine.place(make_samples())
     train(engine, world, recipe, {"train": placed}, Progress(), SILENT)
-    correct = placed.evaluate().counts.correct
+    correct = placed.evaluate().metrics["correct"]
     state = {name: value.numpy() for name, value in engine.state().items()}
     engine.close()
     return {**state, "correct": np.array(correct)}

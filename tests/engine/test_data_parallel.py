@@ -302,7 +302,7 @@ def evaluate_all(world: World) -> dict[str, tuple[int, int, float, np.ndarray]]:
         found = engine.place(make_samples(count)).evaluate(with_probabilities=True)
         engine.close()
         assert found.probabilities is not None
-        results[name] = (found.counts.correct, found.counts.count, found.counts.loss, found.probabilities)
+        results[name] = (found.metrics["correct"], len(found.labels), found.loss, found.probabilities)
     return results
 
 

@@ -1,5 +1,8 @@
 """The same bits on any number of CPU ranks and threads."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -42,6 +45,8 @@ def make_net(outputs: int = 5) -> nn.Module:
 RECIPES = {
     "momentum": {"optimizer.momentum": 0.9, "optimizer.lr": 0.05, "batch_size": 50},
     "adam, augmented": {"optimizer.name": "adam", "optimizer.lr": 0.01, "augment.flip": True, "augment.rotate": 9.0},
+    "several labels": {"task": "multi-label", "loss": "binary-cross-entropy", "optimizer.lr": 0.1, "batch_size": 37},
+    "numbers": {"task": "regression", "loss": "huber", "optimizer.lr": 0.05, "batch_size": 50},
     "binary": {"loss": "binary-cross-entropy", "optimizer.lr": 0.1, "batch_size": 37},
 }
 # Rows of 80 and 200 bytes, so that ranks begin at other places within a line of the cache.
@@ -51,8 +56,8 @@ NARROW = {"batch_size": 25, "image_size": 16, "optimizer.lr": 0.05}
 def trained(world: World) -> dict[str, State]:
     states = {}
     for name, changes in RECIPES.items():
-        binary = changes.get("loss") == "binary-cross-entropy"
-        states[name] = state_after(world, make_net(1 if binary else 5), 12, 2 if binary else 5, changes)
+        classes = 2 if name == "binary" else 5
+        states[name] = state_after(world, make_net(1 if name in ("binary", "numbers") else 5), 12, classes, changes)
     torch.manual_seed(3)
     states["narrow"] = state_after(world, FashionCNN(image_size=16), 16, 10, NARROW)
     return states
@@ -61,6 +66,10 @@ def trained(world: World) -> dict[str, State]:
 def state_after(world: World, net: nn.Module, size: int, classes: int, changes: dict[str, object]) -> State:
     samples = make_samples(count=200, size=size, classes=classes)
     recipe = make_recipe(**{"epochs": 2, "exact_sums": True, **changes})
+    if recipe.task == "multi-label":
+        samples = replace(samples, labels=(samples.labels[:, None] >= np.arange(classes)).astype(np.uint8))
+    elif recipe.task == "regression":
+        samples = replace(samples, labels=samples.labels.astype(np.float32) / 3)
     engine = TorchEngine(net, recipe, world=world)
     train(engine, world, recipe, {"train": engine.place(samples)}, Progress(), SILENT)
     state = engine.snapshot().tensors

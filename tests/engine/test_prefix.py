@@ -52,7 +52,7 @@ def test_evaluation_through_the_cache_is_the_same() -> None:
     for cache in (True, False):
         engine = TorchEngine(frozen_net(), make_recipe(), cache_prefix=cache)
         results.append(engine.place(make_samples()).evaluate(with_probabilities=True))
-    assert results[0].counts == results[1].counts
+    assert results[0].metrics == results[1].metrics
     np.testing.assert_array_equal(results[0].probabilities, results[1].probabilities)
 
 

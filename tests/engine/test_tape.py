@@ -43,7 +43,11 @@ def run(recipe: Recipe, net: nn.Module, *, record: bool, world: World | None = N
                 samples.labels[:] %= 2
             progress = Progress()
             train(engine, world or World(), recipe, {"train": engine.place(samples)}, progress, SILENT)
-            return engine.state(), [(r.train_loss, r.train_accuracy) for r in progress.history], accelerator.recorded
+            return (
+                engine.state(),
+                [(r.train_loss, r.metrics["train_accuracy"]) for r in progress.history],
+                accelerator.recorded,
+            )
         finally:
             engine.close()
 

@@ -87,9 +87,9 @@ def test_evaluation_counts_each_image_once(name: str, placement: str) -> None:
     for count in (101, 64, 8, 3):
         samples = make_samples(count)
         theirs, ours = (engine.place(samples).evaluate(with_probabilities=True) for engine in engines)
-        assert ours.counts.correct == theirs.counts.correct
-        assert ours.counts.count == theirs.counts.count == count
-        assert ours.counts.loss == pytest.approx(theirs.counts.loss, rel=1e-6)
+        assert ours.metrics["correct"] == theirs.metrics["correct"]
+        assert len(ours.labels) == len(theirs.labels) == count
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
         np.testing.assert_allclose(ours.probabilities, theirs.probabilities, atol=1e-6)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 

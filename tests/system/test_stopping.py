@@ -366,7 +366,7 @@ def test_more_epochs_continue_the_schedule_of_the_longer_run(
 
 
 def test_runs_and_checkpoints_without_todays_additions_are_read(data: Path, tmp_path: Path) -> None:
-    """The previous version wrote no facts of the data, no balanced accuracy, no losses by step, no predicted labels."""
+    """Earlier versions wrote no facts of the data, task, balanced accuracy, losses by step or predicted labels."""
     from flatout.models.weights import save_tensors
     from flatout.report.run_files import read_run
 
@@ -377,7 +377,11 @@ def test_runs_and_checkpoints_without_todays_additions_are_read(data: Path, tmp_
     del metadata["data"]
     progress = json.loads(metadata["progress"])
     del progress["step_losses"], progress["history"][0]["valid_balanced_accuracy"]
-    save_tensors(path, tensors, metadata | {"progress": json.dumps(progress)})
+    progress["counts"]["correct"] = progress["counts"].pop("metric_sum")
+    recipe = metadata["recipe"].replace('task = "single-label"\n', "")
+    assert recipe != metadata["recipe"]
+    save_tensors(path, tensors, metadata | {"progress": json.dumps(progress), "recipe": recipe})
+    (out / "recipe.toml").write_text(recipe)
     with np.load(out / "predictions.npz") as arrays:
         old = {name: arrays[name] for name in arrays if name != "predicted"}
         predicted = arrays["predicted"]

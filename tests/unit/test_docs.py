@@ -13,6 +13,7 @@ from PIL import Image
 
 from flatout import recipe
 from flatout.cli import main
+from flatout.data.recognise import FORMATS
 from flatout.jobs import builtin_jobs, load_job
 from flatout.parser import COMMANDS, parse
 from flatout.plan.chips import parse_topologies
@@ -100,6 +101,14 @@ def test_every_command_can_be_given(path: Path) -> None:
             assert re.fullmatch(r"auto|(\d+x)?(cpu|cuda|mps|tpu)(:\d+(,\d+)*)?", spec), command
         if getattr(args, "topology", None):
             parse_topologies(args.topology)
+
+
+def test_every_data_format_stands_in_the_table() -> None:
+    listed = set(
+        re.findall(r"^\| ([^|]+) \|", text_of(ROOT / "docs" / "data.md").partition("A folder is tried")[0], re.M)
+    )
+    kinds = {vars(module)[name] for module in FORMATS for name in vars(module) if name.endswith("KIND")}
+    assert listed - {"data", "---", "archive", "pack", "digits", "Python values"} == kinds
 
 
 def test_the_commands_of_the_first_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

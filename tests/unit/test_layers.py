@@ -12,8 +12,8 @@ import flatout
 ROOT = Path(flatout.__file__).parent
 # From the bottom to the top: a module imports from its own entry and from those to the left of it.
 LAYERS = (
-    *("errors", "host", "files", "settings", "console", "recipe", "jobs"),
-    *("numerics", "data", "models", "dist", "engine", "report", "run", "scale", "lr", "plan"),
+    *("errors", "host", "files", "settings", "console", "style", "recipe", "jobs"),
+    *("numerics", "data", "tasks", "models", "dist", "engine", "report", "run", "scale", "lr", "plan"),
     *("commands", "parser", "cli", "__main__"),
 )
 # Libraries that only some folders may use.

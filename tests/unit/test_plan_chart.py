@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from flatout import style
 from flatout.plan import chart
 from flatout.plan.text import lines_of
-from flatout.report import style
 
 
 def estimate() -> dict[str, Any]:

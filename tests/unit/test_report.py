@@ -13,13 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flatout import style
 from flatout.cli import main
 from flatout.console import duration
 from flatout.errors import InputError
 from flatout.recipe import Augment, Optimizer, Recipe, Schedule
-from flatout.report import pictures, style
+from flatout.report import pictures
 from flatout.report.page import TIME_PARTS, draw_all
 from flatout.report.verdict import verdict
+from flatout.tasks import single_label
+from flatout.tasks.single_label import SingleLabel
 
 RECIPE = Recipe(
     job="sample", model="cnn", image_size=28, channels=1, epochs=4, batch_size=64, optimizer=Optimizer(lr=0.05)
@@ -89,8 +92,8 @@ def replace_predictions(run: Path, **changes: Any) -> None:
 @pytest.fixture
 def page_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the PNG files out: they take seconds, and the page has pictures of its own."""
-    for name in ("draw_curves", "draw_predictions", "draw_confusion"):
-        monkeypatch.setattr(pictures, name, lambda path, *args: path.write_bytes(b"\x89PNG\r\n\x1a\n"))
+    for module, name in ((pictures, "draw_curves"), (pictures, "draw_predictions"), (single_label, "draw_confusion")):
+        monkeypatch.setattr(module, name, lambda path, *args: path.write_bytes(b"\x89PNG\r\n\x1a\n"))
 
 
 class Page(HTMLParser):
@@ -200,7 +203,9 @@ def test_class_table_is_worst_first_and_short(tmp_path: Path):
 def test_prediction_titles_are_blue_where_right_and_red_where_wrong(tmp_path: Path, size: int, channels: int):
     images = np.full((2, size, size, channels), 128, np.uint8)
     for name, predicted in (("right", [0, 1]), ("wrong", [1, -1])):
-        pictures.draw_predictions(tmp_path / f"{name}.png", images, [0, 1], predicted, ["cat", "dog"])
+        pictures.draw_predictions(
+            tmp_path / f"{name}.png", images, np.array([0, 1]), np.array(predicted), ["cat", "dog"], SingleLabel()
+        )
     right, wrong = pixels(tmp_path / "right.png"), pixels(tmp_path / "wrong.png")
     assert blue_and_red(right)[0] > 50
     assert blue_and_red(right)[1] == 0
@@ -211,7 +216,7 @@ def test_prediction_titles_are_blue_where_right_and_red_where_wrong(tmp_path: Pa
 
 def test_tiny_images_are_enlarged_by_whole_pixels(tmp_path: Path):
     board = (np.indices((8, 8)).sum(0) % 2 * 255).astype(np.uint8)[None, :, :, None]
-    pictures.draw_predictions(tmp_path / "p.png", board, [0], [0], ["a", "b"])
+    pictures.draw_predictions(tmp_path / "p.png", board, np.array([0]), np.array([0]), ["a", "b"], SingleLabel())
     row = pixels(tmp_path / "p.png")
     picture = row[row.shape[0] // 2 :, : row.shape[1] // 5].mean(axis=-1)
     assert np.isin(picture, (0, 255)).mean() > 0.97  # no grey between the fields
@@ -220,7 +225,7 @@ def test_tiny_images_are_enlarged_by_whole_pixels(tmp_path: Path):
 def test_long_titles_stay_in_their_columns(tmp_path: Path):
     names = ["W" * 60, "狗" * 40]
     images = np.zeros((25, 8, 8, 1), np.uint8)
-    pictures.draw_predictions(tmp_path / "p.png", images, [0] * 25, [1] * 25, names)
+    pictures.draw_predictions(tmp_path / "p.png", images, np.zeros(25, int), np.ones(25, int), names, SingleLabel())
     image = pixels(tmp_path / "p.png")
     width = image.shape[1]
     for column in range(1, 5):
@@ -240,10 +245,10 @@ def test_shorten_keeps_both_ends():
 def test_confusion_shows_right_in_blue_and_wrong_in_red(tmp_path: Path, count: int):
     classes = [f"a rather long name {i}" for i in range(count)]
     path = tmp_path / "c.png"
-    pictures.draw_confusion(path, np.eye(count, dtype=int) * 5, classes)
+    single_label.draw_confusion(path, np.eye(count, dtype=int) * 5, classes)
     assert coloured(pixels(path), style.RIGHT) > 500
     assert coloured(pixels(path), style.WRONG) == 0
-    pictures.draw_confusion(path, np.roll(np.eye(count, dtype=int), 1, axis=1) * 5, classes)
+    single_label.draw_confusion(path, np.roll(np.eye(count, dtype=int), 1, axis=1) * 5, classes)
     assert coloured(pixels(path), style.WRONG) > 500
     assert coloured(pixels(path), style.RIGHT) == 0
     assert path.stat().st_size < 400_000

@@ -52,6 +52,11 @@ def load_pack(data: DataRef | Source, settings: PackSettings, *, cache: Path | N
             return _in_memory(data, settings)
     if cache is not None:
         key = _key(data, settings, cache / "digests", report)
+        if isinstance(data, DataRef) and data.task != "auto":
+            # The pack of a run whose recipe left the task to the data.
+            usual = cache / "packs" / _key(replace(data, task="auto"), settings, cache / "digests", report)
+            if (pack := _open_cached(usual, report)) and pack.task == data.task:
+                key = usual.name
         try:
             return _from_cache(key, data, settings, cache, report)
         except _NotWritable as error:
@@ -69,7 +74,7 @@ def build_pack(data: DataRef | Source, settings: PackSettings, folder: Path, rep
         raise InputError(f"{data.path}: is a pack already; give the data that it was made from")
     _refuse_existing(folder)
     source = data if isinstance(data, Source) else data.read()
-    key = _key(source, settings, None, report)
+    key = _key(data if isinstance(data, DataRef) and data.inputs else source, settings, None, report)
     with _building(folder, report):
         _refuse_existing(folder)
         try:
@@ -109,6 +114,7 @@ def _in_memory(source: Source, settings: PackSettings) -> Pack:
         folder=None,
         images=images,
         labels=source.labels,
+        task=source.task,
         classes=source.classes,
         splits=source.splits,
         resize=settings.resize,
@@ -156,11 +162,15 @@ def _key(data: DataRef | Source, settings: PackSettings, memo: Path | None, repo
     wanted.append(RESIZE_METHOD)
     parts = [json.dumps(wanted).encode()]
     if isinstance(data, DataRef):
-        parts.append(json.dumps([data.kind, __version__, *(path.name for path in data.inputs)]).encode())
+        task = [] if data.task == "auto" else [data.task]
+        names = [path.name for path in data.inputs]
+        parts.append(json.dumps([data.kind, __version__, data.options, *task, *names]).encode())
         return combined_digest([*parts, *digest_files(data.inputs, memo=memo, report=report)])
     parts += [data.labels.tobytes(), json.dumps([data.classes, data.splits]).encode()]
     if data.images is None:
-        return combined_digest([*parts, *digest_files(data.files or (), memo=memo, report=report)])
+        files = [file for file in data.files or () if isinstance(file, Path)]
+        assert len(files) == len(data), "the data of containers is found by their content"
+        return combined_digest([*parts, *digest_files(files, memo=memo, report=report)])
     about = f"{data.images.dtype}{data.images.shape}".encode()
     return combined_digest(chain([*parts, about], map(np.ndarray.tobytes, data.images)))
 
@@ -273,6 +283,7 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
             "bits": bits,
             "resize": settings.resize,
             "resize_method": RESIZE_METHOD,
+            "task": kept.task,
             "classes": list(kept.classes),
             "splits": kept.splits,
             "notes": list(kept.notes),

@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median_low
 from typing import Any
 
+from flatout.data.members import Encoded
 from flatout.data.source import Source, describe
 from flatout.files import printable
 from flatout.host import usable_cores
@@ -21,7 +21,7 @@ _DECODED_SIZE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One image of the data set: its file, or split[index] for arrays."""
+    """One image of the data set: its file, or split[index] for arrays; `class_name` is its label in words."""
 
     name: str
     split: str
@@ -50,7 +50,9 @@ class CheckResult:
     """The result of `check`; `kind`, `path` and `notes` as in `Source`.
 
     Attributes:
-        counts: split -> class -> number of images.
+        images: split -> number of images.
+        counts: split -> class -> number of images; without classes in regression.
+        numbers: split -> smallest, median and largest label of a regression; empty otherwise.
         widths, heights: of the readable images; None without any.
         shapes: height x width, such as 480x640 -> number of images.
         modes: Pillow's mode (L, RGB, CMYK and so on), or bands and their type (5 x uint16) -> number of images.
@@ -61,6 +63,9 @@ class CheckResult:
 
     kind: str
     path: str | None
+    task: str
+    images: dict[str, int]
+    numbers: dict[str, tuple[float, float, float]]
     counts: dict[str, dict[str, int]]
     widths: Sizes | None
     heights: Sizes | None
@@ -79,16 +84,19 @@ class CheckResult:
     def lines(self) -> list[str]:
         """Return everything as lines of text; long lists are cut, with a count."""
         classes = tuple(next(iter(self.counts.values())))
-        spans = {split: (0, sum(counts.values())) for split, counts in self.counts.items()}
-        lines = [describe(self.kind, classes, spans), *(f"note: {note}" for note in self.notes)]
+        spans = {split: (0, count) for split, count in self.images.items()}
+        lines = [describe(self.kind, classes, spans, self.task), *(f"note: {note}" for note in self.notes)]
         shown = classes[:_LISTED]
-        width = max(len(name) for name in ("class", *shown))
-        lines.append(f"{'class':{width}}" + "".join(f"{split:>10}" for split in self.counts))
-        lines += [f"{name:{width}}" + "".join(f"{n[name]:>10,}" for n in self.counts.values()) for name in shown]
-        if len(classes) > len(shown):
-            lines.append(f"and {len(classes) - len(shown):,} more classes")
-        for split, counts in self.counts.items():
-            lines.append(f"images per class in {split}: {min(counts.values()):,} to {max(counts.values()):,}")
+        if shown:
+            width = max(len(name) for name in ("class", *shown))
+            lines.append(f"{'class':{width}}" + "".join(f"{split:>10}" for split in self.counts))
+            lines += [f"{name:{width}}" + "".join(f"{n[name]:>10,}" for n in self.counts.values()) for name in shown]
+            if len(classes) > len(shown):
+                lines.append(f"and {len(classes) - len(shown):,} more classes")
+            for split, counts in self.counts.items():
+                lines.append(f"images per class in {split}: {min(counts.values()):,} to {max(counts.values()):,}")
+        for split, (smallest, median, largest) in self.numbers.items():
+            lines.append(f"labels in {split}: {smallest:g} to {largest:g}, median {median:g}")
         for name, sizes in (("width: ", self.widths), ("height:", self.heights)):
             if sizes:
                 lines.append(f"{name} {sizes.smallest} to {sizes.largest} pixels, median {sizes.median}")
@@ -101,7 +109,7 @@ class CheckResult:
         for title, groups in (
             ("groups of identical images", self.duplicates),
             ("identical images in more than one split", self.across_splits),
-            ("identical images with different classes", self.conflicts),
+            (f"identical images with different {'classes' if classes else 'labels'}", self.conflicts),
         ):
             sections[title] = [" = ".join(f"{s.name} ({s.split}, {s.class_name})" for s in group) for group in groups]
         for title, items in sections.items():
@@ -143,6 +151,9 @@ def check(source: Source) -> CheckResult:
     return CheckResult(
         kind=source.kind,
         path=str(source.path) if source.path is not None else None,
+        task=source.task,
+        images={split: stop - start for split, (start, stop) in source.splits.items()},
+        numbers=_numbers(source) if source.task == "regression" else {},
         counts={split: source.class_counts(split) for split in source.splits},
         widths=_sizes([look.width for look in readable]),
         heights=_sizes([look.height for look in readable]),
@@ -156,7 +167,7 @@ def check(source: Source) -> CheckResult:
     )
 
 
-def _look_at(path: Path) -> _Look | str:
+def _look_at(path: Encoded) -> _Look | str:
     """Return what is known of an image file, or the reason why it is unreadable."""
     from flatout.data.decode import BadImage, decode_image, read_file, read_header
 
@@ -180,7 +191,22 @@ def _samples(source: Source) -> Iterator[Sample]:
             name = f"{split}[{i - start}]"
             if source.files is not None:
                 name = printable(str(source.files[i]).removeprefix(f"{folder}{os.sep}"))
-            yield Sample(name=name, split=split, class_name=source.classes[source.labels[i]])
+            yield Sample(name=name, split=split, class_name=_in_words(source, i))
+
+
+def _in_words(source: Source, index: int) -> str:
+    """Return the label of an image."""
+    label = source.labels[index]
+    if source.task == "regression":
+        return f"{label:g}"
+    if source.task == "multi-label":
+        return "|".join(source.classes[i] for i in label.nonzero()[0]) or "none"
+    return source.classes[label]
+
+
+def _numbers(source: Source) -> dict[str, tuple[float, float, float]]:
+    parts = {split: sorted(source.labels[start:stop].tolist()) for split, (start, stop) in source.splits.items()}
+    return {split: (values[0], median_low(values), values[-1]) for split, values in parts.items()}
 
 
 def _sizes(values: list[int]) -> Sizes | None:

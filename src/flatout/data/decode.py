@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from flatout.data.bands import BadImage
 from flatout.data.pixels import with_bits
 from flatout.errors import InputError
 from flatout.settings import Size, sides
+
+if TYPE_CHECKING:
+    from flatout.data.members import Encoded
 
 # The exact method, part of every pack. Change it whenever a pixel can change.
 RESIZE_METHOD = (
@@ -87,11 +90,11 @@ class ImageHeader:
     bits: int
 
 
-def decode_image(path: Path | bytes, *, size: Size, channels: int, resize: str, bits: int = 8) -> np.ndarray:
+def decode_image(path: "Encoded | bytes", *, size: Size, channels: int, resize: str, bits: int = 8) -> np.ndarray:
     """Return the image in `path` as uint8 [height, width, channels], or uint16.
 
     Args:
-        path: the file, or its bytes; the content decides the format, not the name.
+        path: the file or part of a container, or its bytes; the content decides the format, not the name.
         size: height and width of the result, in pixels.
         channels: 1 (ITU-R 601 luma), 3 (RGB), 4 (RGBA), or the number of bands that the file has.
         resize: "squash" (to the shape of the result); "crop" (the largest centred part of that shape, then resized; the
@@ -113,13 +116,17 @@ def decode_image(path: Path | bytes, *, size: Size, channels: int, resize: str, 
     return image if image is not None else _decode_with_pillow(data, target)
 
 
-def read_header(path: Path | bytes) -> ImageHeader:
-    """Return the header of an image file (or its bytes), without decoding the image.
+def read_header(path: "Encoded | bytes") -> ImageHeader:
+    """Return the header of an image file, a part of a container, or bytes, without decoding the image.
 
     Raises:
         BadImage: the file cannot be read, is no image, or too large.
     """
-    start = path[:512] if isinstance(path, bytes) else read_file(path, length=512)
+    if isinstance(path, Path):
+        start = read_file(path, length=512)
+    else:
+        path = path if isinstance(path, bytes) else read_file(path)
+        start = path[:512]
     with io.BytesIO(path) if isinstance(path, bytes) else path.open("rb") as file, _STRICT_PILLOW:
         found = bands.read_header(file, start)
         if found and (not found.is_picture or found.type.itemsize == 2):
@@ -137,7 +144,7 @@ def read_header(path: Path | bytes) -> ImageHeader:
             return ImageHeader(width=width, height=height, mode=image.mode, channels=1 if is_grey else 3, bits=bits)
 
 
-def read_headers(paths: Sequence[Path]) -> list[ImageHeader]:
+def read_headers(paths: "Sequence[Encoded]") -> list[ImageHeader]:
     """Return the headers of up to `SAMPLED` files, spread evenly; those that cannot be read are left out."""
     headers = []
     for position in np.unique(np.linspace(0, len(paths) - 1, min(len(paths), SAMPLED)).astype(int)):
@@ -163,20 +170,23 @@ def max_pixels() -> int:
     return int(text or MAX_PIXELS)
 
 
-def read_file(path: Path, length: int = -1) -> bytes:
-    """Return a file's first `length` bytes, or all of them.
+def read_file(path: "Encoded", length: int = -1) -> bytes:
+    """Return the first `length` bytes of a file, or all of a file or a part of a container.
 
     Raises:
         BadImage: it cannot be read, is empty, too large or no regular file.
     """
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a FIFO would block, a device never end
-            raise BadImage("is not a regular file")
-        if status.st_size > MAX_FILE_BYTES:
-            raise BadImage(f"has {status.st_size:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
-        with path.open("rb", buffering=0) as file:
-            data = file.read(length)
+        if isinstance(path, Path):
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):  # a FIFO would block, a device never end
+                raise BadImage("is not a regular file")
+            if status.st_size > MAX_FILE_BYTES:
+                raise BadImage(f"has {status.st_size:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
+            with path.open("rb", buffering=0) as file:
+                data = file.read(length)
+        else:
+            data = path.read_bytes()
     except OSError as error:
         raise BadImage(f"cannot be read: {error.strerror}") from None
     if not data:

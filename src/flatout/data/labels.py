@@ -1,7 +1,16 @@
-"""Labels of every kind (numbers, names, one-hot rows) as class names and indices into them."""
+"""Labels of every kind (numbers, names, rows of 0 and 1) as those of a task.
+
+| task | labels |
+|---|---|
+| single-label | int64 [N], indices into the class names |
+| multi-label | uint8 [N, K], 1 where a class is present |
+| regression | float32 [N] |
+"""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +21,34 @@ from flatout.errors import InputError
 LISTED = 10
 CLASS_LIST_NAME = "classes.txt"
 _NUMBER = re.compile(r"(-?(?:0|[1-9]\d{0,17}))(?:\.0+)?", re.ASCII)
-_DECIMAL = re.compile(r"[-+]?\d*\.?\d+([eE][-+]?\d+)?", re.ASCII)
+_ID_AND_NAME = re.compile(r"([^\s:]+)(?::|\s)\s*(\S.*)")
+_DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 # Below this many, different labels are taken for classes, whatever they look like.
 _FEW = 20
+# What separates several labels in one text, in the order in which they are tried.
+_MARKS = "|;, "
+# Sentences that end messages about labels that could be of several tasks.
+_ARE_CLASSES = "if these are classes, list them in a file, one per line: --set data.classes=FILE"
+_ARE_NUMBERS = "if they are numbers to predict: --set task=regression"
+
+Locate = Callable[[int], str]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Labels:
+    """Labels as a pack has them: a task, its class names (none in regression), values, and notes for the user."""
+
+    task: str
+    classes: tuple[str, ...]
+    values: np.ndarray
+    notes: tuple[str, ...] = ()
+
+
+def count_classes(labels: np.ndarray, classes: int) -> np.ndarray:
+    """Return the images of each class, int64 [classes], for labels of any task."""
+    if labels.ndim == 2:
+        return labels.sum(axis=0, dtype=np.int64)
+    return np.bincount(labels, minlength=classes) if labels.dtype.kind == "i" else np.zeros(classes, np.int64)
 
 
 def first_few(items: Iterable[str], limit: int = LISTED) -> str:
@@ -38,6 +72,11 @@ def find_class_list(given: str, folder: Path) -> Path | None:
     return None
 
 
+def find_class_list_beside(folder: Path, names: Iterable[str]) -> Path | None:
+    """Return the first file of these names in a folder, or None."""
+    return next((path for name in names if (path := folder / name).is_file()), None)
+
+
 def read_class_list(path: Path) -> tuple[str, ...]:
     """Return the class names of a text file, one per line; the first is class 0.
 
@@ -45,7 +84,7 @@ def read_class_list(path: Path) -> tuple[str, ...]:
         InputError: the file cannot be read, is empty, or has a blank line or the same name twice.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").rstrip().splitlines()
+        lines = path.read_bytes().decode("utf-8-sig").rstrip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as a class list: {error}") from None
     names: dict[str, int] = {}
@@ -61,11 +100,25 @@ def read_class_list(path: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
+def split_ids(lines: tuple[str, ...], used: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what the data calls the classes of a class list, and their names.
+
+    Both are the lines, unless every line is an id and a name (`n01440764 tench`, `0:daisy`) and the labels in use are
+    ids. Two classes of one name get their ids too.
+    """
+    matches = [match for line in lines if (match := _ID_AND_NAME.fullmatch(line))]
+    ids = tuple(match[1] for match in matches)
+    if len(set(ids)) < len(lines) or set(lines).issuperset(used) or not set(ids).issuperset(used):
+        return lines, lines
+    counts = Counter(match[2] for match in matches)
+    return ids, tuple(match[2] if counts[match[2]] == 1 else f"{match[2]} ({match[1]})" for match in matches)
+
+
 def flat_labels(labels: Any, where: object) -> np.ndarray:
-    """Return labels as one int64 or text array [N], from [N], [N, 1] or one-hot [N, K] rows.
+    """Return labels as one array: int64, float64 or text [N], or rows of 0 and 1, uint8 [N, K]; from those or [N, 1].
 
     Raises:
-        InputError: the labels have another shape or type, or are not whole numbers.
+        InputError: the labels have another shape or type, or are not finite.
     """
     try:
         labels = np.asarray(labels)
@@ -81,33 +134,146 @@ def flat_labels(labels: Any, where: object) -> np.ndarray:
         raise InputError(f"{where}: labels of type {labels.dtype}; give numbers or text")
     if labels.ndim == 2:
         if not np.isin(labels, (0, 1)).all():
-            raise InputError(f"{where}: labels of shape {labels.shape} are not one-hot rows; give one label per image")
-        if not (labels.sum(axis=1) == 1).all():
             raise InputError(
-                f"{where}: rows of labels of shape {labels.shape} are not one-hot: they have several classes or none; "
-                "multi-label data is not supported, give one label per image"
+                f"{where}: labels of shape {labels.shape} are not rows of 0 and 1; give one label per image, or a "
+                "column for each class with 1 where it is present"
             )
-        return labels.argmax(axis=1).astype(np.int64)
+        return labels.astype(np.uint8)
     if labels.ndim != 1:
         raise InputError(f"{where}: labels of shape {labels.shape}; give one label per image")
-    whole = labels.astype(np.int64) if np.isfinite(labels).all() else None
-    if whole is None or not np.array_equal(whole, labels):
-        raise InputError(f"{where}: labels must be whole numbers or names; regression is not supported")
-    return whole
+    if bad := np.flatnonzero(~np.isfinite(labels)).tolist():
+        raise InputError(first_few([f"{where}: label {i} is {labels[i]}; labels must be finite" for i in bad]))
+    whole = labels.astype(np.int64)
+    return whole if np.array_equal(whole, labels) else labels.astype(np.float64)
+
+
+def interpret(labels: np.ndarray, names: tuple[str, ...] | None, locate: Locate, subject: str, task: str) -> Labels:
+    """Return `flat_labels` of all splits as the labels of a task.
+
+    Args:
+        labels: all splits'.
+        names: class names if they are known; a label is then one of them or a position among them, counted from 0.
+        locate, subject: `locate(index)` ("labels.csv: line 7") and `subject` ("labels.csv: column 'price'") begin
+            messages about one label and about all.
+        task: a task's name; auto for the one that the labels show.
+
+    Raises:
+        InputError: a label is unknown, negative, empty or not of the task (ten are listed), or it is unclear what the
+            labels are.
+    """
+    if task == "auto":
+        task = _shown(labels, names, locate, subject)
+    if task == "regression":
+        return Labels(task=task, classes=(), values=_numbers(labels, locate, subject))
+    if task == "multi-label":
+        return _several(labels, names, locate)
+    if labels.ndim == 2:
+        if wrong := np.flatnonzero(labels.sum(axis=1) != 1).tolist():
+            need = "has several classes or none; --set task=multi-label permits that"
+            raise InputError(first_few([f"{locate(i)}: {need}" for i in wrong]))
+        labels, names = labels.argmax(axis=1).astype(np.int64), names or tuple(map(str, range(labels.shape[1])))
+    if labels.dtype.kind == "f":
+        raise InputError(f"{subject}: labels of classes must be whole numbers or names; {_ARE_NUMBERS}")
+    classes, indices, notes = index_labels(labels, names, locate)
+    return Labels(task=task, classes=classes, values=indices, notes=notes)
+
+
+def _shown(labels: np.ndarray, names: tuple[str, ...] | None, locate: Locate, subject: str) -> str:
+    """Return the task that labels show.
+
+    Raises:
+        InputError: they could be of several.
+    """
+    if labels.ndim == 2:
+        return "single-label" if (labels.sum(axis=1) == 1).all() else "multi-label"
+    if labels.dtype.kind == "f":
+        return "regression"
+    texts = list(map(str, np.unique(labels).tolist()))
+    if names is not None:
+        parts = {part for text in texts if text not in names for part in split_labels(text, _MARKS)}
+        return "multi-label" if len(parts) > 1 and parts <= set(names) else "single-label"
+    count = len(labels)
+    if len(texts) <= _FEW and 2 * len(texts) <= count and not any(mark in text for text in texts for mark in _MARKS):
+        return "single-label"
+    numbers = [float(text) for text in texts if _DECIMAL.fullmatch(text)]
+    if 2 * len(numbers) > len(texts) and len(numbers) > 2 and (len(texts) > _FEW or 2 * len(texts) > count):
+        if any(value != int(value) for value in numbers):
+            return "regression"  # a text among the numbers is refused there
+        # Numbers of classes are dense, or have many images each.
+        if len(texts) > _FEW and max(numbers) - min(numbers) > 2 * len(texts) and count < 10 * len(texts):
+            raise InputError(
+                f"{subject}: holds {len(texts):,} different numbers for {count:,} images, such as "
+                f"{', '.join(texts[:3])}: measurements or classes? {_ARE_NUMBERS}; {_ARE_CLASSES}"
+            )
+    mark, is_sure = _separator(texts)
+    if is_sure:
+        return "multi-label"
+    if mark:
+        example = next(text for text in texts if mark in text)
+        raise InputError(
+            f"{subject}: has several labels in one, such as {example!r}, or names with {mark!r} in them: "
+            f"--set task=multi-label or --set task=single-label decides; {_ARE_CLASSES}"
+        )
+    if len(texts) > _FEW and 2 * len(texts) > count:
+        fix = f"{_ARE_NUMBERS}; {_ARE_CLASSES}" if len(numbers) == len(texts) else _ARE_CLASSES
+        raise InputError(f"{subject}: holds {len(texts):,} different labels for {count:,} images; {fix}")
+    return "single-label"
+
+
+def _numbers(labels: np.ndarray, locate: Locate, subject: str) -> np.ndarray:
+    """Return measurements, float32 [N]."""
+    if labels.ndim == 2:
+        raise InputError(f"{subject}: several columns of labels; a regression takes one number for each image")
+    if labels.dtype.kind == "U":
+        is_number = {text: bool(_DECIMAL.fullmatch(text)) for text in np.unique(labels).tolist()}
+        _refuse(locate, labels, np.array([not is_number[text] for text in labels.tolist()]), "not a number:")
+        labels = labels.astype(np.float64)
+    with np.errstate(over="ignore"):
+        values = labels.astype(np.float32)
+    _refuse(locate, labels, ~np.isfinite(values), "too large a number:")
+    return values
+
+
+def _several(labels: np.ndarray, names: tuple[str, ...] | None, locate: Locate) -> Labels:
+    """Return labels of any number of classes for each image."""
+    if labels.ndim == 2:
+        if names is not None and len(names) != labels.shape[1]:
+            raise InputError(f"{locate(0)}: has {labels.shape[1]} columns for {len(names)} classes; make them equal")
+        classes = names or tuple(map(str, range(labels.shape[1])))
+        return Labels(task="multi-label", classes=classes, values=labels)
+    if labels.dtype.kind == "f":
+        raise InputError(f"{locate(0)}: labels with fractions are not classes; {_ARE_NUMBERS}")
+    texts = list(map(str, labels.tolist()))
+    whole = set(names or ())
+    marks = next((mark for mark in _MARKS if any(mark in text for text in texts if text not in whole)), "")
+    rows = [[text] if text in whole else split_labels(text, marks) for text in texts]
+    owners = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    flat = np.array([part for row in rows for part in row])
+    if not len(flat):
+        raise InputError(f"{locate(0)}: no image has a label")
+    classes, indices, notes = index_labels(flat, names, lambda i: locate(int(owners[i])))
+    values = np.zeros((len(rows), len(classes)), np.uint8)
+    values[owners, indices] = 1
+    return Labels(task="multi-label", classes=classes, values=values, notes=notes)
+
+
+def split_labels(text: str, marks: str) -> list[str]:
+    """Return the labels in one text, separated by the first of the marks that is in it; empty ones are left out."""
+    mark = next((mark for mark in marks if mark in text), None)
+    return [part.strip() for part in text.split(mark) if part.strip()] if mark else [text] if text else []
 
 
 def index_labels(
-    labels: np.ndarray, names: tuple[str, ...] | None, locate: Callable[[int], str], subject: str
+    labels: np.ndarray, names: tuple[str, ...] | None, locate: Locate
 ) -> tuple[tuple[str, ...], np.ndarray, tuple[str, ...]]:
     """Return class names, indices int64 [N] and notes for the user, for int64 or text labels [N].
 
     With class names, a label is one of them or a position among them, counted from 0. Without, texts are sorted;
     numbers that start at 0 with fewer gaps than classes stay as they are, so that output k of a model is label k; other
-    numbers are sorted and renumbered from 0. `locate(index)` ("labels.csv: line 7") and `subject` ("labels.csv: column
-    'price'") begin messages about one label and about all.
+    numbers are sorted and renumbered from 0.
 
     Raises:
-        InputError: a label is unknown, negative or empty (ten are listed), or the labels are not classes.
+        InputError: a label is unknown, negative or empty (ten are listed).
     """
     if labels.dtype.kind == "U":
         texts, inverse = np.unique(labels, return_inverse=True)
@@ -116,7 +282,6 @@ def index_labels(
         if not unknown or not all(numbers):
             _refuse(locate, labels, labels == "", "empty label")
             if names is None:
-                _refuse_no_classes(texts.tolist(), len(labels), subject)
                 return tuple(texts.tolist()), inverse.astype(np.int64), ()
             _refuse(locate, labels, np.isin(labels, unknown), "label not in the class list:")
             table = np.array([names.index(text) for text in texts.tolist()], dtype=np.int64)
@@ -128,7 +293,6 @@ def index_labels(
         _refuse(locate, labels, labels >= len(names), need)
         return names, labels, ()
     used, inverse = np.unique(labels, return_inverse=True)
-    _refuse_no_classes(list(map(str, used.tolist())), len(labels), subject)
     if used[0] == 0 and used[-1] < 2 * len(used):
         gaps = sorted(set(range(int(used[-1]) + 1)) - set(used.tolist()))
         notes = (f"no image has label {', '.join(map(str, gaps))}",) if gaps else ()
@@ -137,42 +301,25 @@ def index_labels(
     return tuple(map(str, used.tolist())), inverse.astype(np.int64), notes
 
 
-def _refuse(locate: Callable[[int], str], labels: np.ndarray, wrong: np.ndarray, what: str) -> None:
+def _refuse(locate: Locate, labels: np.ndarray, wrong: np.ndarray, what: str) -> None:
     if places := np.flatnonzero(wrong).tolist():
         raise InputError(first_few([f"{locate(i)}: {what} {labels[i]}".rstrip() for i in places]))
 
 
-def _refuse_no_classes(texts: list[str], count: int, subject: str) -> None:
-    """Refuse measurements, several labels in one, and names of single images: they would train as classes."""
-    if len(texts) <= _FEW and not any(mark in text for text in texts for mark in "|;, "):
-        return
-    way_out = "if these are classes, list them in a file, one per line: --set data.classes=FILE"
-    if len(texts) > _FEW and all(_DECIMAL.fullmatch(text) for text in texts):
-        values = [float(text) for text in texts]
-        is_fraction = any(value != int(value) for value in values)
-        # Numbers of classes are dense, or have many images each.
-        if is_fraction or (max(values) - min(values) > 2 * len(texts) and count < 10 * len(texts)):
-            raise InputError(
-                f"{subject}: holds {len(texts):,} different numbers for {count:,} images, such as "
-                f"{', '.join(texts[:3])}: measurements, not classes; regression is not supported; {way_out}"
-            )
-    if mark := _separator(texts):
-        example = next(text for text in texts if mark in text)
-        raise InputError(
-            f"{subject}: has several labels in one, such as {example!r}; multi-label data is not supported, give one "
-            f"label per image; {way_out}"
-        )
-    if len(texts) > _FEW and 2 * len(texts) > count:
-        raise InputError(f"{subject}: holds {len(texts):,} different labels for {count:,} images; {way_out}")
+def _separator(texts: list[str]) -> tuple[str, bool]:
+    """Return what separates several labels in one text, or "", and whether that is sure.
 
-
-def _separator(texts: list[str]) -> str | None:
-    """Return what separates several labels in one text; names may hold spaces and commas, so that alone is no sign."""
+    Names may hold any of them, so it is a sign only where the parts of a text are labels themselves, where few parts
+    make up many texts, or where texts with a bar have parts in common. Spaces and commas are a sure one only where few
+    parts make up many texts.
+    """
     known = set(texts)
-    for mark in "|;, ":
-        joined = [[part.strip() for part in text.split(mark)] for text in texts if mark in text]
+    for mark in _MARKS:
+        joined = [split_labels(text, mark) for text in texts if mark in text]
         parts = {part for text in joined for part in text}
-        are_labels = sum(known.issuperset(text) for text in joined)
-        if joined and (are_labels or (len(joined) >= 3 and 2 * len(parts) < len(joined))):
-            return mark
-    return None
+        is_shared = len(joined) >= 3 and 2 * len(parts) < len(joined)
+        are_labels = any(text and known.issuperset(text) for text in joined)
+        has_common = mark == "|" and len(parts) < sum(len(set(text)) for text in joined)
+        if is_shared or are_labels or has_common:
+            return mark, is_shared or mark in "|;"
+    return "", False

@@ -11,7 +11,7 @@ from flatout.data.cache import cache_folder
 from flatout.data.feed import Samples
 from flatout.data.pack import Pack, PackSettings, Progress
 from flatout.data.source import DataRef, Source
-from flatout.data.splits import SPLITS, stratified_split
+from flatout.data.splits import SPLITS, split_by_labels
 from flatout.errors import InputError
 from flatout.recipe import Data, Recipe
 from flatout.settings import one_or_both
@@ -21,15 +21,15 @@ MEASURED_IMAGES = 5000
 MEASURED_BYTES_AT_ONCE = 2**24
 
 
-def find(data: Any, options: Data | None = None) -> DataRef | Source:
-    """Recognise a path, or read arrays or torch data sets given in Python.
+def find(data: Any, options: Data | None = None, task: str = "auto") -> DataRef | Source:
+    """Recognise a path, or read arrays or torch data sets given in Python; `task` as in a recipe.
 
     Raises:
         InputError: nothing is there, or it is nothing that can be trained on.
     """
     from flatout.data.recognise import from_python, recognise
 
-    return recognise(Path(data), options) if isinstance(data, str | Path) else from_python(data)
+    return recognise(Path(data), options, task) if isinstance(data, str | Path) else from_python(data, task)
 
 
 def load(found: DataRef | Source, recipe: Recipe, *, cache: bool, report: Progress) -> Pack:
@@ -74,7 +74,7 @@ def splits_of(pack: Pack, data: Data, seed: int) -> dict[str, Samples]:
     for name, fraction in wanted.items():
         # The fractions are of all training images, though the second split is taken from what the first left.
         left = rows["train"]
-        kept, taken = stratified_split(pack.labels[left], fraction * total / len(left), seed, stream=name)
+        kept, taken = split_by_labels(pack.labels[left], fraction * total / len(left), seed, stream=name)
         if len(taken):
             rows["train"], rows[name] = left[kept], left[taken]
     rows = {name: rows[name] for name in SPLITS if name in rows}
@@ -100,17 +100,8 @@ def measure(samples: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(round(float(m), digits) for m in mean), tuple(round(max(float(s), 0.1**digits), digits) for s in std)
 
 
-def class_weights(labels: np.ndarray, classes: int) -> np.ndarray:
-    """Return float32 [classes], inverse to the number of samples of each class, and 1 on average over the samples."""
-    counts = np.bincount(labels, minlength=classes)
-    present = counts > 0
-    weights = np.zeros(classes, np.float32)
-    weights[present] = len(labels) / (present.sum() * counts[present])
-    return weights
-
-
 def match_classes(pack: Pack, classes: tuple[str, ...], *, where: Any) -> np.ndarray:
-    """Return the labels of a pack as indices into `classes`, matched by name.
+    """Return the labels of a pack as those of `classes`, matched by name; numbers as they are.
 
     Raises:
         InputError: the pack has a class that is not among them.
@@ -119,4 +110,11 @@ def match_classes(pack: Pack, classes: tuple[str, ...], *, where: Any) -> np.nda
     if unknown:
         place = where if isinstance(where, str | Path) else "the data"
         raise InputError(f"{place}: class {unknown[0]!r} is not among the model's classes: {', '.join(classes)}")
-    return np.array([classes.index(name) for name in pack.classes], np.int64)[pack.labels]
+    places = np.array([classes.index(name) for name in pack.classes], np.int64)
+    if pack.task == "regression":
+        return pack.labels
+    if pack.task == "multi-label":
+        labels = np.zeros((len(pack.labels), len(classes)), pack.labels.dtype)
+        labels[:, places] = pack.labels
+        return labels
+    return places[pack.labels]

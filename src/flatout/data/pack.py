@@ -45,7 +45,7 @@ class PackSettings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pack:
-    """Decoded images with their labels; `labels`, `classes`, `splits`, `kind` and `notes` as in `Source`.
+    """Decoded images with their labels; `task`, `labels`, `classes`, `splits`, `kind` and `notes` as in `Source`.
 
     Attributes:
         folder: its folder; None where it is in memory or has no name.
@@ -60,6 +60,7 @@ class Pack:
     folder: Path | None
     images: np.ndarray
     labels: np.ndarray
+    task: str = "single-label"
     classes: tuple[str, ...]
     splits: dict[str, tuple[int, int]]
     resize: str
@@ -77,7 +78,7 @@ class Pack:
 
     def describe(self) -> str:
         """Return one line about the data."""
-        return describe(self.kind, self.classes, self.splits)
+        return describe(self.kind, self.classes, self.splits, self.task)
 
 
 def open_pack(folder: Path, verify: bool = True) -> Pack:
@@ -92,6 +93,7 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
         folder=folder,
         images=images,
         labels=labels,
+        task=about.get("task", "single-label"),
         classes=tuple(about["classes"]),
         splits=splits,
         resize="squash" if about["resize"] == "stretch" else about["resize"],  # its name in format 1
@@ -107,4 +109,4 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
 def fingerprint_of(labels: np.ndarray, splits: dict[str, tuple[int, int]], crc32s: list[int]) -> str:
     """Return the fingerprint of a pack, from the CRC-32s of its blocks of images."""
     about = json.dumps([splits, crc32s]).encode()
-    return hashlib.blake2b(about + labels.astype(np.int64).tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(about + labels.tobytes(), digest_size=16).hexdigest()

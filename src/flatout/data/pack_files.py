@@ -1,7 +1,7 @@
 """The files of a pack: written block by block, so that a killed process can continue, and checked when read.
 
 images.npy     uint8 or uint16 [N, H, W, C]
-labels.npy     int64 [N]
+labels.npy     int64 [N]; of several labels uint8 [N, K], of numbers float32 [N]
 pack.json      what the images are and how they were made, with CRC-32s of blocks of rows, of the labels, of itself
 journal.jsonl  while a pack is being written: a line for each block that has reached the disk
 """
@@ -31,6 +31,8 @@ IMAGES, LABELS, DESCRIPTION, JOURNAL = "images.npy", "labels.npy", "pack.json", 
 # Format 1 had square images of 8 bits.
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)
+# By task; packs that were written without a task have one label for each image.
+LABEL_TYPES = {"single-label": np.int64, "multi-label": np.uint8, "regression": np.float32}
 
 # Memory while packing is two blocks; at most as much is decoded again after a kill.
 BLOCK_BYTES = 16 << 20
@@ -245,7 +247,10 @@ def read_pack(folder: Path, verify: bool) -> tuple[dict[str, Any], np.ndarray, n
         images = np.load(path := images_path, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:
         raise _damaged(path, str(error)) from None
-    if labels.dtype != np.int64 or zlib.crc32(labels.data) != description["labels_crc32"]:
+    if (
+        labels.dtype != LABEL_TYPES.get(description.get("task", "single-label"))
+        or zlib.crc32(labels.data) != description["labels_crc32"]
+    ):
         raise _damaged(labels_path, "its content has changed")
     height, width = sides(typed(description["size"], Size, "size"))
     shape = (description["images"], height, width, description["channels"])

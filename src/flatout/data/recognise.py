@@ -1,26 +1,58 @@
 """Decide, by looking, which format a path or a Python value has."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from flatout.data.formats import folders, idx, json_triples, manifest, npy
+from flatout.data.archive import SUFFIXES, is_archive, open_archive
+from flatout.data.formats import (
+    cifar,
+    file_names,
+    folders,
+    idx,
+    json_triples,
+    lists,
+    manifest,
+    npy,
+    parquet,
+    tfrecord,
+    webdataset,
+)
 from flatout.data.labels import find_class_list
-from flatout.data.source import DataRef, Source
+from flatout.data.shards import expand_braces
+from flatout.data.source import DataRef, ReadOptions, Source
+from flatout.data.splits import split_of
 from flatout.errors import InputError
 from flatout.files import printable
 from flatout.recipe import Data
 from flatout.settings import nearest_path
 
-# In the order in which they are tried. Each module has `recognise(path, class_list, options)`, which returns a DataRef
-# or None, and `read(...)`, which returns a Source.
-FORMATS = (idx, npy, json_triples, manifest, folders)
+# In the order in which they are tried. Each module has `KIND`, its name; `recognise(path, class_list, options)`, which
+# returns a DataRef or None; and `read(...)`, which returns a Source.
+FORMATS = (
+    file_names,
+    idx,
+    npy,
+    cifar,
+    json_triples,
+    webdataset,
+    tfrecord,
+    parquet,
+    lists,
+    manifest,
+    folders,
+)
 
 DIGITS = "sklearn:digits"
 _EXPECTED = (
     "flatout reads a folder for each class (or train/, valid/ and test/ with such folders in each), CSV files of "
-    "file,label rows, IDX files, a .json or .json.gz of three [images, labels] pairs, .npz and .npy arrays, and packs"
+    "file,label rows, IDX files, a .json or .json.gz of three [images, labels] pairs, .npz and .npy arrays, .zip and "
+    ".tar archives of these, WebDataset shards, TFRecord and Parquet files, saved Hugging Face data sets, and packs"
 )
-_ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".7z", ".rar")
+_OTHER_ARCHIVES = (".7z", ".rar", ".tar.zst", ".gz", ".bz2", ".xz", ".zst")
+# What else of a recipe determines what is read from given files.
+_OPTIONS = ("images", "file_column", "label_column", "label_pattern")
 
 
 def is_pack(path: Path) -> bool:
@@ -28,41 +60,62 @@ def is_pack(path: Path) -> bool:
     return (path / "pack.json").is_file()
 
 
-def recognise(path: Path, options: Data | None = None) -> DataRef:
+def recognise(path: Path, options: Data | None = None, task: str = "auto") -> DataRef:
     """Return what a path or `sklearn:digits` holds, without reading the images.
 
     Raises:
         InputError: there is nothing at the path, or nothing recognisable.
     """
-    options = options or Data()
+    options = ReadOptions(**vars(options or Data()), task=task)
     if str(path) == DIGITS:
         return DataRef(kind="scikit-learn digits", path=path, read=npy.load_digits_source)
     if printable(path) != str(path):
         raise InputError(f"{printable(path)}: the path is not UTF-8; rename it")
-    if not path.exists():
-        raise InputError(f"{path}: there is no such file or folder; {nearest_path(path) or 'check the path'}")
+    for file in expand_braces(path):
+        if not file.exists():
+            raise InputError(f"{file}: there is no such file or folder; {nearest_path(file) or 'check the path'}")
     if is_pack(path):
         return DataRef(kind="pack", path=path, read=lambda: _read_pack(path))
     if path.is_dir() and not folders.visible(path):
         raise InputError(f"{path}: is an empty folder")
-    if not path.is_dir() and path.stat().st_size == 0:
+    if path.is_file() and path.stat().st_size == 0:
         raise InputError(f"{path}: is an empty file")
     class_list = find_class_list(options.classes, path if path.is_dir() else path.parent)
+    ref = replace(_in_a_format(path, class_list, options), task=task)
+    if not ref.inputs:
+        return ref
+    given = {key: value for key in _OPTIONS if (value := getattr(options, key))}
+    return replace(ref, inputs=(*ref.inputs, class_list) if class_list else ref.inputs, options=repr(given))
+
+
+def _in_a_format(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef:
     found = (ref for format in FORMATS if (ref := format.recognise(path, class_list, options)))
-    ref = next(found, None)
-    if ref is None:
-        raise InputError(f"{path}: {_what_it_is(path)}")
-    return replace(ref, inputs=(*ref.inputs, class_list)) if ref.inputs and class_list else ref
+    if ref := next(found, None):
+        return ref
+    if isinstance(path, Path) and is_archive(path):
+        read = partial(_read_archive, path, class_list if options.classes else None, options)
+        return DataRef(kind="archive", path=path, inputs=(path,), read=read)
+    raise InputError(f"{path}: {_what_it_is(path)}")
 
 
-def from_python(data: object) -> Source:
+def _read_archive(path: Path, class_list: Path | None, options: ReadOptions) -> Source:
+    """Return what is in an archive, in any format whose files may be members."""
+    root: Any = open_archive(path)
+    # Many archives hold nothing but one folder; others are one compressed file.
+    while root.is_dir() and len(inside := folders.visible(root)) == 1 and not split_of(inside[0].name):
+        root = inside[0].path
+    source = _in_a_format(root, class_list or (find_class_list("", root) if root.is_dir() else None), options).read()
+    return replace(source, path=path, kind=f"{source.kind} in an archive")
+
+
+def from_python(data: object, task: str = "auto") -> Source:
     """Return the source of arrays or of torch map-style data sets, alone, in a tuple, or in a dict by split."""
     from flatout.data.formats import torch_dataset
 
     parts = data.values() if isinstance(data, dict) else data if isinstance(data, tuple) else ()
     if npy.is_pair(data) or any(map(npy.is_pair, parts)):
-        return npy.from_arrays(data)
-    return torch_dataset.from_dataset(data)
+        return npy.from_arrays(data, task)
+    return torch_dataset.from_dataset(data, task)
 
 
 def _read_pack(path: Path) -> Source:
@@ -72,6 +125,7 @@ def _read_pack(path: Path) -> Source:
     return Source(
         kind="pack",
         path=path,
+        task=pack.task,
         classes=pack.classes,
         labels=pack.labels,
         splits=pack.splits,
@@ -81,14 +135,14 @@ def _read_pack(path: Path) -> Source:
 
 
 def _what_it_is(path: Path) -> str:
-    if path.name.lower().endswith(_ARCHIVES):
+    if path.is_file() and path.name.lower().endswith((*SUFFIXES, *_OTHER_ARCHIVES)):
         return "is an archive; unpack it and give the folder"
     if folders.is_image_name(path.name) and path.is_file():
         return "is a single image; give a folder with a folder of images for each class"
     if path.is_dir():
         names = [entry.name for entry in folders.visible(path)]
-        if archives := [name for name in names if name.lower().endswith(_ARCHIVES)]:
-            return f"holds the archive {archives[0]}; unpack it and give the folder that comes out"
+        if archives := [name for name in names if name.lower().endswith((*SUFFIXES, *_OTHER_ARCHIVES))]:
+            return f"holds the archive {archives[0]}; give its path, or unpack it and give the folder that comes out"
         if folders.has_images(path):
             return (
                 "holds images but nothing that names their classes; sort them into a folder for each class, or list "

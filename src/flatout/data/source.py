@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from flatout.data.labels import flat_labels, index_labels, read_class_list
+from flatout.data.labels import count_classes, flat_labels, interpret, read_class_list, split_ids
+from flatout.data.members import Encoded
 from flatout.data.splits import SPLITS, in_order
 from flatout.errors import InputError
+from flatout.recipe import Data
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -20,23 +22,25 @@ class Source:
     Attributes:
         kind: the format in words, such as "class folders" or "IDX files".
         path: the file or folder; None for arrays and data sets given in Python.
-        classes: class names.
-        labels: int64 [N], indices into `classes`.
+        task: what the labels are.
+        classes: class names; none in regression.
+        labels: as in `labels.Labels`: int64 [N], indices into `classes`; or uint8 [N, K]; or float32 [N].
         splits: name -> (start, stop), contiguous and covering 0..N; "train" is always present.
-        files: N image files, or None.
+        files: N encoded images, files or parts of containers, or None.
         images: uint8 or uint16 [N, H, W, C], or None.
         notes: sentences for the user about how the data was read.
 
     Raises:
-        InputError: there are no training images, fewer than two classes, or a class without training images.
+        InputError: there are no training images, fewer than two classes or numbers, or a class without training images.
     """
 
     kind: str
     path: Path | None
+    task: str = "single-label"
     classes: tuple[str, ...]
     labels: np.ndarray
     splits: dict[str, tuple[int, int]]
-    files: Sequence[Path] | None = None
+    files: Sequence[Encoded] | None = None
     images: np.ndarray | None = None
     notes: tuple[str, ...] = ()
 
@@ -45,15 +49,19 @@ class Source:
         assert len(self.labels) == len(self.files if self.files is not None else self.images)  # type: ignore[arg-type]
         assert list(self.splits) == [name for name in SPLITS if name in self.splits]
         where = self.path or "the data"
-        counts = {
-            name: np.bincount(self.labels[a:b], minlength=len(self.classes)) for name, (a, b) in self.splits.items()
-        }
-        in_train, everywhere = counts["train"], sum(counts.values())
-        if not in_train.any():
+        start, stop = self.splits["train"]
+        if start == stop:
             raise InputError(f"{where}: holds no training images")
+        if self.task == "regression":
+            if np.ptp(self.labels[start:stop]) == 0:
+                value = self.labels[start]
+                raise InputError(f"{where}: all training images have the label {value:g}; different ones are needed")
+            return
+        counts = {n: count_classes(self.labels[a:b], len(self.classes)) for n, (a, b) in self.splits.items()}
+        in_train, everywhere = counts["train"], np.sum(list(counts.values()), axis=0)
         if np.count_nonzero(everywhere) < 2:
-            name = self.classes[int(self.labels[0])]
-            raise InputError(f"{where}: all images are of one class ({name}); at least two are needed")
+            names = [name for name, count in zip(self.classes, everywhere, strict=True) if count]
+            raise InputError(f"{where}: all images are of one class ({names[0]}); at least two are needed")
         for index in np.flatnonzero((in_train == 0) & (everywhere > 0)):
             others = " and ".join(name for name, count in counts.items() if count[index])
             raise InputError(f"{where}: class {self.classes[index]!r} is in {others} but has no training images")
@@ -63,7 +71,7 @@ class Source:
 
     def describe(self) -> str:
         """Return a summary such as `CSV manifest: train 2,848 images of 101 classes, valid 944, test 930`."""
-        return describe(self.kind, self.classes, self.splits)
+        return describe(self.kind, self.classes, self.splits, self.task)
 
     def without(self, bad: Mapping[int, str]) -> "Source":
         """Return the files without bad ones (index -> reason); a split other than "train" may vanish.
@@ -75,15 +83,15 @@ class Source:
         is_good = np.ones(len(self), bool)
         is_good[list(bad)] = False
         start, stop = self.splits["train"]
-        left = set(self.labels[start:stop][is_good[start:stop]].tolist())
-        for index in sorted(bad):
-            label = int(self.labels[index])
-            if start <= index < stop and label not in left:
-                count = np.count_nonzero(self.labels[start:stop] == label)
-                raise InputError(
-                    f"{self.path}: all {count:,} training images of class {self.classes[label]!r} are bad; repair them "
-                    f"(such as {self.files[index]}: {bad[index]})"
-                )
+        had = count_classes(self.labels[start:stop], len(self.classes))
+        left = count_classes(self.labels[start:stop][is_good[start:stop]], len(self.classes))
+        for label in np.flatnonzero((had > 0) & (left == 0)).tolist():
+            is_of_class = self.labels[:, label] > 0 if self.labels.ndim == 2 else self.labels == label
+            index = next(i for i in sorted(bad) if start <= i < stop and is_of_class[i])
+            raise InputError(
+                f"{self.path}: all {had[label]:,} training images of class {self.classes[label]!r} are bad; repair "
+                f"them (such as {self.files[index]}: {bad[index]})"
+            )
         good_before = np.cumsum([0, *is_good]).tolist()
         splits = {name: (good_before[a], good_before[b]) for name, (a, b) in self.splits.items()}
         emptied = [name for name, (a, b) in splits.items() if a == b]
@@ -97,15 +105,23 @@ class Source:
 
     def class_counts(self, split: str) -> dict[str, int]:
         """Return the number of images of each class in a split, in the order of the classes."""
-        counts = np.bincount(self.labels[slice(*self.splits[split])], minlength=len(self.classes))
+        counts = count_classes(self.labels[slice(*self.splits[split])], len(self.classes))
         return dict(zip(self.classes, counts.tolist(), strict=True))
 
 
-def describe(kind: str, classes: Sequence[str], splits: dict[str, tuple[int, int]]) -> str:
+def describe(kind: str, classes: Sequence[str], splits: dict[str, tuple[int, int]], task: str = "single-label") -> str:
     """Return one line with the format, the images of each split and the number of classes."""
     sizes = [f"{name} {stop - start:,}" for name, (start, stop) in splits.items()]
-    sizes[0] += f" images of {len(classes):,} classes"
+    of = {"single-label": f"of {len(classes):,} classes", "multi-label": f"with any of {len(classes):,} classes"}
+    sizes[0] += f" images {of.get(task, 'with numbers')}"
     return f"{kind}: {', '.join(sizes)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions(Data):
+    """The `data` section of a recipe, and its task."""
+
+    task: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,14 +131,18 @@ class DataRef:
     Attributes:
         kind: as `Source.kind`.
         path: the file or folder.
+        task: that of the recipe; auto for the one that the labels show.
         inputs: the files whose content determines the arrays, so that a cached pack is found without reading them;
             empty for separate image files, where `read` is cheap.
+        options: the recipe keys that determine the arrays beside `inputs`, and their values.
         read: lists or reads the data.
     """
 
     kind: str
     path: Path
     inputs: tuple[Path, ...] = ()
+    options: str = ""
+    task: str = "auto"
     read: Callable[[], Source]
 
 
@@ -136,6 +156,7 @@ def assemble(
     notes: tuple[str, ...] = (),
     locate: Callable[[str, int], str] | None = None,
     subject: str = "",
+    task: str = "auto",
 ) -> Source:
     """Return the source of split -> (images, labels); every format ends here.
 
@@ -144,6 +165,7 @@ def assemble(
         splits: images as an array [N, H, W, C] or a list of files; labels as `flat_labels` takes them.
         names, class_list: class names, or a file of them, if known; a label is then a name or an index.
         locate, subject: the place of a label (split, index) and of all labels, as the start of a message.
+        task: that of the recipe; auto for the one that the labels show.
 
     Raises:
         InputError: splits are empty, or images and labels do not fit together.
@@ -156,8 +178,9 @@ def assemble(
         if len(images) == 0:
             raise InputError(f"{where}: the {name} split holds no images; fill it or leave it out")
     labels = [flat_labels(labels, f"{where}: {name}") for name, (_, labels) in splits.items()]
-    if len({part.dtype.kind for part in labels}) > 1:
-        raise InputError(f"{where}: labels are numbers in one split and text in another; make them the same")
+    if len({part.dtype.kind.replace("f", "i") for part in labels}) > 1 or len({p.shape[1:] for p in labels}) > 1:
+        what = "text" if any(part.dtype.kind == "U" for part in labels) else "rows of other lengths"
+        raise InputError(f"{where}: labels are numbers in one split and {what} in another; make them the same")
     bounds = np.cumsum([0, *map(len, labels)]).tolist()
     spans = dict(zip(splits, pairwise(bounds), strict=True))
 
@@ -166,20 +189,24 @@ def assemble(
         index = i - spans[name][0]
         return locate(name, index) if locate else f"{where}: {name}: label {index}"
 
+    every, ids = np.concatenate(labels), names
     if class_list is not None:
-        names, notes = read_class_list(class_list), (*notes, f"class names from {class_list}")
-    classes, indices, more = index_labels(np.concatenate(labels), names, place, subject or where)
+        texts = every.astype(str)
+        ids, names = split_ids(read_class_list(class_list), np.unique(texts).tolist())
+        every, notes = every if ids == names else texts, (*notes, f"class names from {class_list}")
+    found = interpret(every, ids, place, subject or where, task)
     images = [images for images, _ in splits.values()]
     is_files = isinstance(images[0], list)
     return Source(
         kind=kind,
         path=path,
-        classes=classes,
-        labels=indices,
+        task=found.task,
+        classes=found.classes if names is None or ids == names else names,
+        labels=found.values,
         splits=spans,
         files=[file for files in images for file in files] if is_files else None,
         images=None if is_files else _join(images, list(splits), where),
-        notes=notes + more,
+        notes=notes + found.notes,
     )
 
 

@@ -12,6 +12,8 @@ from flatout.numerics.random import Stream, raw
 T = TypeVar("T")
 
 SPLITS = ("train", "valid", "test")
+# Numbers are divided alike by so many ranges.
+QUANTILES = 10
 _WORDS = {
     **dict.fromkeys(("train", "training", "trn"), "train"),
     **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
@@ -72,3 +74,50 @@ def stratified_split(labels_N: np.ndarray, fraction: float, seed: int, *, stream
     rank_in_class = np.arange(len(labels_N)) - np.repeat(start_K, counts_K)
     is_taken = rank_in_class < np.repeat(taken_K, counts_K)
     return np.sort(by_class[~is_taken]), np.sort(by_class[is_taken])
+
+
+def split_by_labels(labels: np.ndarray, fraction: float, seed: int, *, stream: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of samples kept and of samples taken, with labels of any task alike; see `stratified_split`.
+
+    Numbers are cut into `QUANTILES` of equally many samples, of each of which the same share is taken.
+    """
+    if labels.ndim == 2:
+        return iterative_split(labels, fraction, seed, stream=stream)
+    if labels.dtype.kind == "f":
+        ranks = np.argsort(np.argsort(labels, kind="stable"), kind="stable")
+        labels = ranks * min(QUANTILES, len(labels)) // len(labels)
+    return stratified_split(labels, fraction, seed, stream=stream)
+
+
+def iterative_split(labels_NK: np.ndarray, fraction: float, seed: int, *, stream: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices (int64, ascending) of samples kept and of about the fraction taken, by several labels each.
+
+    Iterative stratification (Sechidis et al., ECML PKDD 2011) for two parts: the class with the fewest samples left is
+    divided first, and each of its samples goes to the part that lacks most of the class, then most samples. The seed
+    decides between equals. At least one sample of each class is kept.
+    """
+    order = np.argsort(raw(seed, Stream.SPLIT, SPLITS.index(stream), len(labels_NK)), kind="stable")
+    is_present = labels_NK[order].astype(bool)
+    shares = np.array([1 - fraction, fraction])
+    # What each of both parts lacks, of every class and of samples.
+    lacking_2K, lacking_2 = shares[:, None] * is_present.sum(axis=0), shares * len(labels_NK)
+    is_left, is_taken = np.ones(len(order), bool), np.zeros(len(order), bool)
+    left_K, kept_K = is_present.sum(axis=0), np.zeros(labels_NK.shape[1], np.int64)
+
+    def assign(sample: int, wanted: np.ndarray) -> None:
+        of = is_present[sample]
+        part = int(wanted[1] > wanted[0] or (wanted[1] == wanted[0] and lacking_2[1] > lacking_2[0]))
+        part *= bool(((kept_K + left_K)[of] > 1).all())
+        is_left[sample], is_taken[sample] = False, bool(part)
+        lacking_2K[part, of] -= 1
+        lacking_2[part] -= 1
+        left_K[of] -= 1
+        kept_K[of] += 1 - part
+
+    while left_K.any():
+        rarest = int(np.argmin(np.where(left_K > 0, left_K, len(order) + 1)))
+        for sample in np.flatnonzero(is_present[:, rarest] & is_left).tolist():
+            assign(sample, lacking_2K[:, rarest])
+    for sample in np.flatnonzero(is_left).tolist():
+        assign(sample, lacking_2)
+    return np.sort(order[~is_taken]), np.sort(order[is_taken])

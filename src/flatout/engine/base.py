@@ -10,6 +10,7 @@ from flatout.data.feed import Samples
 from flatout.data.order import Batch
 from flatout.engine.recorder import Recorder
 from flatout.numerics.metrics import Counts
+from flatout.tasks.base import Task
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -17,29 +18,29 @@ class Evaluation:
     """The results on all samples of a split, in its order.
 
     Attributes:
+        task: of the engine.
         loss_sum: the sum of the losses.
-        predicted: int64 [N], the most probable class; -1 where the logits are not finite.
-        labels: int64 [N], the actual class.
-        probabilities: float32 [N, K] if they were requested.
+        predicted: as `Task.predicted` returns it: int64 [N], the most probable class, -1 where the logits are not
+            finite; or probabilities float32 [N, K]; or numbers float32 [N].
+        labels: as those of a pack.
+        probabilities: as `Task.probabilities` returns it, float32 [N, K], if they were requested.
     """
 
+    task: Task
     loss_sum: float
     predicted: np.ndarray
     labels: np.ndarray
     probabilities: np.ndarray | None
 
     @property
-    def counts(self) -> Counts:
-        """The results as sums."""
-        count, correct = len(self.labels), int((self.predicted == self.labels).sum())
-        return Counts(loss_sum=self.loss_sum, weight_sum=float(count), correct=correct, count=count)
+    def loss(self) -> float:
+        """The mean loss."""
+        return self.loss_sum / len(self.labels)
 
     @property
-    def balanced_accuracy(self) -> float:
-        """The mean over the classes of the share predicted right, 0..1."""
-        counts_K = np.bincount(self.labels)
-        correct_K = np.bincount(self.labels[self.predicted == self.labels], minlength=len(counts_K))
-        return float(np.mean(correct_K[counts_K > 0] / counts_K[counts_K > 0]))
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the task, by name."""
+        return self.task.metrics(self.predicted, self.labels)
 
 
 class DeviceSplit(Protocol):
@@ -76,11 +77,13 @@ class Engine(Protocol):
     """Trains one model on the devices of this process, together with the other processes of its world.
 
     Attributes:
+        task: what the labels mean.
         recorder: receives the samples of this process in each step; None for nobody.
         threads: compute threads of this process.
         device_names: the devices of this process, as torch writes them.
     """
 
+    task: Task
     recorder: Recorder | None
     threads: int
     device_names: list[str]

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flatout.report import style
-from flatout.report.style import shorten
+from flatout import style
+from flatout.style import shorten
 
 # What exceeds this multiple of the first loss would flatten the rest of the curve.
 HIGHEST_LOSS = 1.25

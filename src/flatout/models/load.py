@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.errors import InputError, first_line
 from flatout.recipe import Recipe
 from flatout.settings import nearest, shown
+from flatout.tasks import task_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,13 +52,13 @@ def build_model(
 ) -> "nn.Module":
     """Return the model of a recipe on the CPU, with fresh weights that the seed determines, ready to train.
 
-    It takes float images [N, C, H, W] and returns logits [N, num_classes], or [N, 1] with binary cross-entropy. A
-    factory returns a torch.nn.Module and takes `num_classes` (the number of logits), and `image_size` and `channels` if
-    its signature names them.
+    It takes float images [N, C, H, W] and returns logits [N, K]; K is `Task.num_outputs`. A factory returns a
+    torch.nn.Module and takes `num_classes` (the number of logits), and `image_size` and `channels` if its signature
+    names them.
 
     Args:
         recipe: its `model` is one of `list_names()`, `timm:NAME`, `package.module:factory` or `file.py:factory`.
-        num_classes: classes of the data.
+        num_classes: classes of the data; 0 in regression.
         module: the model, where it was given in Python; a copy is returned.
         allow_code: whether a factory may be called: only if the user's own command line or code names it, never a file.
         report: takes a sentence about outputs that are no logits.
@@ -68,12 +69,7 @@ def build_model(
     from flatout.models.layers import freeze, set_dropout
     from flatout.models.outputs import check_size, ensure_logits
 
-    is_binary = recipe.loss == "binary-cross-entropy"
-    if is_binary and num_classes != 2:
-        raise InputError(
-            f"loss = {recipe.loss!r}: needs 2 classes, the data has {num_classes}; try loss = 'cross-entropy'"
-        )
-    num_outputs = 1 if is_binary else num_classes
+    num_outputs = task_of(recipe).num_outputs(num_classes)
     if module is None:
         name, model = recipe.model, _build(recipe, num_outputs, allow_code)
     else:

@@ -67,11 +67,17 @@ def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int,
             raise InputError(f"model {name!r} {need}; for N = 2 it returned {found}")
     logits = logits.float()
     last = list(model.modules())[-1]
-    if num_outputs > 1 and (logits >= 0).all() and torch.allclose(logits.sum(1), logits.new_ones(2), atol=1e-4):
+    is_one_class, is_number = recipe.task in ("auto", "single-label"), recipe.task == "regression"
+    if (
+        is_one_class
+        and num_outputs > 1
+        and (logits >= 0).all()
+        and torch.allclose(logits.sum(1), logits.new_ones(2), atol=1e-4)
+    ):
         report(f"model {name!r} returns probabilities: log() undoes its softmax, since the loss takes logits")
         model.register_forward_hook(_log_of_softmax)
-    elif num_outputs == 1 and isinstance(last, nn.Sigmoid):
-        report(f"model {name!r} returns a probability: logit() undoes its sigmoid, since the loss takes logits")
+    elif (not is_number if num_outputs == 1 else not is_one_class) and isinstance(last, nn.Sigmoid):
+        report(f"model {name!r} returns probabilities: logit() undoes its sigmoid, since the loss takes logits")
         model.register_forward_hook(_logit_of_sigmoid)
     elif not all(isinstance(output, torch.Tensor) for output in outputs):
         report(f"model {name!r} returns several outputs: the logits are trained, the others are not")

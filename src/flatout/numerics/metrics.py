@@ -10,13 +10,13 @@ class Counts:
     Attributes:
         loss_sum: sum of weight times loss.
         weight_sum: sum of the samples' weights (their number, unless classes are weighted).
-        correct: correct predictions.
+        metric_sum: sum of the metric that the task has in training, such as correct predictions.
         count: samples without padding.
     """
 
     loss_sum: float = 0.0
     weight_sum: float = 0.0
-    correct: int = 0
+    metric_sum: float = 0.0
     count: int = 0
 
     def __add__(self, other: "Counts") -> "Counts":
@@ -28,9 +28,9 @@ class Counts:
         return self.loss_sum / self.weight_sum if self.weight_sum else float("nan")
 
     @property
-    def accuracy(self) -> float:
-        """Fraction of correct predictions, 0..1; NaN without samples."""
-        return self.correct / self.count if self.count else float("nan")
+    def metric(self) -> float:
+        """Mean of the metric, such as the accuracy; NaN without samples."""
+        return self.metric_sum / self.count if self.count else float("nan")
 
 
 NO_COUNTS = Counts()

@@ -5,10 +5,10 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout import style
 from flatout.console import counted
 from flatout.plan.text import number, span
-from flatout.report import style
-from flatout.report.style import shorten
+from flatout.style import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -170,7 +170,7 @@ def serve(descriptor: int) -> None:
             if topology.name not in devices:
                 devices[topology.name] = devices_of(topology)
             recipe = work.recipe.override({"batch_size": batch})
-            requests.send(asdict(compile_step(model, recipe, devices[topology.name])))
+            requests.send(asdict(compile_step(model, recipe, devices[topology.name], work.classes)))
         except InputError as error:
             requests.send(InputError(str(error)))
         except Exception:

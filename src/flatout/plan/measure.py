@@ -17,6 +17,7 @@ from flatout.errors import InputError
 from flatout.models.load import build_model
 from flatout.plan.roofline import Work
 from flatout.scale.scale import split_specs, spread
+from flatout.tasks import task_of
 
 if TYPE_CHECKING:
     from flatout.data.feed import Samples
@@ -230,5 +231,5 @@ def random_samples(work: Work, images: int) -> "Samples":
     return Samples(
         images=rng.integers(0, 2**bits, shape, dtype=np.uint16 if bits == 16 else np.uint8),
         rows=np.arange(images),
-        labels=rng.integers(0, work.classes, images),
+        labels=task_of(work.recipe).random_labels(rng, images, work.classes),
     )

@@ -164,6 +164,7 @@ def _look(
     from flatout.data.build import bits_of
     from flatout.data.source import Source
     from flatout.run.resolve import resolve
+    from flatout.tasks import with_task
 
     recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
     source = found if isinstance(found, Source) else found.read()
@@ -173,4 +174,4 @@ def _look(
     # A test split is set aside only where there is neither.
     set_aside += recipe.data.test_fraction if len(source.splits) == 1 else 0.0
     images = stop - start - round((stop - start) * set_aside)
-    return recipe, images, len(source.classes), str(source.path or source.kind)
+    return with_task(recipe, source.task), images, len(source.classes) or 1, str(source.path or source.kind)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 from torch import nn
 
@@ -20,6 +21,7 @@ from flatout.engine.xla.step import Program
 from flatout.errors import InputError
 from flatout.plan.chips import Topology
 from flatout.recipe import Recipe
+from flatout.tasks import task_of
 
 _COLLECTIVE = re.compile(
     r"= (?P<shape>\(.*?\)|\S+) "
@@ -99,7 +101,7 @@ def devices_of(topology: Topology) -> list[Any]:
     return list(described.devices)
 
 
-def compile_step(model: nn.Module, recipe: Recipe, devices: list[Any]) -> Compiled:
+def compile_step(model: nn.Module, recipe: Recipe, devices: list[Any], classes: int = 2) -> Compiled:
     """Compile one training step whose images come from the host.
 
     For images in device memory the compiler would count the whole data set as read in every step.
@@ -108,12 +110,15 @@ def compile_step(model: nn.Module, recipe: Recipe, devices: list[Any]) -> Compil
         model: with any weights; only shapes matter.
         recipe: complete; `batch_size` is the global batch.
         devices: from `devices_of`.
+        classes: of the data.
 
     Raises:
         InputError: the model cannot be compiled.
     """
     precision = "fp32" if recipe.precision == "fp32" else "bf16"
     sharding = MeshSharding(devices, recipe.shard)
+    task = task_of(recipe)
+    targets = task.targets(task.random_labels(np.random.default_rng(0), 1, classes))
     program = Program(
         model,
         recipe,
@@ -121,6 +126,7 @@ def compile_step(model: nn.Module, recipe: Recipe, devices: list[Any]) -> Compil
         evaluation_batch=sharding.size,
         groups=sharding.size if recipe.norm == "per-device" else 1,
         precision=precision,
+        target_shape=targets.shape[1:],
     )
     state = program.initial_state()
     lowered = sharding.lower_step(program, state)

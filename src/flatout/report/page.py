@@ -19,7 +19,10 @@ from flatout.console import duration
 from flatout.files import write_atomically
 from flatout.report import pictures
 from flatout.report.run_files import METRICS, REPORT, SUMMARY, Predictions, RunFiles, read_run
-from flatout.report.style import finite, shorten
+from flatout.style import finite, shorten
+from flatout.tasks import task_named
+from flatout.tasks.base import Task
+from flatout.tasks.single_label import NUMBERS_UP_TO_CLASSES, SingleLabel, confusion
 
 THUMBNAIL_PIXELS = 192  # twice the width of an image on the page, for dense screens
 CLASSES_SHOWN, PAIRS_SHOWN, SKIPPED_SHOWN = 20, 10, 100
@@ -64,10 +67,12 @@ def draw_all(run: Path) -> None:
     if files.metrics:
         pictures.draw_curves(files.run / "curves.png", files.metrics, files.summary)
     if shown is not None:
-        picked = shown.sample[shown.grid]
-        actual, predicted = shown.labels[picked].tolist(), shown.predicted[picked].tolist()
-        pictures.draw_predictions(files.run / "predictions.png", shown.images[shown.grid], actual, predicted, names)
-        pictures.draw_confusion(files.run / "confusion.png", shown.confusion(), names)
+        picked, task = shown.sample[shown.grid], _task(files)
+        actual, predicted = shown.labels[picked], shown.predicted[picked]
+        pictures.draw_predictions(
+            files.run / "predictions.png", shown.images[shown.grid], actual, predicted, names, task
+        )
+        task.draw(files.run / "confusion.png", shown.predicted, shown.labels, names)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("flatout.report", package_path=""),
         autoescape=True,
@@ -78,6 +83,10 @@ def draw_all(run: Path) -> None:
     environment.filters |= {"duration": duration, "breakable": _breakable, "shorten": shorten}
     html = environment.get_template("page.html.j2").render(_content(files, names))
     write_atomically(files.run / REPORT, html.encode())
+
+
+def _task(files: RunFiles) -> Task:
+    return task_named(files.summary.get("task") or files.recipe.get("task"))
 
 
 def _readable_names(files: RunFiles) -> list[str]:
@@ -100,11 +109,13 @@ def _readable_names(files: RunFiles) -> list[str]:
 
 def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
     """Return everything that the template shows, by name."""
-    summary, shown = files.summary, files.predictions
-    rows = _class_rows(shown, names) if shown else []
-    unanswered = int((shown.predicted < 0).sum()) if shown else 0
+    summary, shown, task = files.summary, files.predictions, _task(files)
+    rows = task.class_table(shown.predicted, shown.labels, names) if shown else []
+    unanswered = int((~np.isfinite(shown.probabilities)).any(axis=1).sum()) if shown else 0
+    split = SPLIT_NAMES.get(shown.split, shown.split) if shown else ""
+    mistakes = _tiles(shown, shown.mistakes, names, task) if shown else []
     remark = f"For {unanswered:,} images the model's answer was not a number; they count as wrong."
-    quantities = ["loss", "accuracy"] + ["learning_rate"] * pictures.learning_rate_changes(files.metrics)
+    quantities = ["loss", task.metric_names[0]] + ["learning_rate"] * pictures.learning_rate_changes(files.metrics)
     return {
         "job": summary.get("job") or files.recipe.get("job") or files.run.name,
         "model": files.recipe.get("model") or "",
@@ -116,11 +127,15 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
         "stopped": summary.get("stopped"),
         "verdict": [*(summary.get("verdict") or ()), *([remark] if unanswered else ())],
         "curves": {q: pictures.curve_svg(files.metrics, summary, q) for q in quantities} if files.metrics else {},
-        "split": SPLIT_NAMES.get(shown.split, shown.split) if shown else "",
-        "grid": _tiles(shown, shown.grid, names) if shown else [],
-        "mistakes": _tiles(shown, shown.mistakes, names) if shown else [],
+        "split": split,
+        "grid": _tiles(shown, shown.grid, names, task) if shown else [],
+        "mistakes": mistakes,
+        "mistakes_shown": [text.format(split=split, count=len(mistakes)) for text in task.mistakes_shown],
+        "picture": [text.format(split=split) for text in task.picture],
+        "columns": list(task.table_columns),
+        "metric": task.metric_title,
         "confusion": _data_uri("image/png", (files.run / "confusion.png").read_bytes()) if shown else "",
-        "pairs": _confused_pairs(shown, names) if shown else [],
+        "pairs": _confused_pairs(shown, names) if shown and isinstance(task, SingleLabel) else [],
         "worst": rows[:CLASSES_SHOWN],
         "all_classes": sorted(rows) if len(rows) > CLASSES_SHOWN else [],
         "time": _time(summary),
@@ -135,19 +150,20 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
 
 
 def _headline(files: RunFiles) -> tuple[str, str, str] | None:
-    """Return an accuracy, its name and a remark: on test images, else validation images, else the last epoch's."""
-    summary = files.summary
-    test, valid = finite(summary.get("test_accuracy")), finite(summary.get("valid_accuracy"))
+    """Return a metric, its name and a remark: on test images, else validation images, else the last epoch's."""
+    summary, task = files.summary, _task(files)
+    metric, name = task.metric_names[0], task.metric_title[0].lower() + task.metric_title[1:]
+    test, valid = finite(summary.get(f"test_{metric}")), finite(summary.get(f"valid_{metric}"))
     if test is not None:
-        correct, count = summary.get("test_correct"), summary.get("test_count") or 0
-        remark = f"{correct:,} of {count:,} right" if correct is not None else ""
-        return f"{test:.4f}" if count >= 1000 else f"{test:.3f}", "test accuracy", remark
+        digits = 4 if (summary.get("test_count") or 0) >= 1000 else 3
+        return f"{test:.{digits}f}", f"test {name}", task.remark("test", summary)
     if valid is not None:
-        return f"{valid:.3f}", "validation accuracy", "there is no test result"
+        return f"{valid:.3f}", f"validation {name}", "there is no test result"
     for line in reversed(files.metrics):
-        train = finite(line.get("train_accuracy"))
+        train = finite(line.get(f"train_{task.step_metric}"))
         if train is not None:
-            return f"{train:.3f}", f"training accuracy, epoch {line['epoch']}", "there is no test or validation result"
+            name = task.step_metric.replace("_", " ")
+            return f"{train:.3f}", f"training {name}, epoch {line['epoch']}", "there is no test or validation result"
     return None
 
 
@@ -163,19 +179,19 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*known, ("devices", _text(summary["devices"]))] if summary.get("devices") else known
 
 
-def _tiles(shown: Predictions, positions: np.ndarray, names: list[str]) -> list[dict[str, Any]]:
-    tiles = []
+def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Task) -> list[dict[str, Any]]:
+    tiles, right = [], task.is_right(shown.predicted, shown.labels)
     for position in positions.tolist():
         index = int(shown.sample[position])
-        actual, predicted = int(shown.labels[index]), int(shown.predicted[index])
+        actual, predicted = shown.labels[index], shown.predicted[index]
         tiles.append(
             {
                 "image": _thumbnail(shown.images[position]),
                 "tiny": max(shown.images.shape[1:3]) < pictures.SMOOTH_FROM_PIXELS,
-                "actual": names[actual],
-                "predicted": names[predicted] if predicted >= 0 else "none",
-                "right": actual == predicted,
-                "probability": float(shown.probabilities[index, predicted]) if predicted >= 0 else None,
+                "actual": task.text(actual, names),
+                "predicted": task.text(predicted, names),
+                "colour": "" if right is None else "right" if right[index] else "wrong",
+                "probability": task.confidence(predicted, shown.probabilities[index]),
             }
         )
     return tiles
@@ -199,25 +215,13 @@ def _data_uri(kind: str, content: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def _class_rows(shown: Predictions, names: list[str]) -> list[tuple[str, int, int, float, str]]:
-    """Return a row for each class that has images, the least accurate first, with its most frequent wrong answer."""
-    matrix_KK = shown.confusion()
-    right_K, count_K = np.diag(matrix_KK).tolist(), np.bincount(shown.labels, minlength=len(names)).tolist()
-    np.fill_diagonal(matrix_KK, 0)
-    rival_K, times_K = matrix_KK.argmax(axis=1).tolist(), matrix_KK.max(axis=1).tolist()
-    rows = []
-    for name, right, count, rival, times in zip(names, right_K, count_K, rival_K, times_K, strict=True):
-        if count:
-            rows.append((name, right, count, right / count, f"{names[rival]} ({times:,}\u00a0×)" if times else "—"))
-    return sorted(rows, key=lambda row: (row[3], -row[2]))
-
-
 def _confused_pairs(shown: Predictions, names: list[str]) -> list[tuple[str, str, int, int]]:
     """Return the most frequent mistakes; none where the picture of the confusion matrix has the numbers."""
-    matrix_KK, count_K = shown.confusion(), np.bincount(shown.labels, minlength=len(names))
+    matrix_KK = confusion(shown.predicted, shown.labels, len(names))
+    count_K = np.bincount(shown.labels, minlength=len(names))
     np.fill_diagonal(matrix_KK, 0)
     most = np.argsort(-matrix_KK, axis=None, kind="stable")[:PAIRS_SHOWN].tolist()
-    cells = [divmod(cell, len(names)) for cell in most if len(names) > pictures.NUMBERS_UP_TO_CLASSES]
+    cells = [divmod(cell, len(names)) for cell in most if len(names) > NUMBERS_UP_TO_CLASSES]
     return [(names[a], names[p], int(matrix_KK[a, p]), int(count_K[a])) for a, p in cells if matrix_KK[a, p] > 1]
 
 

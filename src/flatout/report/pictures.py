@@ -1,4 +1,4 @@
-"""The pictures of a run: predictions, curves of training, confusion matrix. Values to draw may be missing, None or NaN.
+"""The pictures of a run: predictions and curves of training. Values to draw may be missing, None or NaN.
 
 Shape letters: M images, H height, W width, C channels, K classes.
 """
@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.report import style
-from flatout.report.style import finite, shorten
+from flatout import style
+from flatout.style import finite, shorten
+from flatout.tasks import task_named
+from flatout.tasks.base import Task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Lines = Sequence[Mapping[str, Any]]
 
+SHARES = ("accuracy", "map")  # in 0..1
 LINES = {"train": ("#7c8894", "-"), "valid": (style.RIGHT, "-"), "test": (style.ORANGE, (0, (4, 1.6)))}
 
 GRID_COLUMNS, CELL_INCHES = 5, 1.5
 SMOOTH_FROM_PIXELS = 96  # smaller images are enlarged by whole pixels, so that the reader sees what the model saw
-NUMBERS_UP_TO_CLASSES = 15
-LABELS_AT_MOST, LABEL_WIDTH = 51, 20
 LOG_LOSS_FROM_RATIO = 50.0  # beyond this, a linear axis shows one spike and a flat line
 # An axis that shows less than this makes noise look like a trend: in units of accuracy, and as a share of the loss.
 LEAST_ACCURACY_SPAN, LEAST_LOSS_SPAN = 0.1, 0.25
@@ -34,19 +35,21 @@ LOSS_BY_STEP_UP_TO_EPOCHS = 4
 
 
 def draw_predictions(
-    path: Path, images_MHWC: np.ndarray, actual: Sequence[int], predicted: Sequence[int], classes: Sequence[str]
+    path: Path, images_MHWC: np.ndarray, actual: np.ndarray, predicted: np.ndarray, classes: Sequence[str], task: Task
 ) -> None:
     """Write a grid of images titled "actual / predicted", blue where right and red where wrong.
 
-    Images are uint8 with 1 or 3 channels. `actual` and `predicted` are labels; -1 where the model's output was not
-    finite.
+    Images are uint8 with 1 or 3 channels. `actual` and `predicted` are labels of the task; a class is -1 where the
+    model's output was not finite.
     """
     rows = max(1, math.ceil(len(images_MHWC) / GRID_COLUMNS))
     # Of images that are no squares, up to twice as high or wide.
     shape = np.clip(images_MHWC.shape[1] / images_MHWC.shape[2], 0.5, 2)
     height = rows * (CELL_INCHES * shape + 0.27) + 0.36
-    right = sum(a == p for a, p in zip(actual, predicted, strict=True))
-    title = f"{right} of {len(actual)} right (actual / predicted)"
+    right_M = task.is_right(predicted, actual)
+    title = f"{len(actual)} images (actual / predicted)"
+    if right_M is not None:
+        title = f"{right_M.sum()} of {len(actual)} right (actual / predicted)"
     figure = style.new_figure(GRID_COLUMNS * CELL_INCHES, height, dpi=140, layout=None, title=title)
     figure.subplots_adjust(left=0.01, right=0.99, bottom=0.05 / height, top=1 - 0.6 / height, wspace=0.05, hspace=0.2)
     for number, (image_HWC, a, p) in enumerate(zip(images_MHWC, actual, predicted, strict=True), start=1):
@@ -55,9 +58,9 @@ def draw_predictions(
         image = image_HWC[..., 0] if image_HWC.shape[-1] == 1 else image_HWC
         smooth = max(image.shape[:2]) >= SMOOTH_FROM_PIXELS
         axes.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="antialiased" if smooth else "nearest")
-        colour = style.RIGHT if a == p else style.WRONG
+        colour = style.INK if right_M is None else style.RIGHT if right_M[number - 1] else style.WRONG
         text = axes.set_title("", fontsize=7.5, color=colour, family=style.families(), parse_math=False, pad=3)
-        names = classes[a], classes[p] if p >= 0 else "none"
+        names = task.text(a, classes), task.text(p, classes)
         for columns in range(40, 2, -1):
             text.set_text(" / ".join(shorten(name, columns) for name in names))
             with style.no_glyph_warnings():
@@ -67,14 +70,15 @@ def draw_predictions(
 
 
 def draw_curves(path: Path, metrics: Lines, summary: Mapping[str, Any]) -> None:
-    """Write loss and accuracy per epoch as a PNG, and the learning rate below them where it changes.
+    """Write loss and the task's metric per epoch as a PNG, and the learning rate below them where it changes.
 
     Args:
         path: the PNG to write.
         metrics: the lines of `metrics.jsonl`.
         summary: the content of `summary.json`; the kept epoch and the losses by step are shown where it has them.
     """
-    panels: Any = [["loss", "accuracy"]] + [["learning_rate"] * 2] * learning_rate_changes(metrics)
+    metric = task_named(summary.get("task")).metric_names[0]
+    panels: Any = [["loss", metric]] + [["learning_rate"] * 2] * learning_rate_changes(metrics)
     figure = style.new_figure(9.0, 2.1 + 1.2 * len(panels))
     for quantity, axes in figure.subplot_mosaic(panels, height_ratios=(4, 1)[: len(panels)]).items():
         draw_panel(axes, metrics, summary, quantity)
@@ -103,10 +107,14 @@ def learning_rate_changes(metrics: Lines) -> bool:
 
 
 def draw_panel(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quantity: str) -> None:
-    """Draw "loss", "accuracy" or "learning_rate" against the epoch."""
+    """Draw "loss", "accuracy", another metric of a task, or "learning_rate" against the epoch."""
     from matplotlib.ticker import MaxNLocator
 
-    style.style_panel(axes, quantity.replace("_", " ").capitalize(), "epoch")
+    task = task_named(summary.get("task"))
+    title = quantity.replace("_", " ").capitalize()
+    if quantity == task.metric_names[0]:
+        title = task.metric_title
+    style.style_panel(axes, title, "epoch")
     is_rate = quantity == "learning_rate"
     epochs = [line["epoch"] for line in metrics]
     keys = {"": quantity} if is_rate else {split: f"{split}_{quantity}" for split in LINES}
@@ -117,7 +125,7 @@ def draw_panel(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quantit
     if not drawn and not by_step:
         style.add_message(axes, "no finite values")
         return
-    if quantity == "accuracy" and len(epochs) == 1:
+    if quantity in SHARES and len(epochs) == 1:
         axes.set_xlabel("")
         axes.bar(list(series), drawn, width=0.5, color=[LINES[split][0] for split in series])
         for position, accuracy in enumerate(drawn):
@@ -161,11 +169,11 @@ def _scale_axis(axes: "Axes", quantity: str, least: float, most: float) -> None:
     if quantity == "loss" and least > 0 and most > LOG_LOSS_FROM_RATIO * least:
         axes.set_yscale("log")
         return
-    span = LEAST_ACCURACY_SPAN if quantity == "accuracy" else LEAST_LOSS_SPAN * most
+    span = LEAST_ACCURACY_SPAN if quantity in SHARES else LEAST_LOSS_SPAN * most
     missing = max(0.0, span - (most - least)) / 2
     margin = 0.05 * max(span, most - least) or 0.5
     low, high = least - missing, most + missing
-    if quantity == "accuracy":
+    if quantity in SHARES:
         low, high = (1 - span, 1.0) if high > 1 else (0.0, span) if low < 0 else (low, high)
         low, high = min(low, least), max(high, most)
     axes.set_ylim(low - margin, high + margin)
@@ -185,55 +193,3 @@ def _mark_epochs(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quant
     if kept in scores and len(metrics) > 1:
         label = f"kept: epoch {kept}" + (f", valid {scores[kept]:.3f}" if scores[kept] is not None else "")
         axes.axvline(kept, color=style.MUTED, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0, label=label)
-
-
-def draw_confusion(path: Path, matrix_KK: np.ndarray, classes: Sequence[str]) -> None:
-    """Write the confusion matrix: counts [K, K], a row per actual class, a column per predicted class.
-
-    A cell's colour is its share of the row, blue on the diagonal and red off it, on a square-root scale so that rare
-    mistakes can be seen; rows of classes without images are grey. Up to 15 classes the cells contain their counts;
-    beyond 51 only some classes are labelled.
-    """
-    from matplotlib.colors import to_rgb
-
-    K = len(classes)
-    row_totals = matrix_KK.sum(axis=1, keepdims=True)
-    shares_KK = matrix_KK / np.maximum(row_totals, 1)
-    full_KKC = np.where(np.eye(K, dtype=bool)[..., None], to_rgb(style.RIGHT), to_rgb(style.WRONG))
-    colours_KKC = 1 + (full_KKC - 1) * np.sqrt(shares_KK)[..., None]
-    colours_KKC[row_totals[:, 0] == 0] = to_rgb(style.EMPTY)
-    side = float(np.clip(2.6 + 0.42 * K, 4.2, 9.5))
-    figure = style.new_figure(side + 0.6, side + 0.5, dpi=150)
-    axes = figure.add_subplot()
-    axes.imshow(colours_KKC)
-    correct, total = int(np.trace(matrix_KK)), int(matrix_KK.sum())
-    title = f"Accuracy {correct / total:.3f}: {correct:,} of {total:,} right" if total else "No predictions"
-    axes.set_title(title, fontsize=11, weight="bold", color=style.INK, loc="left", pad=10)
-    _label_classes(axes, classes)
-    if K <= NUMBERS_UP_TO_CLASSES:
-        for (row, column), count in np.ndenumerate(matrix_KK):
-            colour = "#ffffff" if shares_KK[row, column] > 0.35 else style.INK
-            text = "" if not count else f"{int(count):,}" if count < 100_000 else f"{count:.0e}"
-            axes.text(column, row, text, ha="center", va="center", fontsize=7.5 if K > 5 else 10, color=colour)
-        axes.set_xticks(np.arange(0.5, K - 1), minor=True)
-        axes.set_yticks(np.arange(0.5, K - 1), minor=True)
-        axes.grid(which="minor", color="#ffffff", linewidth=1.2)
-        axes.tick_params(which="minor", length=0)
-    style.write_png(figure, path)
-
-
-def _label_classes(axes: "Axes", classes: Sequence[str]) -> None:
-    K = len(classes)
-    ticks = range(0, K, math.ceil(K / LABELS_AT_MOST))
-    labels = [shorten(classes[tick], LABEL_WIDTH) for tick in ticks]
-    size = 8 if K <= NUMBERS_UP_TO_CLASSES else 6.5
-    text: dict[str, Any] = {"fontsize": size, "family": style.families(), "parse_math": False, "color": style.INK}
-    slant: dict[str, Any] = {"rotation": 90}
-    if K <= NUMBERS_UP_TO_CLASSES:
-        slant = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
-    axes.set_xticks(ticks, labels, **text, **slant)
-    axes.set_yticks(ticks, labels, **text)
-    axes.set_xlabel("predicted  (colour: share of the row, square-root scale)", fontsize=8, color=style.MUTED)
-    axes.set_ylabel("actual", fontsize=8, color=style.MUTED)
-    axes.tick_params(length=0, pad=3)
-    axes.spines[:].set_color(style.FAINT)

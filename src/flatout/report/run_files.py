@@ -17,9 +17,9 @@ RECIPE, METRICS, SUMMARY, WEIGHTS = "recipe.toml", "metrics.jsonl", "summary.jso
 PREDICTIONS, CHECKPOINTS, LOGS, REPORT = "predictions.npz", "checkpoints", "logs", "report.html"
 PICTURES = ("predictions.png", "curves.png", "confusion.png")
 # The values that the report reads, by an example of their type. Each may be missing or null.
-_RECIPE_TYPES: dict[str, Any] = {"job": "", "model": "", "data": {"path": ""}}
+_RECIPE_TYPES: dict[str, Any] = {"job": "", "task": "", "model": "", "data": {"path": ""}}
 _SUMMARY_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("job", "date", "stopped", "engine", "precision"), ""),
+    **dict.fromkeys(("job", "task", "date", "stopped", "engine", "precision"), ""),
     **dict.fromkeys(("test_accuracy", "valid_accuracy", "images_per_second", "train_seconds", "wall_seconds"), 0.0),
     **dict.fromkeys(("peak_rss_bytes", "peak_device_bytes", "threads_per_rank"), 0.0),
     **dict.fromkeys(("test_correct", "test_count", "epochs", "parameters"), 0),
@@ -39,9 +39,9 @@ class Predictions:
 
     Attributes:
         split: "test" or "valid".
-        probabilities: float32 [N, K].
-        labels: int64 [N].
-        predicted: int64 [N]; -1 where the probabilities are not finite.
+        probabilities: as `Task.probabilities` returns them, float32 [N, K].
+        labels: as those of a pack.
+        predicted: as labels; a class is -1 where the probabilities are not finite.
         sample: int64 [M], the index of each kept image among the N.
         images: uint8 [M, H, W, 1 or 3], as they are shown.
         grid, mistakes: positions among the M.
@@ -55,13 +55,6 @@ class Predictions:
     images: np.ndarray
     grid: np.ndarray
     mistakes: np.ndarray
-
-    def confusion(self) -> np.ndarray:
-        """Return counts int64 [K, K], a row per actual class, without the answers that are not finite."""
-        K = self.probabilities.shape[1]
-        answered = self.predicted >= 0
-        cells = self.labels[answered] * K + self.predicted[answered]
-        return np.bincount(cells, minlength=K * K).reshape(K, K)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,7 +96,7 @@ def read_run(run: Path) -> RunFiles:
         recipe=recipe,
         summary=summary,
         metrics=read_metrics(run, missing),
-        predictions=_read_predictions(run / PREDICTIONS, len(summary.get("classes") or ()), missing),
+        predictions=_read_predictions(run / PREDICTIONS, len(summary.get("classes") or ()) or 1, missing),
         missing=missing,
     )
 

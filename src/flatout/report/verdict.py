@@ -6,7 +6,8 @@ from typing import Any
 
 from flatout.numerics.schedule import scaled_rate
 from flatout.recipe import Recipe
-from flatout.report.style import finite, shorten
+from flatout.style import finite, shorten
+from flatout.tasks import task_of
 
 # The accuracy of guessing scatters around its expectation; two standard errors include 19 of 20 guessing runs.
 STANDARD_ERRORS = 2.0
@@ -45,6 +46,7 @@ LEAST_CLASS_IMAGES = 5
 # Up to a ratio of about ten, training without class weights still learns the rare classes.
 UNBALANCED_RATIO = 10.0
 CLASSES_NAMED = 5
+HELP = "fewer epochs, augmentation"
 
 
 def verdict(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], recipe: Recipe) -> list[str]:
@@ -57,7 +59,7 @@ def verdict(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], re
         recipe: the recipe of the run.
     """
     run = _Run(summary, metrics, recipe)
-    learning = [*_diverged(run)] or [*_at_chance(run)]
+    learning = [*_diverged(run)] or [*_at_chance(run), *_no_better_than_the_mean(run)]
     if not learning:
         rules = (_overfitting, _rising_loss, _split_gap, _more_epochs, _no_pretraining, _unpredicted)
         learning = [sentence for rule in rules for sentence in rule(run)]
@@ -96,7 +98,7 @@ def _diverged(run: _Run) -> Iterator[str]:
             yield f"Training diverged in epoch {line['epoch']}: the loss is not a number. {advice}"
             return
     first = finite(run.metrics[0].get("train_loss")) if run.metrics else None
-    uniform = math.log(max(1, len(run.classes)))
+    uniform = task_of(run.recipe).guessing_loss(len(run.classes)) if len(run.classes) > 1 else 0.0
     if first is not None and first > DIVERGED_FACTOR * uniform > 0:
         finding = f"its loss, {first:.3g}, is far above that of guessing, {uniform:.2f}"
         yield f"Training diverged in epoch 1: {finding}. {advice}"
@@ -136,6 +138,17 @@ def _at_chance(run: _Run) -> Iterator[str]:
         yield f"{finding} {how}. {_learning_rate_advice(run.recipe)}"
 
 
+def _no_better_than_the_mean(run: _Run) -> Iterator[str]:
+    """Report numbers that explain nothing of the variance."""
+    for split, name in (("test", "test"), ("valid", "validation")):
+        explained = finite(run.summary.get(f"{split}_r2"))
+        if explained is not None:
+            if explained <= 0:
+                finding = f"R² is {explained:.3f} on the {name} images: no better than always answering the mean"
+                yield f"{finding}. {_learning_rate_advice(run.recipe)}"
+            return
+
+
 def _learning_rate_advice(recipe: Recipe) -> str:
     lr = recipe.optimizer.lr
     effective = scaled_rate(recipe) / (1 - (recipe.optimizer.momentum or 0.0))
@@ -173,10 +186,11 @@ def _rising_loss(run: _Run) -> Iterator[str]:
         name, losses = "test", run.history("test_loss")
     if losses and losses[-1][0] > RISING_LOSS_FACTOR * min(losses)[0]:
         (least, epoch), (last, end) = min(losses), losses[-1]
-        yield (
-            f"The {name} loss rose from {least:.3f} in epoch {epoch} to {last:.3f} in epoch {end}: the model became"
-            " surer of its wrong answers. What may help: fewer epochs, augmentation, label_smoothing."
-        )
+        rise = f"The {name} loss rose from {least:.3f} in epoch {epoch} to {last:.3f} in epoch {end}"
+        if run.recipe.task == "regression":
+            yield f"{rise}: the model began to learn its training images by heart. What may help: {HELP}."
+        else:
+            yield f"{rise}: the model became surer of its wrong answers. What may help: {HELP}, label_smoothing."
 
 
 def _split_gap(run: _Run) -> Iterator[str]:

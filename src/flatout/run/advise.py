@@ -6,6 +6,7 @@ trains `fast-cnn` from random weights; and a model that the user names gets sett
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from flatout.console import duration
+from flatout.data.members import Encoded
 from flatout.data.source import DataRef, Source
 from flatout.errors import InputError, WeightsUnavailable
 from flatout.recipe import Recipe, from_dict
@@ -64,6 +66,7 @@ class Facts:
         size: to train with; side: of a square of as many pixels; shape: how they were found.
         resize: `data.resize`; why_resize: the reason, empty where all images have one size.
         channels: 1 for grey, 3 for colour, else the number of bands.
+        task: what the labels are.
         images, classes: how many there are for training.
         balance: the ratio of the largest class to the smallest.
         accelerated: whether an accelerator trains.
@@ -77,6 +80,7 @@ class Facts:
     resize: str
     why_resize: str
     channels: int
+    task: str
     images: int
     classes: int
     balance: float
@@ -87,6 +91,10 @@ class Facts:
     def is_photo(self) -> bool:
         """Whether the images are taken for photos."""
         return self.channels == 3 and self.side >= PHOTO
+
+    def measured(self, recipe: dict[str, Any]) -> Recipe:
+        """Return a recipe to measure."""
+        return from_dict({**recipe, "channels": self.channels, "task": self.task, "linear_probe": False})
 
     def by_images(self, table: Sequence[tuple[int, int]]) -> int:
         """Return the entry of a table for the number of images."""
@@ -131,8 +139,13 @@ def advise(
         recipe, reasons = _any_model(facts, model)
     else:
         recipe, reasons = _from_scratch(facts, model, rate)
+    if facts.task != "single-label":
+        # These suit one class for each image.
+        recipe |= {"label_smoothing": 0.0, "linear_probe": False}
+        reasons.pop("linear_probe", None)
+    name = re.sub(r"[-_]?\{[^{}]*\}", "", Path(path).name)  # without the numbers of shards
     recipe |= {
-        "job": Path(path).name.removesuffix(".gz").rpartition(".")[0] or Path(path).name or "data",
+        "job": name.removesuffix(".gz").rpartition(".")[0] or name.lstrip(".") or "data",
         "channels": facts.channels,
         "class_weights": "balanced" if facts.balance > UNBALANCED else "none",
     }
@@ -178,7 +191,7 @@ def _from_scratch(facts: Facts, model: str, rate: Rate | None) -> Advice:
     widths = [int(model.rpartition("-")[2])] if model else WIDTHS if rate else (WIDTHS[0 if facts.accelerated else 2],)
     for width in widths:
         recipe["model"] = model or f"fast-cnn-{width}"
-        speed = rate(from_dict({**recipe, "channels": facts.channels}), facts.classes) if rate else 0.0
+        speed = rate(facts.measured(recipe), facts.classes) if rate else 0.0
         if TRAINING_SHARE * seconds * speed >= enough * facts.images:
             break
     fitting = int(TRAINING_SHARE * seconds * speed / facts.images) if speed else most
@@ -270,13 +283,7 @@ def _fine_tuning(facts: Facts, model: str, rate: Rate | None) -> Advice:
     if not (rate and facts.seconds):
         return recipe, reasons
     # A layer that trains costs three times its forward pass, and a frozen one a pass for each view.
-    passes = (
-        TRAINING_SHARE
-        * facts.seconds
-        * 3
-        * rate(from_dict({**recipe, "channels": facts.channels}), facts.classes)
-        / facts.images
-    )
+    passes = TRAINING_SHARE * facts.seconds * 3 * rate(facts.measured(recipe), facts.classes) / facts.images
     if passes < 3 * LEAST_EPOCHS:
         layers = LAST_LAYERS if passes > VIEWS + 1 else 0
         views = VIEWS if layers else 1
@@ -343,7 +350,9 @@ def look(found: DataRef | Source, path: str, *, accelerated: bool, seconds: floa
         size = _of_shape(min(math.sqrt(pixels), largest), ratio)
     size = exact or size
     start, stop = source.splits["train"]
-    counts = np.bincount(source.labels[start:stop], minlength=len(source.classes))
+    counts = np.ones(1)
+    if source.task == "single-label":
+        counts = np.bincount(source.labels[start:stop], minlength=len(source.classes))
     return Facts(
         path=path,
         size=size,
@@ -352,6 +361,7 @@ def look(found: DataRef | Source, path: str, *, accelerated: bool, seconds: floa
         resize=resize,
         why_resize=why,
         channels=channels,
+        task=source.task,
         images=stop - start,
         classes=len(source.classes),
         balance=float(counts.max() / max(1, counts[counts > 0].min())),
@@ -368,7 +378,7 @@ def _of_shape(side: float, ratio: float) -> Size:
     return (shorter, longer) if ratio > 1 else (longer, shorter)
 
 
-def _shape_of_files(files: Sequence[Path]) -> tuple[int, float, float, int, str, str]:
+def _shape_of_files(files: Sequence[Encoded]) -> tuple[int, float, float, int, str, str]:
     """Return the usual length of the shorter side, number of pixels, ratio of width to height, and the channels.
 
     The ratio is 1 where images differ in shape. Also how images of other shapes are to be resized, and the reason.
@@ -377,11 +387,11 @@ def _shape_of_files(files: Sequence[Path]) -> tuple[int, float, float, int, str,
 
     headers = read_headers(files)
     if not headers:
-        raise InputError(f"{Path(files[0]).parent}: none of the images sampled can be read")
+        raise InputError(f"none of the images sampled can be read, such as {files[0]}")
     channels = {header.channels for header in headers}
     if len(channels) > 1 and channels != {1, 3}:
         found = " and ".join(map(str, sorted(channels)))
-        raise InputError(f"{Path(files[0]).parent}: some images have {found} channels; give all of them as many")
+        raise InputError(f"{files[0]} and others: some images have {found} channels; give all of them as many")
     side = int(np.median([min(header.width, header.height) for header in headers]))
     ratios = np.array([header.width / header.height for header in headers])
     usual, lengths = float(np.median(ratios)), np.maximum(ratios, 1 / ratios)

@@ -45,7 +45,7 @@ def _evaluate(
     if not other and not recipe.data.path:
         raise InputError(f"{run.path}: its data was given in Python; say what to evaluate on")
     options = replace(recipe.data, images="") if other else recipe.data
-    found = find(data if other else recipe.data.path, options)
+    found = find(data if other else recipe.data.path, options, recipe.task)
     with world.heartbeat.alone("making the pack"):
         pack = load_once_per_host(world, lambda: load(found, recipe, cache=True, report=console))
     console.finish()
@@ -70,11 +70,13 @@ def _evaluate(
         model, recipe, engine=engine, devices=devices, world=world, report=console.note, cache_prefix=False
     )
     try:
-        counts = built.place(samples).evaluate(tta=tta).counts
+        result = built.place(samples).evaluate(tta=tta)
     finally:
         built.close()
-    name = "valid" if split == "valid" else "test"
-    figures = {"loss": counts.loss, "accuracy": counts.accuracy, "correct": counts.correct, "count": counts.count}
+    name, task = "valid" if split == "valid" else "test", run.task
+    figures = {"loss": result.loss, **task.metrics(result.predicted, labels := result.labels), "count": len(labels)}
     named = {f"{name}_{key}": value for key, value in figures.items()}
+    named["per_class"] = task.per_class(task.decided(result.predicted), labels, run.classes)
     devices = spec_of([name for names in world.all_gather_object(built.device_names) for name in names])
-    return {"run": str(run.path), "split": split, **named, "tta": tta, "devices": devices, "engine": engine}
+    about = {"run": str(run.path), "task": recipe.task, "split": split}
+    return {**about, **named, "tta": tta, "devices": devices, "engine": engine}

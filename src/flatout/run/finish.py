@@ -13,6 +13,7 @@ import numpy as np
 
 from flatout import __version__
 from flatout.data.feed import Samples
+from flatout.data.labels import count_classes
 from flatout.dist.control import Flag
 from flatout.errors import Stopped
 from flatout.files import write_atomically
@@ -21,11 +22,13 @@ from flatout.numerics.random import Stream, permutation
 from flatout.report import run_files
 from flatout.run.progress import Progress
 from flatout.settings import one_or_both
+from flatout.tasks import describe_metrics
 
 if TYPE_CHECKING:
     from flatout.data.pack import Pack
     from flatout.engine.base import DeviceSplit, Engine, Evaluation
     from flatout.run.session import Session
+    from flatout.tasks.base import Task
 
 # The pictures of a report: a grid of 5x5 chosen at random, and as many of the most confident mistakes.
 PICTURES = 25
@@ -79,7 +82,11 @@ def finish(
     if session.world.is_main:
         with session.world.heartbeat.alone("writing the report"):
             splits = {name: split.samples for name, split in placed.items()}
-            _write_weights(session, state, pack)
+            task = engine.task
+            if "valid" in results:
+                task = task.tuned(results["valid"].predicted, results["valid"].labels)
+                results = {name: dataclasses.replace(result, task=task) for name, result in results.items()}
+            _write_weights(session, state, pack, task)
             if shown in results:
                 _write_predictions(session, shown, results[shown], splits[shown])
             summary = _summary(session, engine, pack, results, splits, progress, ended) | memory
@@ -93,7 +100,7 @@ def _write_report(session: "Session", summary: dict[str, Any], progress: Progres
     from flatout.report.page import draw_all
     from flatout.report.verdict import verdict
 
-    summary["verdict"] = verdict(summary, [dataclasses.asdict(r) for r in progress.history], session.recipe)
+    summary["verdict"] = verdict(summary, [record.to_plain() for record in progress.history], session.recipe)
     run_files.write_json(session.out / run_files.SUMMARY, summary)
     began = time.perf_counter()
     draw_all(session.out)
@@ -112,7 +119,7 @@ def _memory(session: "Session", engine: "Engine") -> dict[str, int | None]:
     return {"peak_rss_bytes": sum(host for host, _ in peaks), "peak_device_bytes": max(device) if device else None}
 
 
-def _write_weights(session: "Session", state: dict[str, Any], pack: "Pack") -> None:
+def _write_weights(session: "Session", state: dict[str, Any], pack: "Pack", task: "Task") -> None:
     from flatout.models.weights import save_tensors
 
     recipe = session.recipe
@@ -136,19 +143,21 @@ def _write_weights(session: "Session", state: dict[str, Any], pack: "Pack") -> N
         "mean": json.dumps(recipe.data.mean),
         "std": json.dumps(recipe.data.std),
         "resize": recipe.data.resize,
+        "task": recipe.task,
         "loss": recipe.loss,
+        "thresholds": json.dumps(task.thresholds),
+        "label_mean": str(task.label_mean),
+        "label_std": str(task.label_std),
     }
     save_tensors(session.out / run_files.WEIGHTS, tensors, metadata)
 
 
 def _write_predictions(session: "Session", split: str, result: "Evaluation", samples: Samples) -> None:
     """Keep all answers and the few images that the pictures show, so that a report needs no data."""
-    probabilities, labels, predicted = result.probabilities, result.labels, result.predicted
+    probabilities, labels, task = result.probabilities, result.labels, result.task
     assert probabilities is not None
     grid = np.sort(permutation(session.recipe.seed, Stream.PICTURES, 0, len(labels))[:PICTURES])
-    wrong = np.flatnonzero(predicted != labels)
-    confidence = np.nan_to_num(probabilities[wrong].max(axis=1)) if len(wrong) else np.empty(0)
-    mistakes = wrong[np.argsort(-confidence, kind="stable")[:PICTURES]]
+    mistakes = task.mistakes(result.predicted, labels, probabilities)[:PICTURES]
     sample, positions = np.unique(np.concatenate([grid, mistakes]), return_inverse=True)
     images = samples.read(sample, np.empty((len(sample), *samples.images.shape[1:]), samples.images.dtype))
     buffer = io.BytesIO()
@@ -157,7 +166,7 @@ def _write_predictions(session: "Session", split: str, result: "Evaluation", sam
         split=np.array(split),
         probabilities=probabilities.astype(np.float32),
         labels=labels,
-        predicted=predicted,
+        predicted=task.decided(result.predicted),
         sample=sample,
         images=images,
         grid=positions[: len(grid)],
@@ -179,22 +188,19 @@ def _summary(
 
     recipe = session.recipe
     chosen = progress.best_epoch if progress.best else len(progress.history)
-    record = progress.history[chosen - 1] if chosen else None
+    record, task = progress.history[chosen - 1] if chosen else None, engine.task
     figures: dict[str, Any] = {"train_loss": record.train_loss if record else None}
-    figures["train_accuracy"] = record.train_accuracy if record else None
+    figures[f"train_{task.step_metric}"] = record.of("train")[task.step_metric] if record else None
     for name in ("valid", "test"):
-        counts = results[name].counts if name in results else None
-        figures[f"{name}_loss"] = counts.loss if counts else None
-        figures[f"{name}_accuracy"] = counts.accuracy if counts else None
-        figures[f"{name}_correct"] = counts.correct if counts else None
-        figures[f"{name}_count"] = counts.count if counts else None
-    class_counts = {
-        f"{n}_class_counts": np.bincount(s.labels, minlength=len(pack.classes)).tolist() for n, s in splits.items()
-    }
+        found: dict[str, Any] = dict.fromkeys(("loss", *task.metric_names, "count"))
+        if name in results:
+            found |= {"loss": results[name].loss, **results[name].metrics, "count": len(results[name].labels)}
+        figures |= {f"{name}_{key}": value for key, value in found.items()}
+    class_counts = {f"{n}_class_counts": count_classes(s.labels, len(pack.classes)).tolist() for n, s in splits.items()}
     if "test" in results:
-        answers = results["test"].predicted
-        answers = answers[answers >= 0]
-        class_counts["test_predicted_counts"] = np.bincount(answers, minlength=len(pack.classes)).tolist()
+        answers = results["test"].task.decided(results["test"].predicted)
+        answers = answers if answers.ndim == 2 else answers[answers >= 0]
+        class_counts["test_predicted_counts"] = count_classes(answers, len(pack.classes)).tolist()
     seconds = session.seconds | {"train": progress.train_seconds, "evaluate": progress.evaluate_seconds}
     trained_for = progress.train_seconds
     return {
@@ -211,6 +217,7 @@ def _summary(
         "best_epoch": progress.best_epoch or None,
         "kept_epoch": chosen or None,
         "tta": recipe.tta,
+        "task": recipe.task,
         "seed": recipe.seed,
         "parameters": session.parameters,
         "trained_parameters": session.trained_parameters,
@@ -256,8 +263,7 @@ def _say(session: "Session", summary: dict[str, Any]) -> None:
     say = session.console.note
     for name in ("test", "valid"):
         if summary[f"{name}_count"]:
-            share, right, count = (summary[f"{name}_{key}"] for key in ("accuracy", "correct", "count"))
-            say(f"{name} accuracy {share:.4f} ({right:,} of {count:,} right)")
+            say(describe_metrics(name, summary))
             break
     if summary["images_per_second"]:
         say(

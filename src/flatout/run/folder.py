@@ -18,6 +18,8 @@ from flatout.settings import in_python
 if TYPE_CHECKING:
     from torch import nn
 
+    from flatout.tasks.base import Task
+
 
 class Run:
     """A finished or interrupted run.
@@ -40,13 +42,16 @@ class Run:
                 raise InputError(f"{self.path}: not a run folder with weights: {name} is missing")
 
     def __repr__(self) -> str:
-        accuracy = self.summary.get("test_accuracy") or self.summary.get("valid_accuracy")
-        return f"Run({str(self.path)!r}, model={self.recipe.model!r}, accuracy={accuracy})"
+        name = self.task.metric_names[0]
+        value = self.summary.get(f"test_{name}") or self.summary.get(f"valid_{name}")
+        return f"Run({str(self.path)!r}, model={self.recipe.model!r}, {name}={value})"
 
     @cached_property
     def recipe(self) -> Recipe:
         """The complete recipe."""
-        return with_known_bits(load_recipe(self.path / RECIPE))
+        recipe = with_known_bits(load_recipe(self.path / RECIPE))
+        # Runs of earlier versions.
+        return recipe.override({"task": "single-label"}) if recipe.task == "auto" else recipe
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -68,6 +73,13 @@ class Run:
         return tuple(json.loads(self._weights[1]["classes"]))
 
     @cached_property
+    def task(self) -> "Task":
+        """What the labels mean, with the thresholds of the run."""
+        from flatout.tasks import task_of
+
+        return task_of(self.recipe, tuple(json.loads(self._weights[1].get("thresholds", "[]"))))
+
+    @cached_property
     def _weights(self) -> tuple[dict[str, Any], dict[str, str]]:
         from flatout.models.weights import read_weights
 
@@ -77,6 +89,7 @@ class Run:
     def model(self) -> "nn.Module":
         """The trained module on the CPU, in evaluation mode: normalised images [N, C, H, W] to logits [N, K].
 
+        In regression, logits are standardised numbers; `recipe.data.label_mean` and `label_std` give back the unit.
         Where a model was given in Python, this is a copy of it, and the weights are loaded into the given one too.
         """
         from flatout.models.keras import KerasModule, is_keras
@@ -100,9 +113,11 @@ class Run:
     def evaluate(
         self, data: Any = None, *, devices: str = "auto", engine: str = "auto", tta: bool = False
     ) -> dict[str, Any]:
-        """Return `test_loss`, `test_accuracy`, `test_correct`, `test_count` on the run's test data, or on other data.
+        """Return `test_loss`, `test_count` and the metrics of the task on the run's test data, or on other data.
 
-        Where only a validation split exists, the names say `valid`.
+        These are `test_accuracy` and `test_correct`; or `test_map`, `test_f1_macro` and `test_f1_micro`; or `test_mae`
+        and `test_r2`. Where only a validation split exists, the names say `valid`. `per_class` is a list of `class`,
+        `precision`, `recall`, `f1` and `support`.
 
         Args:
             data: as for `fit`; where it has a test split that is used, else a validation split, else all of it.
@@ -117,7 +132,7 @@ class Run:
 
     @in_python
     def predict(self, images: Any, *, top: int = 5, tta: bool = False) -> list[Prediction]:
-        """Return the `top` most probable classes of each image.
+        """Return the `top` most probable classes of each image; all that reach their thresholds; or its number.
 
         Args:
             images: a file, a folder, a PIL image, the bytes of a file, an array or tensor [H, W], [H, W, C] or
@@ -134,11 +149,12 @@ class Run:
     def probabilities(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> np.ndarray:
         """Return class probabilities, float32 [N, K], of images of the size and bits that they are decoded to.
 
+        In regression they are the numbers, [N, 1].
         With `tta`, or if the recipe has it, they are averaged over views of each image.
         """
         import torch
 
-        from flatout.numerics import augment, loss, pixels
+        from flatout.numerics import augment, pixels
 
         views = augment.tta_views(self.recipe) if tta or self.recipe.tta else []
         mean, std = (torch.tensor(values) for values in (self.recipe.data.mean, self.recipe.data.std))
@@ -148,17 +164,17 @@ class Run:
                 batch = torch.from_numpy(np.ascontiguousarray(pixels_NHWC[start : start + self.recipe.batch_size]))
                 images = augment.apply(batch, None, 1 / (255 * std), -mean / std, self.recipe.eval_sides)
                 seen = [model(pixels.view(torch, images, *view)) for view in views]
-                logits = loss.averaged(torch.stack(seen)) if seen else model(images)
-                results.append(loss.probabilities(logits).numpy())
+                logits = self.task.averaged(torch.stack(seen)) if seen else model(images)
+                results.append(self.task.probabilities(logits).numpy())
         return np.concatenate(results)
 
     def _repr_html_(self) -> str:
         """Return the figures of the run and its pictures, for notebooks."""
-        summary = self.summary
+        summary, names = self.summary, self.task.metric_names[:1]
         figures = {
             "model": f"{self.recipe.model}, {summary.get('parameters', 0):,} parameters",
-            "test accuracy": summary.get("test_accuracy"),
-            "validation accuracy": summary.get("valid_accuracy"),
+            **{f"test {name}": summary.get(f"test_{name}") for name in names},
+            **{f"validation {name}": summary.get(f"valid_{name}") for name in names},
             "trained": f"{summary.get('images_trained', 0):,} images in {summary.get('train_seconds', 0):.1f} s",
             "devices": summary.get("devices"),
             "folder": self.path,

@@ -154,12 +154,10 @@ class _Loop:
         began = time.perf_counter()
         if watched in self.splits:
             result = self.splits[watched].evaluate()
-            if not math.isfinite(result.counts.loss):
+            if not math.isfinite(result.loss):
                 where = f"epoch {progress.epoch + 1}: the {watched} loss is not finite"
                 raise TrainingFailed(f"training diverged in {where}{FIX}")
-            results = {f"{watched}_loss": result.counts.loss, f"{watched}_accuracy": result.counts.accuracy}
-            if watched == "valid":
-                results["valid_balanced_accuracy"] = result.balanced_accuracy
+            results = {f"{watched}_{key}": value for key, value in {"loss": result.loss, **result.metrics}.items()}
         progress.evaluate_seconds += time.perf_counter() - began
         counts, seconds, last_step = progress.counts, progress.epoch_seconds, progress.position(self._steps)
         record = EpochRecord(
@@ -167,11 +165,10 @@ class _Loop:
             step=last_step,
             learning_rate=learning_rate(self.recipe, last_step - 1, self._steps, _watched_losses(progress.history)),
             train_loss=counts.loss,
-            train_accuracy=counts.accuracy,
             images=counts.count,
             seconds=seconds,
             images_per_second=counts.count / seconds if seconds else 0.0,
-            **results,
+            metrics={f"train_{self.engine.task.step_metric}": counts.metric, **results},
         )
         progress.epoch, progress.step, progress.counts, progress.epoch_seconds = progress.epoch + 1, 0, NO_COUNTS, 0.0
         return record
@@ -179,13 +176,11 @@ class _Loop:
     def _choose_best(self) -> bool:
         """Return whether the last epoch is the best on the validation split; the loss decides between equals."""
         progress = self.progress
-        if progress.history[-1].valid_accuracy is None:
+        if "valid_loss" not in progress.history[-1].metrics:
             return False
 
         def merit(record: EpochRecord) -> tuple[float, float]:
-            is_balanced = self.recipe.class_weights == "balanced"  # as in the loss
-            accuracy = record.valid_balanced_accuracy if is_balanced else record.valid_accuracy
-            return accuracy or 0.0, -(record.valid_loss or 0.0)
+            return self.engine.task.merit(record.of("valid")), -record.metrics["valid_loss"]
 
         if progress.best_epoch and merit(progress.history[-1]) <= merit(progress.history[progress.best_epoch - 1]):
             return False
@@ -195,4 +190,4 @@ class _Loop:
 
 def _watched_losses(history: list[EpochRecord]) -> list[float]:
     """Return the losses that the plateau schedule watches: validation, or training where there is none."""
-    return [r.train_loss if r.valid_loss is None else r.valid_loss for r in history]
+    return [record.metrics.get("valid_loss", record.train_loss) for record in history]

@@ -1,7 +1,6 @@
 """What happens beside the loop: progress is shown, checkpoints are written, signals are noted."""
 
 import contextlib
-import dataclasses
 import math
 import signal
 import threading
@@ -98,9 +97,10 @@ class Monitor(Callbacks):
         elif not progress.best:
             self._good = self._engine.snapshot(weights_only=True)
         if session.world.is_main:
-            records = [dataclasses.asdict(record) for record in progress.history]
+            records = [record.to_plain() for record in progress.history]
             run_files.write_metrics(session.out / run_files.METRICS, records)
-        self._console.note(progress.history[-1].describe(recipe.epochs, is_best=is_best))
+        shown = dict.fromkeys((self._engine.task.step_metric, self._engine.task.metric_names[0]))
+        self._console.note(progress.history[-1].describe(recipe.epochs, tuple(shown), is_best=is_best))
         if session.world.broadcast_object(self._is_checkpoint_due(0.0)):
             self.checkpoint()
 

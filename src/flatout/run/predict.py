@@ -21,14 +21,22 @@ _MOST_AT_ONCE = 256  # decoded images in memory
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The most probable classes of one image, best first."""
+    """The classes of one image with their probabilities, best first; or in regression its number, `value`."""
 
     file: str
-    classes: tuple[str, ...]
-    probabilities: tuple[float, ...]
+    classes: tuple[str, ...] = ()
+    probabilities: tuple[float, ...] = ()
+    value: float | None = None
+
+    def __str__(self) -> str:
+        pairs = zip(self.classes, self.probabilities, strict=True)
+        classes = ", ".join(f"{name} {probability:.3f}" for name, probability in pairs) or "none"
+        return f"{self.file}: {classes if self.value is None else format(self.value, '.6g')}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
+        if self.value is not None:
+            return {"file": self.file, "value": self.value}
         pairs = zip(self.classes, self.probabilities, strict=True)
         return {"file": self.file, "predictions": [{"class": c, "probability": p} for c, p in pairs]}
 
@@ -46,9 +54,7 @@ def predict(run: "Run", images: Any, *, top: int, tta: bool = False) -> list[Pre
             if bad:  # the rest is decoded only to name every bad file
                 continue
             for (name, _), row in zip(batch, run.probabilities(np.stack(decoded), tta=tta), strict=True):
-                best = np.argsort(-row, kind="stable")[:top]
-                classes, probabilities = tuple(run.classes[i] for i in best), tuple(row[best].tolist())
-                results.append(Prediction(file=name, classes=classes, probabilities=probabilities))
+                results.append(Prediction(file=name, **run.task.answer(row, run.classes, top)))
     if bad:
         raise InputError("\n".join(["these images cannot be read:", *bad]))
     if not results:

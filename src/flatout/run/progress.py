@@ -14,32 +14,48 @@ FIRST_STEPS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """One line of metrics.jsonl. Losses are means, accuracies fractions; None where a split is missing."""
+    """One line of metrics.jsonl. Losses are means.
+
+    Attributes:
+        metrics: those of the task, and losses, by split: `train_accuracy`, `valid_loss`, `valid_accuracy` and so on.
+    """
 
     epoch: int
     step: int
     learning_rate: float
     train_loss: float
-    train_accuracy: float
     images: int
     seconds: float
     images_per_second: float
-    valid_loss: float | None = None
-    valid_accuracy: float | None = None
-    test_loss: float | None = None
-    test_accuracy: float | None = None
-    # The mean of the accuracies of the classes; None in records that were written without it.
-    valid_balanced_accuracy: float | None = None
+    metrics: dict[str, float]
 
-    def describe(self, epochs: int, *, is_best: bool) -> str:
-        """Return the line that is printed after the epoch, of `epochs` in all."""
+    def of(self, split: str) -> dict[str, float]:
+        """Return the metrics of a split, by name."""
+        return {key.removeprefix(f"{split}_"): v for key, v in self.metrics.items() if key.startswith(f"{split}_")}
+
+    def describe(self, epochs: int, shown: tuple[str, ...], *, is_best: bool) -> str:
+        """Return the line that is printed after the epoch, of `epochs` in all; `shown` are the metrics in it."""
         parts = [f"epoch {self.epoch}/{epochs}"]
         for split in ("train", "valid", "test"):
-            loss, accuracy = getattr(self, f"{split}_loss"), getattr(self, f"{split}_accuracy")
-            if accuracy is not None:
-                parts.append(f"{split} loss {loss:.4f}, accuracy {accuracy:.4f}")
+            found = self.of(split)
+            figures = [f"{name.replace('_', ' ')} {found[name]:.4f}" for name in shown if name in found]
+            if figures:
+                loss = self.train_loss if split == "train" else found["loss"]
+                parts.append(f"{split} " + ", ".join([f"loss {loss:.4f}", *figures]))
         parts.append(f"{self.images_per_second:,.0f} images/s")
         return "  ".join([*parts, "best so far"] if is_best else parts)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the line."""
+        fields = dataclasses.asdict(self)
+        return {**fields, **fields.pop("metrics")}
+
+
+def _record_of(line: dict[str, Any]) -> EpochRecord:
+    """Return the record that `EpochRecord.to_plain` wrote; None is a split that was not there, in earlier versions."""
+    own = [f.name for f in dataclasses.fields(EpochRecord) if f.name != "metrics"]
+    metrics = {key: value for key, value in line.items() if key not in own and value is not None}
+    return EpochRecord(**{name: line[name] for name in own}, metrics=metrics)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -127,12 +143,14 @@ class Clock:
 def to_plain(progress: Progress) -> dict[str, Any]:
     """Return the progress without tensors as plain values, for a checkpoint."""
     fields = {f.name: getattr(progress, f.name) for f in dataclasses.fields(progress) if f.name != "best"}
-    fields["history"] = [dataclasses.asdict(record) for record in progress.history]
+    fields["history"] = [record.to_plain() for record in progress.history]
     fields["counts"] = dataclasses.asdict(progress.counts)
     return fields
 
 
 def from_plain(fields: dict[str, Any]) -> Progress:
     """Return the progress that `to_plain` wrote."""
-    history = [EpochRecord(**record) for record in fields["history"]]
-    return Progress(**{**fields, "history": history, "counts": Counts(**fields["counts"])})
+    history = [_record_of(line) for line in fields["history"]]
+    # In checkpoints of earlier versions, the metric was the number of correct predictions.
+    counts = {"metric_sum" if name == "correct" else name: value for name, value in fields["counts"].items()}
+    return Progress(**{**fields, "history": history, "counts": Counts(**counts)})

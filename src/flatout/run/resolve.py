@@ -53,8 +53,9 @@ def resolve(
         if job is None and data is None:
             raise InputError("no job and no data: give one of them")
         data = str(job) if data is None else data
-        options = {key: value for key, value in changes.items() if key.startswith("data.")}
-        found = find(data, Recipe(model="any", image_size=1, epochs=1, batch_size=1).override(options).data)
+        options = {key: value for key, value in changes.items() if key.startswith("data.") or key == "task"}
+        plain = Recipe(model="any", image_size=1, epochs=1, batch_size=1).override(options)
+        found = find(data, plain.data, plain.task)
 
         def report(sentence: str) -> None:
             console.note(words(sentence))
@@ -75,7 +76,7 @@ def resolve(
         data = recipe.data.path or _public_data(recipe, console)
     if path := _plain(data):
         recipe = recipe.override({"data.path": path})
-    return recipe, find(data, recipe.data)
+    return recipe, find(data, recipe.data, recipe.task)
 
 
 def is_of_job(recipe: Recipe, job: str) -> bool:
@@ -97,7 +98,7 @@ def _named_recipe(job: str | Path | Recipe | None) -> Recipe | None:
             # Relative to the recipe, not to the current folder.
             return recipe.override({"data.path": str(path.parent / inner)})
         return recipe
-    if not path.exists() and not str(job).startswith("sklearn:"):
+    if not path.exists() and not str(job).startswith("sklearn:") and "{" not in str(job):
         hint = nearest_path(path) or nearest(str(job), builtin_jobs())
         raise InputError(f"no job, recipe file or data called {str(job)!r}; {hint}")
     return None

@@ -60,10 +60,11 @@ def check(
     engine.restore(before)
     engine.communication_seconds()  # those of training begin at 0
 
-    guessing, found = math.log(max(2, classes)), []
+    guessing, found = engine.task.guessing_loss(classes), []
     if is_fresh and not first < guessing + LARGEST_EXCESS:
+        what = f" one of {classes} classes" if recipe.task in ("auto", "single-label") else ""
         found.append(
-            f"the first loss is {first:.3g}, and that of guessing one of {classes} classes {guessing:.3g}: usual "
+            f"the first loss is {first:.3g}, and that of guessing{what} {guessing:.3g}: usual "
             "causes are a data.mean and data.std that do not suit the images, and large weights in the last layer"
         )
     # The rate rose to its peak, so it was half of that on average.

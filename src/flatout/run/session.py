@@ -25,6 +25,7 @@ from flatout.run.budget import Budget, measure
 from flatout.run.loop import train
 from flatout.run.monitor import Monitor, signals_noted
 from flatout.run.progress import Progress
+from flatout.tasks import task_of, with_task
 
 if TYPE_CHECKING:
     from torch import nn
@@ -146,6 +147,7 @@ class Session:
             if self.options.hosts.most == 1:
                 self._open.enter_context(self._claim_folder())
             self.data = self._open.enter_context(self._load_pack())
+            self.recipe = with_task(self.recipe, self.data.task)
             yield self.data
 
     def run(self, console: Console, world: "World") -> Path:
@@ -235,6 +237,7 @@ class Session:
     def _split(self, pack: "Pack") -> "dict[str, Samples]":
         """Describe and split the pack, and fill in what the recipe leaves to the data."""
         from flatout.data.load import measure, splits_of
+        from flatout.tasks.regression import statistics
 
         self.console.note(pack.describe())
         for sentence in pack.notes:
@@ -243,7 +246,8 @@ class Session:
             self.note(f"{len(pack.skipped):,} unreadable images were left out")
         splits = splits_of(pack, self.recipe.data, self.recipe.seed)
         if taken := [f"{name} {len(s):,}" for name, s in splits.items() if name not in pack.splits]:
-            self.note(f"taken from the training images, by class: {', '.join(taken)}; train {len(splits['train']):,}")
+            how = "the same share of all numbers" if pack.task == "regression" else "by class"
+            self.note(f"taken from the training images, {how}: {', '.join(taken)}; train {len(splits['train']):,}")
         if len(splits) == 1:
             self.note("no held-out data: accuracy will not be measured")
         if not self.recipe.data.bits:
@@ -251,6 +255,12 @@ class Session:
         if not self.recipe.data.mean:
             mean, std = measure(splits["train"])
             self.recipe = self.recipe.override({"data.mean": mean, "data.std": std})
+        before, self.recipe = self.recipe.loss, with_task(self.recipe, pack.task)
+        if self.recipe.loss != before:
+            self.note(f"loss = {self.recipe.loss}: the labels are {pack.task}")
+        if pack.task == "regression" and not self.recipe.data.label_std:
+            label_mean, label_std = statistics(splits["train"].labels)
+            self.recipe = self.recipe.override({"data.label_mean": label_mean, "data.label_std": label_std})
         check_batch(min(self.recipe.batch_size, len(splits["train"])), self.world.size)
         if self.recipe.optimizer.lr_base_batch not in (0, self.recipe.batch_size):
             self.note(describe_scaling(self.recipe))
@@ -286,7 +296,6 @@ class Session:
 
     def _make_engine(self, model: "nn.Module", splits: "dict[str, Samples]", pack: "Pack") -> "Engine":
         """Return the engine, with the weights to start from."""
-        from flatout.data.load import class_weights
         from flatout.engine.devices import spec_of
         from flatout.engine.factory import make_engine, precisions
 
@@ -295,13 +304,13 @@ class Session:
             self._load_weights(model)
         elif recipe.freeze:
             self.note("frozen layers keep their random weights: no pre-trained weights were requested")
-        is_balanced = recipe.class_weights == "balanced"
+        task, labels = task_of(recipe), splits["train"].labels
         make = functools.partial(
             make_engine,
             engine=self.options.engine,
             devices=self.options.devices,
             world=self.world,
-            class_weights=class_weights(splits["train"].labels, len(pack.classes)) if is_balanced else None,
+            class_weights=task.class_weights(labels, len(pack.classes)) if task.is_balanced else None,
         )
         if recipe.linear_probe and not self._has_checkpoints():
             self._fit_head(model, splits, make)

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout import style
 from flatout.console import duration
-from flatout.report import style
-from flatout.report.style import shorten
 from flatout.scale.findings import Row, ideal_speed_up, is_plausible, median
+from flatout.style import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -209,7 +209,7 @@ def _measured(folder: Path) -> dict[str, Any]:
         **figures,
         "epoch_seconds_each": epochs,
         "split": split,
-        **{name: summary[f"{split}_{name}"] for name in ("accuracy", "correct", "count", "loss")},
+        **{name: summary.get(f"{split}_{name}") for name in ("accuracy", "correct", "count", "loss")},
     }
 
 

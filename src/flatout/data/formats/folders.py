@@ -2,13 +2,15 @@
 
 import os
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from flatout.data.labels import first_few, read_class_list
+from flatout.data.archive import Member
+from flatout.data.labels import first_few, read_class_list, split_ids
 from flatout.data.source import DataRef, Source, assemble
 from flatout.data.splits import in_order, split_of
 from flatout.errors import InputError
@@ -39,7 +41,12 @@ class Entry:
     """One entry of a folder. A symbolic link that leads nowhere or in a circle is neither a file nor a folder."""
 
     def __init__(self, entry: "os.DirEntry[str]") -> None:
-        self.name, self.path, self._entry = entry.name, entry.path, entry
+        self.name, self._entry = entry.name, entry
+
+    @property
+    def path(self) -> Path:
+        """The folder's path and the name."""
+        return Path(self._entry.path)
 
     def is_dir(self) -> bool:
         """Whether it is a folder or a link to one."""
@@ -61,21 +68,25 @@ class Entry:
             return False
 
 
-def visible(folder: Path | str) -> list[Entry]:
+def visible(folder: Path) -> Sequence[Entry | Member]:
     """Return a folder's entries by name, without hidden files and what operating systems leave behind.
 
     Raises:
         InputError: the folder cannot be read.
     """
-    try:
-        with os.scandir(folder) as entries:
-            kept = [Entry(e) for e in entries if not e.name.startswith(".") and e.name not in _CLUTTER]
-    except OSError as error:
-        raise InputError(f"{printable(folder)}: cannot be read: {error.strerror}") from None
+    if isinstance(folder, Member):
+        entries: Iterable[Entry | Member] = (folder.children or {}).values()
+    else:
+        try:
+            with os.scandir(folder) as found:
+                entries = [Entry(entry) for entry in found]
+        except OSError as error:
+            raise InputError(f"{printable(folder)}: cannot be read: {error.strerror}") from None
+    kept = (entry for entry in entries if not entry.name.startswith(".") and entry.name not in _CLUTTER)
     return sorted(kept, key=lambda entry: entry.name)
 
 
-def _folders(folder: Path | str) -> list[Entry]:
+def _folders(folder: Path) -> list[Entry | Member]:
     return [entry for entry in visible(folder) if entry.is_dir()]
 
 
@@ -83,11 +94,11 @@ def _folders(folder: Path | str) -> list[Entry]:
 class _Listing:
     """The image files under one folder, and the suffixes of the files that are no images."""
 
-    images: list[str] = field(default_factory=list)
+    images: list[Path] = field(default_factory=list)
     others: Counter[str] = field(default_factory=Counter)
 
-    def add(self, folder: str, above: tuple[str, ...] = ()) -> None:
-        real = os.path.realpath(folder)
+    def add(self, folder: Path, above: tuple[Path, ...] = ()) -> None:
+        real = folder.resolve()
         if real in above:  # a link to a folder that holds it
             return
         for entry in visible(folder):
@@ -96,7 +107,7 @@ class _Listing:
             else:
                 self.add_file(entry)
 
-    def add_file(self, entry: Entry) -> None:
+    def add_file(self, entry: Entry | Member) -> None:
         if is_image_name(entry.name):
             self.images.append(entry.path)
         else:
@@ -120,7 +131,7 @@ def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | N
         if name in splits:
             raise InputError(f"{path}: both {splits[name].name} and {entry.name} mean {name}; leave one")
         if name is not None:
-            splits[name] = Path(entry.path)
+            splits[name] = entry.path
     if any(_holds_class_folders(folder) for folder in splits.values()):
         splits = in_order(splits, path)
     elif len(splits) == len(below) or not has_images(path):
@@ -146,23 +157,24 @@ def _holds_class_folders(folder: Path) -> bool:
 
 def has_images(folder: Path) -> bool:
     """Whether there are images in or below a folder; links to folders count without a look."""
-    return any(is_image_name(name) for _, _, names in os.walk(folder, followlinks=False) for name in names) or any(
-        entry.is_symlink() for entry in _folders(folder)
+    return any(
+        entry.is_symlink() or has_images(entry.path) if entry.is_dir() else is_image_name(entry.name)
+        for entry in visible(folder)
     )
 
 
-def _refuse_wrapper(folder: Path, below: list[Entry]) -> None:
+def _refuse_wrapper(folder: Path, below: Sequence[Entry | Member]) -> None:
     """Point to the real folder where an archive was unpacked into one more folder."""
-    if len(below) == 1 and _holds_class_folders(Path(below[0].path)):
+    if len(below) == 1 and _holds_class_folders(below[0].path):
         inner = [entry.name for entry in _folders(below[0].path)]
         if len(inner) > 1:
             raise InputError(
                 f"{folder}: holds one folder only, {below[0].name}, with {first_few(inner, 5)} in it; "
-                f"if these are the classes or splits, give {Path(folder, below[0].name)}"
+                f"if these are the classes or splits, give {below[0].path}"
             )
 
 
-def read(path: Path, splits: dict[str, Path], class_list: Path | None) -> Source:
+def read(path: Path, splits: Mapping[str, Path], class_list: Path | None) -> Source:
     """Return the source of split -> folder of class folders."""
     listings: dict[str, dict[str, _Listing]] = {}
     others: Counter[str] = Counter()
@@ -184,17 +196,17 @@ def read(path: Path, splits: dict[str, Path], class_list: Path | None) -> Source
         kinds = ", ".join(f"{name} {count:,}" for name, count in others.most_common(5))
         notes.append(f"ignored files that are no images: {others.total():,} ({kinds})")
     names = sorted({name for found in listings.values() for name in found})
-    classes = tuple(names)
+    ids = classes = tuple(names)
     if class_list:
-        classes = read_class_list(class_list)
-        if unknown := [name for name in names if name not in classes]:
+        ids, classes = split_ids(read_class_list(class_list), names)
+        if unknown := [name for name in names if name not in ids]:
             raise InputError(f"{path}: class folders that are not in {class_list}: {first_few(unknown)}")
-    index = {name: i for i, name in enumerate(classes)}
+    index = {name: i for i, name in enumerate(ids)}
     parts = {}
     for split, found in listings.items():
         labels = np.repeat([index[name] for name in found], [len(listing.images) for listing in found.values()])
         parts[split] = (
-            [Path(image) for listing in found.values() for image in listing.images],
+            [image for listing in found.values() for image in listing.images],
             labels.astype(np.int64),
         )
     return assemble(KIND, path, parts, names=classes, notes=tuple(notes))

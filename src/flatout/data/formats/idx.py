@@ -49,7 +49,7 @@ def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | N
         if before is not None and before.name.removesuffix(".gz") != entry.name.removesuffix(".gz"):
             raise InputError(f"{path}: both {before.name} and {entry.name} are {' '.join(key)}; move one away")
         if before is None or not match["gz"]:
-            files[key] = Path(entry.path)
+            files[key] = entry.path
     if not files:
         return None
     for split, role in [(split, role) for split, _ in files for role in ("images", "labels")]:
@@ -107,8 +107,9 @@ def open_maybe_compressed(path: Path) -> Iterator[BufferedIOBase]:
     try:
         with path.open("rb") as raw:
             is_compressed = raw.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if is_compressed else path.open("rb") as stream:
-            yield stream
+            raw.seek(0)
+            with gzip.open(raw) if is_compressed else raw as stream:
+                yield stream
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{path}: is a damaged gzip file ({error}); get it again") from None
     except OSError as error:

@@ -1,33 +1,40 @@
-"""CSV manifests: each row names an image file and its class.
+"""CSV manifests: each row names an image file and its class, its classes, or a number.
 
-Either one file (with a `split` column or without), or a folder with a file for each split, such as `desc_train.csv`.
+Either one file (with a `split` column or without), or a folder with a file for each split, such as `desc_train.csv`, or
+with folders named after splits that hold a `metadata.csv` or `metadata.jsonl`, as in Hugging Face's image folders.
 """
 
 import csv
 import io
+import json
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from flatout.data.archive import Member
 from flatout.data.formats import folders
 from flatout.data.formats.folders import is_image_name, visible, without_arrays
 from flatout.data.labels import first_few
-from flatout.data.source import DataRef, Source, assemble
+from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import SPLITS, in_order, split_of, split_within, words_of
 from flatout.errors import InputError
-from flatout.recipe import Data
 
 KIND = "CSV manifest"
-SUFFIXES = (".csv", ".tsv")
+SUFFIXES = (".csv", ".tsv", ".jsonl")
 _DELIMITERS = ",;\t"
 _FILE_COLUMNS = (
     *("file", "path", "image", "img", "filename", "filepath", "imagepath", "imgpath", "imagefile", "imageid"),
     *("imagename", "fname", "files", "images", "filenames", "idcode", "name", "id"),
 )
 _LABEL_COLUMNS = ("label", "class", "category", "target", "labels", "classname", "labelname", "classid", "labelid", "y")
+# Such as label1 and label2, which hold a class each.
+_NUMBERED_LABEL = re.compile(rf"({'|'.join(_LABEL_COLUMNS)}|tag)\d+")
+_ZERO_OR_ONE = {"0": 0, "1": 1, "0.0": 0, "1.0": 1}
 _SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset")
 _FLAG_COLUMNS = {"isvalid": "valid", "istest": "test"}
 _FLAGS = {**dict.fromkeys(("true", "1", "1.0", "yes"), True), **dict.fromkeys(("false", "0", "0.0", "no", ""), False)}
@@ -46,20 +53,20 @@ class _NoLabels(InputError):
 class _Row:
     line: int
     file: str
-    label: str
+    labels: tuple[str, ...]
     split: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Columns:
     file: int
-    label: int
-    label_name: str
+    labels: tuple[int, ...]
+    label_names: tuple[str, ...]
     split: int | None
     flag: str
 
 
-def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
+def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
     """Return a CSV file, the CSV files of a folder that are named after splits, or a folder's only CSV file; or None.
 
     Beside class folders, the only CSV file is taken if its first row names an image.
@@ -71,7 +78,7 @@ def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | N
     if path.is_file():
         files = {"": path} if path.suffix.lower() in SUFFIXES else {}
     elif path.is_dir():
-        every = [Path(e.path) for e in visible(path) if e.name.lower().endswith(SUFFIXES) and e.is_file()]
+        every = [e.path for e in visible(path) if e.name.lower().endswith(SUFFIXES) and e.is_file()]
         for file in every:
             name = split_within(file.stem)
             if name in files:
@@ -90,20 +97,32 @@ def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | N
                 f"{path}: holds several CSV files ({names}); give the path of one, or name them train.csv, test.csv"
             )
         else:
-            files = {}
+            files = {} if every else _metadata_of_splits(path)
     if not files:
         return None
     return DataRef(kind=KIND, path=path, read=lambda: read(path, files, class_list, options))
 
 
-def read(path: Path, files: dict[str, Path], class_list: Path | None, options: Data) -> Source:
+def _metadata_of_splits(path: Path) -> dict[str, Path]:
+    """Return the `metadata.csv` or `metadata.jsonl` of folders named after splits, as Hugging Face has them."""
+    files: dict[str, Path] = {}
+    for entry in visible(path):
+        if entry.is_dir() and (split := split_of(entry.name)):
+            found = (file for name in ("metadata.csv", "metadata.jsonl") if (file := entry.path / name).is_file())
+            if file := next(found, None):
+                files[split] = file
+    return in_order(files, path) if files else {}
+
+
+def read(path: Path, files: dict[str, Path], class_list: Path | None, options: ReadOptions, kind: str = KIND) -> Source:
     """Return the source of split -> CSV file; one file without a split in its name may have a column of splits."""
     rows: dict[str, list[tuple[Path, _Row]]] = {}
     notes: list[str] = []
+    names: tuple[str, ...] = ()
     subject = ""
     for name, file in files.items():
         try:
-            label_name, found = _read_rows(file, name or split_within(file.stem) or "train", options)
+            columns, found = _read_rows(file, name or split_within(file.stem) or "train", options)
         except _NoLabels as error:
             if name in ("", "train"):
                 raise
@@ -111,21 +130,48 @@ def read(path: Path, files: dict[str, Path], class_list: Path | None, options: D
             continue
         if not found:
             raise InputError(f"{file}: lists no images; write rows of file,label")
-        subject = subject or f"{file}: column {label_name}"
+        if names and columns != names:
+            raise InputError(f"{file}: the columns of labels are {', '.join(columns)}, elsewhere {', '.join(names)}")
+        names = columns
+        subject = subject or f"{file}: column {', '.join(columns)}"
         for split in SPLITS:
             if of_split := [(file, row) for row in found if (name or row.split or "train") == split]:
                 rows[split] = of_split
     rows = in_order(rows, path)
     located = _locate(rows, options)
+    labels, are_names = _labels(rows)
     return assemble(
-        KIND,
+        kind,
         path,
-        {split: (located[split], [row.label for _, row in some]) for split, some in rows.items()},
+        {split: (located[split], labels[split]) for split in rows},
+        names=tuple(name.strip("'") for name in names) if are_names else None,
         class_list=class_list,
         notes=tuple(notes),
         locate=lambda split, i: f"{rows[split][i][0]}: line {rows[split][i][1].line}",
         subject=subject,
+        task=options.task if len(names) == 1 or are_names else "multi-label",
     )
+
+
+def _labels(rows: dict[str, list[tuple[Path, _Row]]]) -> tuple[dict[str, list[Any]], bool]:
+    """Return the labels of each split, and whether they are numbers 0 and 1 in columns that are named after classes.
+
+    Several columns with the name of a class each become one text.
+
+    Raises:
+        InputError: a column of 0 and 1 has something else; ten lines are listed.
+    """
+    every = [(file, row) for some in rows.values() for file, row in some]
+    if len(every[0][1].labels) == 1:
+        return {split: [row.labels[0] for _, row in some] for split, some in rows.items()}, False
+    wrong = [(f, row, cell) for f, row in every for cell in row.labels if cell not in _ZERO_OR_ONE]
+    if not wrong:
+        return {s: [[_ZERO_OR_ONE[cell] for cell in row.labels] for _, row in some] for s, some in rows.items()}, True
+    if len(wrong) < len(every):
+        # Nearly all are 0 or 1.
+        lines = [f"{file}: line {row.line}: {cell or '(empty)'} in a column of 0 and 1" for file, row, cell in wrong]
+        raise InputError(first_few(lines))
+    return {split: ["|".join(filter(None, row.labels)) for _, row in some] for split, some in rows.items()}, False
 
 
 def _read_text(path: Path) -> str:
@@ -142,9 +188,20 @@ def _read_text(path: Path) -> str:
     return text
 
 
-def _read_table(path: Path) -> list[tuple[int, list[str]]]:
-    """Return line number and cells of each row that is not blank."""
+def read_table(path: Path) -> list[tuple[int, list[str]]]:
+    """Return line number and cells of each row that is not blank; JSON lines have their keys as the first row.
+
+    Raises:
+        InputError: the file is no UTF-8 text, or not of its format.
+    """
     text = _read_text(path)
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if path.suffix.lower() == ".txt":
+        return [(number, line.strip().rsplit(maxsplit=1)) for number, line in lines]
+    if path.suffix.lower() == ".jsonl":
+        tables = [(number, _json_table(path, number, line)) for number, line in lines]
+        keys = list(dict.fromkeys(key for _, table in tables for key in table))
+        return [(0, keys), *((number, [table.get(key, "") for key in keys]) for number, table in tables)]
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text), strict=True)
     try:
         return [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if any(map(str.strip, cells))]
@@ -152,7 +209,17 @@ def _read_table(path: Path) -> list[tuple[int, list[str]]]:
         raise InputError(f"{path}: line {reader.line_num}: is no CSV: {error}") from None
 
 
-def _names_image_first(path: Path, options: Data) -> bool:
+def _json_table(path: Path, number: int, line: str) -> dict[str, str]:
+    try:
+        table = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: line {number}: is no JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise InputError(f'{path}: line {number}: is no JSON object, such as {{"file_name": ..., "label": ...}}')
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in table.items()}
+
+
+def _names_image_first(path: Path, options: ReadOptions) -> bool:
     """Whether the first row of a CSV file names an image that exists."""
     _read_text(path)  # a file that cannot be read is reported, not passed over
     try:
@@ -162,11 +229,11 @@ def _names_image_first(path: Path, options: Data) -> bool:
     return bool(rows) and _Locator(path.parent, "train", options).find(rows[0].file) is not None
 
 
-def _read_rows(path: Path, split: str, options: Data) -> tuple[str, list[_Row]]:
-    """Return the name of the column of classes and the rows of one file, without its header."""
-    table = _read_table(path)
+def _read_rows(path: Path, split: str, options: ReadOptions) -> tuple[tuple[str, ...], list[_Row]]:
+    """Return the names of the columns of labels and the rows of one file, without its header."""
+    table = read_table(path)
     if not table:
-        return "", []
+        return (), []
     locator = _Locator(path.parent, split, options)
     has_header = not any(is_image_name(cell) or (cell and locator.find(cell)) for cell in table[0][1])
     body = table[1:] if has_header else table
@@ -186,8 +253,9 @@ def _read_rows(path: Path, split: str, options: Data) -> tuple[str, list[_Row]]:
             raise InputError(f"{path}: line {line}: unknown split {cell!r}; write {need}")
         # Manifests written on Windows have backslashes.
         file = cells[columns.file].replace("\\", "/")
-        rows.append(_Row(line=line, file=file, label=cells[columns.label], split=named or ""))
-    return columns.label_name, rows
+        labels = tuple(cells[column] for column in columns.labels)
+        rows.append(_Row(line=line, file=file, labels=labels, split=named or ""))
+    return columns.label_names, rows
 
 
 def _delimiter(text: str) -> str:
@@ -198,7 +266,7 @@ def _delimiter(text: str) -> str:
     )
 
 
-def _columns(path: Path, header: Sequence[str] | None, first: list[str], options: Data) -> _Columns:
+def _columns(path: Path, header: Sequence[str] | None, first: list[str], options: ReadOptions) -> _Columns:
     """Return which column is which: as the options name them, by the header's names, or by the first row's content."""
     width = len(header or first)
     if width < 2:
@@ -207,40 +275,40 @@ def _columns(path: Path, header: Sequence[str] | None, first: list[str], options
     split = _first_of((*_SPLIT_COLUMNS, *_FLAG_COLUMNS), keys)
     if header is None and width == 3:
         split = next((i for i in range(3) if not is_image_name(first[i]) and split_of(first[i])), None)
-    label, file = (_given(path, header, key, options) for key in ("label_column", "file_column"))
+    labels, files = (_given(path, header, key, options) for key in ("label_column", "file_column"))
+    file = files[0] if files else None
     if file is None:
         file = _first_of(_FILE_COLUMNS, keys)
     if file is None:
         file = next((i for i, cell in enumerate(first[:width]) if is_image_name(cell)), 0)
-    if label is None:
-        label = _first_of(_LABEL_COLUMNS, keys)
-    left = [i for i in range(width) if i not in (file, split)]
-    if label is None and len(left) == 1:
-        label = left[0]
-    if label is None:
+    left = tuple(i for i in range(width) if i not in (file, split))
+    if not labels and (found := _first_of(_LABEL_COLUMNS, keys)) is not None:
+        labels = (found,)
+    if not labels:
+        labels = tuple(i for i in left if keys and _NUMBERED_LABEL.fullmatch(keys[i]))
+    if not labels and (len(left) == 1 or (header and all(first[i] in _ZERO_OR_ONE for i in left if i < len(first)))):
+        labels = left
+    if not labels:
         names = f"the columns {', '.join(header)}" if header else f"{width} columns and no header"
-        if header and len(left) > 1 and all(first[i] in ("0", "1", "0.0", "1.0") for i in left if i < len(first)):
-            raise InputError(
-                f"{path}: the columns {', '.join(header[i] for i in left)} hold 0 and 1: labels in several columns are "
-                "not supported; write the class of each image into one column"
-            )
         raise (_NoLabels if header else InputError)(f"{path}: has {names}; {_NAME_THEM}")
     return _Columns(
         file=file,
-        label=label,
-        label_name=repr(header[label]) if header else str(label + 1),
+        labels=labels,
+        label_names=tuple(repr(header[label]) if header else str(label + 1) for label in labels),
         split=split,
         flag=_FLAG_COLUMNS.get(keys[split], "") if split is not None and keys else "",
     )
 
 
-def _given(path: Path, header: Sequence[str] | None, key: str, options: Data) -> int | None:
-    """Return the column that an option names, if it does."""
-    name = getattr(options, key)
-    if name and name not in (header or ()):
-        columns = f"its columns are {', '.join(header)}" if header else "it has no header"
-        raise InputError(f"{path}: has no column {name!r}, which data.{key} names; {columns}")
-    return header.index(name) if name and header else None
+def _given(path: Path, header: Sequence[str] | None, key: str, options: ReadOptions) -> tuple[int, ...]:
+    """Return the column that an option names, or several, separated by commas; none if it is empty."""
+    given, known = getattr(options, key), list(header or ())
+    names = [given] if given in known else [name.strip() for name in given.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            columns = f"its columns are {', '.join(known)}" if header else "it has no header"
+            raise InputError(f"{path}: has no column {name!r}, which data.{key} names; {columns}")
+    return tuple(map(known.index, names))
 
 
 def _first_of(wanted: Sequence[str], keys: list[str]) -> int | None:
@@ -255,45 +323,49 @@ class _Locator:
     there are any: 100,000 rows do not cost 100,000 system calls.
     """
 
-    def __init__(self, folder: Path, split: str, options: Data) -> None:
-        self.bases = [str(folder)]
+    def __init__(self, folder: Path, split: str, options: ReadOptions) -> None:
+        self.bases = [folder]
         if options.images:
-            self.bases.insert(0, os.path.expanduser(options.images))  # noqa: PTH111 - Path drops a leading "./"
-            if not os.path.isdir(self.bases[0]):  # noqa: PTH112
+            inside = folder if isinstance(folder, Member) else Path()
+            self.bases.insert(0, inside / os.path.expanduser(options.images))  # noqa: PTH111 - Path drops a leading "./"
+            if not self.bases[0].is_dir():
                 raise InputError(f"data.images = {options.images!r}: there is no such folder")
         else:
             named = [e for e in visible(folder) if split_of(e.name) == split or e.name.lower() in _IMAGE_FOLDERS]
             self.bases += [entry.path for entry in named if entry.is_dir()]
-        self._roots = [os.path.realpath(base) for base in self.bases]
-        self._files, self._stems, self._is_inside = cache(self._files), cache(self._stems), cache(self._is_inside)
+        self._roots = [base.resolve() for base in self.bases]
+        self._folders, self._files = cache(self._folders), cache(self._files)
+        self._stems, self._is_inside = cache(self._stems), cache(self._is_inside)
         self.outside = False
 
     def find(self, name: str) -> Path | None:
         """Return the file that a cell names; None with `outside` set where it exists but leads out of the folders."""
         parent, last = os.path.split(name)
         self.outside = False
-        for base in self.bases:
-            folder = os.path.join(base, parent)  # noqa: PTH118 - twice as fast as Path, and called for every row
+        for folder in self._folders(parent):
             files = self._files(folder)
             found = last if last in files else self._stems(folder).get(last)
             if found is None:
                 continue
-            if self._is_inside(folder) and not (files[found] and not self._is_inside(os.path.join(folder, found))):  # noqa: PTH118
-                return Path(folder, found)
+            if self._is_inside(folder) and not (files[found] and not self._is_inside(folder / found)):
+                return folder / found
             self.outside = True
         return None
 
-    def _is_inside(self, path: str) -> bool:
-        return any(Path(os.path.realpath(path)).is_relative_to(root) for root in self._roots)
+    def _folders(self, parent: str) -> list[Path]:
+        return [base / parent for base in self.bases]
 
-    def _files(self, folder: str) -> dict[str, bool]:
+    def _is_inside(self, path: Path) -> bool:
+        return any(path.resolve().is_relative_to(root) for root in self._roots)
+
+    def _files(self, folder: Path) -> dict[str, bool]:
         """Return the files in a folder, and whether each is a link."""
         try:
             return {entry.name: entry.is_symlink() for entry in visible(folder) if entry.is_file()}
         except (InputError, ValueError):
             return {}
 
-    def _stems(self, folder: str) -> dict[str, str]:
+    def _stems(self, folder: Path) -> dict[str, str]:
         """Return the images in a folder by their names without the suffix, where these are unique."""
         names = without_arrays([name for name in self._files(folder) if is_image_name(name)])
         images = {name: name.rpartition(".")[0] for name in names}
@@ -301,7 +373,7 @@ class _Locator:
         return {stem: name for name, stem in images.items() if counts[stem] == 1}
 
 
-def _locate(rows: dict[str, list[tuple[Path, _Row]]], options: Data) -> dict[str, list[Path]]:
+def _locate(rows: dict[str, list[tuple[Path, _Row]]], options: ReadOptions) -> dict[str, list[Path]]:
     """Return split -> the rows' files.
 
     Raises:
@@ -312,7 +384,8 @@ def _locate(rows: dict[str, list[tuple[Path, _Row]]], options: Data) -> dict[str
     missing: list[str] = []
     folder = next(iter(rows.values()))[0][0].parent
     for split, some in rows.items():
-        locator, files[split] = _Locator(folder, split, options), []
+        folder, files[split] = some[0][0].parent, []
+        locator = _Locator(folder, split, options)
         for path, row in some:
             if file := locator.find(row.file):
                 files[split].append(file)

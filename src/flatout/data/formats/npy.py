@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from flatout.data.archive import Member
 from flatout.data.formats.folders import visible
 from flatout.data.pixels import channels_last, range_of, to_pixels
-from flatout.data.source import DataRef, Source, assemble
+from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import SPLITS, in_order, split_within, words_of
 from flatout.errors import InputError
-from flatout.recipe import Data
 
 KIND = "NumPy arrays"
 _IMAGE_WORDS = {"x", "image", "images", "img", "imgs", "data", "pixels"}
@@ -22,7 +22,7 @@ _NAMES = "x_train, y_train, x_test, y_test, or images and labels"
 _LOAD_ERRORS = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
-def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
+def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
     """Return the `.npy` files of a folder, one `.npy` file with the labels beside it, an `.npz` file, or None.
 
     Raises:
@@ -33,7 +33,7 @@ def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | N
     files = {file.stem: file for file in _npy_files(path)} if path.is_dir() else {}
     if files and not (_has_list(path) and not any(set(words_of(name)) & _IMAGE_WORDS for name in files)):
         pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(list(files), path).items()}
-    elif suffix == ".npy":
+    elif suffix == ".npy" and isinstance(path, Path):
         pairs = {"train": (path, _labels_beside(path))}
     elif suffix != ".npz":
         return None
@@ -42,23 +42,26 @@ def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | N
         kind=KIND,
         path=path,
         inputs=inputs,
-        read=lambda: read(path, pairs, class_list) if pairs else read_npz(path, class_list),
+        read=lambda: read(path, pairs, class_list, options) if pairs else read_npz(path, class_list, options),
     )
 
 
-def read(path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | None) -> Source:
+def read(path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | None, options: ReadOptions) -> Source:
     """Return the source of split -> (file of images, file of labels)."""
 
     def load(file: Path) -> np.ndarray:
+        if isinstance(file, Member):
+            return _loaded(str(file), lambda: np.load(file.open("rb"), allow_pickle=False))
         return _loaded(str(file), lambda: np.lib.format.open_memmap(file, mode="r"))
 
-    return _source({split: (load(x), load(y)) for split, (x, y) in pairs.items()}, KIND, path, class_list)
+    splits = {split: (load(x), load(y)) for split, (x, y) in pairs.items()}
+    return _source(splits, KIND, path, class_list, task=options.task)
 
 
-def read_npz(path: Path, class_list: Path | None) -> Source:
+def read_npz(path: Path, class_list: Path | None, options: ReadOptions) -> Source:
     """Return the source of an `.npz` file."""
     # Opened here, as np.load leaves a file open that turns out to be damaged.
-    with path.open("rb") as file:
+    with _loaded(str(path), lambda: path.open("rb")) as file:
         archive = _loaded(str(path), lambda: np.load(file, allow_pickle=False))
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise InputError(f"{path}: is one array, not an .npz archive; name it .npy")
@@ -69,7 +72,8 @@ def read_npz(path: Path, class_list: Path | None) -> Source:
             }
             unused = [key for key in archive.files if key not in member]
     notes = (f"ignored the arrays {', '.join(unused)}",) if unused else ()
-    return _source({split: (member[x], member[y]) for split, (x, y) in roles.items()}, KIND, path, class_list, notes)
+    splits = {split: (member[x], member[y]) for split, (x, y) in roles.items()}
+    return _source(splits, KIND, path, class_list, notes, options.task)
 
 
 def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:
@@ -93,7 +97,7 @@ def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:
 
 
 def _npy_files(folder: Path) -> list[Path]:
-    return [Path(e.path) for e in visible(folder) if e.name.lower().endswith(".npy") and e.is_file()]
+    return [e.path for e in visible(folder) if e.name.lower().endswith(".npy") and e.is_file()]
 
 
 def _has_list(folder: Path) -> bool:
@@ -154,14 +158,14 @@ def is_pair(value: object) -> bool:
     return is_array(images) and len(images.shape) >= 2 and (is_array(labels) or isinstance(labels, (list, tuple)))
 
 
-def from_arrays(data: object) -> Source:
+def from_arrays(data: object, task: str = "auto") -> Source:
     """Return the source of a pair (images, labels), or a tuple (train[, valid], test) or dict by split of such pairs.
 
     Images are [N, H, W], [N, H, W, C] or [N, C, H, W], of uint8 or uint16, or numbers in 0..1 or 0..255; labels are
-    numbers or text [N], [N, 1], or one-hot [N, K].
+    numbers or text [N] or [N, 1], or rows of 0 and 1, [N, K]; those with fractions are numbers to predict.
     """
     splits = {name: tuple(map(_as_array, pair)) for name, pair in by_split(data, is_pair, "(images, labels)").items()}
-    return _source(splits, "arrays", None, None)
+    return _source(splits, "arrays", None, None, task=task)
 
 
 def by_split(data: object, is_part: Callable[[Any], bool], part_name: str) -> dict[str, Any]:
@@ -203,6 +207,7 @@ def _source(
     path: Path | None,
     class_list: Path | None,
     notes: tuple[str, ...] = (),
+    task: str = "auto",
 ) -> Source:
     """Return the source of pairs of arrays; the training images decide the range of pixels."""
     scale, converted = None, {}
@@ -214,4 +219,4 @@ def _source(
         if pixels.shape[3] not in (1, 3):
             height, width, channels = pixels.shape[1:]
             notes = (*notes, f"{name}: the arrays are taken for images of {height} x {width}, {channels} channels")
-    return assemble(kind, path, converted, class_list=class_list, notes=notes)
+    return assemble(kind, path, converted, class_list=class_list, notes=notes, task=task)

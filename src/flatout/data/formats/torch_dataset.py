@@ -27,18 +27,18 @@ def is_dataset(value: object) -> bool:
     return has_items and not is_array(value) and not isinstance(value, (Mapping, tuple, str, bytes))
 
 
-def from_dataset(data: object) -> Source:
+def from_dataset(data: object, task: str = "auto") -> Source:
     """Return the source of map-style data sets whose items are (image, label); every item is read once.
 
     An image is a PIL image, or uint8, uint16 or float in 0..1 as an array [H, W] or [H, W, C], or as a tensor [H, W] or
     [C, H, W].
-    The first items are read again to detect a random transform, which becomes a note. `data` is a data set, or a tuple
-    (train[, valid], test) or a dict by split of them.
+    The first items are read again to detect a random transform, which becomes a note. Labels are as
+    `npy.from_arrays` takes them. `data` is a data set, or a tuple (train[, valid], test) or a dict by split of them.
     """
     parts = by_split(data, is_dataset, "(images, labels) as arrays, or a map-style data set (with len() and [i])")
     splits = {name: _read(part, name) for name, part in parts.items()}
     notes = tuple(_RANDOM.format(name=name) for name, part in parts.items() if _is_random(part, splits[name][0]))
-    return assemble(KIND, None, splits, names=_class_names(parts["train"]), notes=notes)
+    return assemble(KIND, None, splits, names=_class_names(parts["train"]), notes=notes, task=task)
 
 
 def _read(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:

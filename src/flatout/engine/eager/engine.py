@@ -34,9 +34,10 @@ from flatout.engine.eager.weight_average import WeightAverage
 from flatout.engine.recorder import Recorder
 from flatout.models.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.models.layers import learning_rate_scales, set_train_mode
-from flatout.numerics import augment, loss, optim, pixels
+from flatout.numerics import augment, optim, pixels
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe
+from flatout.tasks import task_of
 
 
 class ReplacedFunctions(TorchFunctionMode):
@@ -68,7 +69,7 @@ class TorchEngine:
         model: trained in place, after being moved to the device.
         recipe: what to do; data.mean and data.std must be filled in.
         world: the ranks, and this one's device; None for the CPU alone.
-        class_weights: float32 [classes], the weight of each class in the loss; None for none.
+        class_weights: as `Task.class_weights` returns them; None for none.
         accelerator: what its device can do; None asks the device.
         capture: whether the step may be recorded as a graph.
         cache_prefix: whether the output of a frozen prefix may be cached.
@@ -93,6 +94,7 @@ class TorchEngine:
         world = world or World()
         accelerator = accelerator or accelerator_of(world.device)
         self.recipe, self.device, self.world = recipe, world.device, world
+        self.task = task_of(recipe)
         self.class_weights, self._report = class_weights, report
         self.recorder: Recorder | None = None
         with contextlib.ExitStack() as undo:
@@ -197,7 +199,8 @@ class TorchEngine:
     def place(self, samples: Samples) -> TorchSplit:
         """See `Engine.place`."""
         placement = self.recipe.data.placement
-        return TorchSplit(self, place(samples, self.setup.accelerator, placement, ranks_here=self.world.local_size))
+        here = self.world.local_size
+        return TorchSplit(self, place(samples, self.task, self.setup.accelerator, placement, ranks_here=here))
 
     def train_step(self, source: Source, inputs: Inputs, learning_rate: float, seed: int) -> None:
         """See `DeviceSplit.train_step`."""
@@ -239,18 +242,16 @@ class TorchEngine:
         replaced = {functional.batch_norm: batch_norm}
         if self._exact:
             replaced |= self._exact.begin(min(self.recipe.batch_size, len(source.samples)))
-        labels, weights = source.labels.index_select(0, inputs.samples), inputs.weights
-        if self._class_weights is not None:
-            weights = weights * self._class_weights.index_select(0, labels)
+        targets, weights = source.targets.index_select(0, inputs.samples), inputs.weights
         with self.setup.autocast(), ReplacedFunctions(replaced), self._activations():
             network = self.cut.train_suffix if self.cut else self.model
             logits = network(self._training_input(source, inputs))
-            losses = self._losses(logits, labels, source, inputs)
+            losses = self._losses(logits, targets, source, inputs)
             loss_sum = (losses * weights).sum()
         (loss_sum / inputs.total_weight).backward()
         real = inputs.weights > 0
-        correct = (loss.predicted(logits.detach()) == labels) & real
-        return torch.stack([loss_sum.detach(), weights.sum(), correct.sum().float(), real.sum().float()])
+        metrics = self.task.step_metrics(logits.detach(), targets).where(real, 0)
+        return torch.stack([loss_sum.detach(), weights.sum(), metrics.sum(), real.sum().float()])
 
     def _clip_gradients(self) -> None:
         """Scale all gradients down together, so that their norm is at most the recipe's limit."""
@@ -274,7 +275,7 @@ class TorchEngine:
         """Return the logits of stored images, averaged over their views."""
         images, prefix = self.normalised(images), self.cut.prefix if self.cut else nn.Identity()
         seen = [network(prefix(pixels.view(torch, images, *view))) for view in augment.tta_views(self.recipe)]
-        return loss.averaged(torch.stack(seen))
+        return self.task.averaged(torch.stack(seen))
 
     def _training_input(self, source: Source, inputs: Inputs) -> torch.Tensor:
         """Return a batch's augmented images, mixed with others if the recipe says so, in the size of the epoch."""
@@ -288,15 +289,16 @@ class TorchEngine:
             images = functional.interpolate(images, size=source.size, mode="area")
         return images
 
-    def _losses(self, logits: torch.Tensor, labels: torch.Tensor, source: Source, inputs: Inputs) -> torch.Tensor:
-        """Return the loss of each sample, [B]; of a mixture, those of both labels by their shares."""
-        recipe = self.recipe
-        losses = loss.per_sample(logits, labels, recipe.loss, recipe.label_smoothing)
+    def _losses(self, logits: torch.Tensor, targets: torch.Tensor, source: Source, inputs: Inputs) -> torch.Tensor:
+        """Return the loss of each sample, [B]; of a mixture, that of the mixed targets, or both by their shares."""
+
+        def losses_of(targets: torch.Tensor) -> torch.Tensor:
+            return self.task.per_sample(logits, targets, self._class_weights)
+
         if inputs.partners is None:
-            return losses
+            return losses_of(targets)
         share = source.transforms["mix"].index_select(0, inputs.samples)[:, 5]
-        partners = source.labels.index_select(0, inputs.partners)
-        return losses + share * (loss.per_sample(logits, partners, recipe.loss, recipe.label_smoothing) - losses)
+        return self.task.mixed(losses_of, targets, source.targets.index_select(0, inputs.partners), share)
 
     @contextlib.contextmanager
     def evaluation_network(self) -> Iterator[nn.Module]:

@@ -16,7 +16,8 @@ from flatout.data.order import Batch, evaluation_batches, part
 from flatout.engine.base import Evaluation
 from flatout.engine.eager.accelerator import Accelerator
 from flatout.engine.eager.device_setup import allocate, placement
-from flatout.numerics import augment, loss
+from flatout.numerics import augment
+from flatout.tasks.base import Task
 
 if TYPE_CHECKING:
     from flatout.dist.world import World
@@ -35,7 +36,7 @@ class Inputs:
     Attributes:
         batch: the share, on the host.
         samples: int64 [B], positions in the split.
-        weights: float32 [B], 0 for padding.
+        weights: float32 [B], 0 for padding, else the weight of the sample in the loss.
         total: samples of all ranks that are not padding.
         total_weight: [], the sum of their weights, by which the loss is divided.
         images: [B, ...] where they are streamed from the host.
@@ -88,7 +89,7 @@ class Source:
     Attributes:
         samples: the split on the host.
         images: [N, ...] on the device; None if they are streamed from the host.
-        labels: int64 [N] on the device.
+        targets: as `Task.targets` returns them, on the device.
         transforms: the epoch's augmentation tables on the device; empty where nothing is random.
         partners: int32 [N] on the host, the samples that are mixed in; None where nothing is mixed.
         size: height and width that the epoch's training images are reduced to; None for the recipe's.
@@ -96,7 +97,7 @@ class Source:
 
     samples: Samples
     images: torch.Tensor | None
-    labels: torch.Tensor
+    targets: torch.Tensor
     transforms: dict[str, torch.Tensor] = field(default_factory=dict)
     partners: np.ndarray | None = None
     size: tuple[int, int] | None = None
@@ -139,18 +140,18 @@ class Source:
             yield inputs
 
 
-def place(samples: Samples, accelerator: Accelerator, wanted: str, *, ranks_here: int) -> Source:
+def place(samples: Samples, task: Task, accelerator: Accelerator, wanted: str, *, ranks_here: int) -> Source:
     """Place a split in device memory, host memory or on disk, wherever it fits."""
-    labels = torch.from_numpy(samples.labels).to(accelerator.device)
+    targets = torch.from_numpy(task.targets(samples.labels)).to(accelerator.device)
     where = placement(samples.nbytes, accelerator, wanted, ranks_here=ranks_here)
     if where == "disk":
-        return Source(samples=samples, images=None, labels=labels)
+        return Source(samples=samples, images=None, targets=targets)
     shape = samples.images.shape[1:]
     in_memory = samples.read(np.arange(len(samples)), np.empty((len(samples), *shape), samples.images.dtype))
     if where == "device":
-        return Source(samples=samples, images=torch.from_numpy(in_memory).to(accelerator.device), labels=labels)
+        return Source(samples=samples, images=torch.from_numpy(in_memory).to(accelerator.device), targets=targets)
     held = Samples(images=in_memory, rows=np.arange(len(samples)), labels=samples.labels)
-    return Source(samples=held, images=None, labels=labels)
+    return Source(samples=held, images=None, targets=targets)
 
 
 class TorchSplit:
@@ -164,6 +165,7 @@ class TorchSplit:
     def __init__(self, engine: "TorchEngine", images: Source) -> None:
         self._engine, self._images = engine, images
         self.samples = images.samples
+        self._weights = engine.task.sample_weights(self.samples.labels, engine.class_weights)
         # What the network reads for each view of the images.
         self._views: dict[int, Source] = {}
         if engine.cut is None:
@@ -246,13 +248,13 @@ class TorchSplit:
         return self.source.stream(inputs, engine.setup.accelerator)
 
     def _inputs(self, whole: Batch, share: Batch, partners: np.ndarray | None = None) -> Inputs:
-        put, weights = self._engine.setup.accelerator.put, whole.weights
-        if self._engine.class_weights is not None:
-            weights = weights * self._engine.class_weights[self.samples.labels[whole.samples]]
+        put, weights, share_weights = self._engine.setup.accelerator.put, whole.weights, share.weights
+        if self._weights is not None:
+            weights, share_weights = (b.weights * self._weights[b.samples] for b in (whole, share))
         return Inputs(
             batch=share,
             samples=put(share.samples),
-            weights=put(share.weights),
+            weights=put(share_weights),
             total=whole.count,
             total_weight=put(weights.sum(dtype=np.float32, keepdims=True))[0],
             partners=None if partners is None else put(partners[share.samples].astype(np.int64)),
@@ -272,10 +274,10 @@ class TorchSplit:
         """See `DeviceSplit.evaluate`. Losses are those of the recipe, without class weights."""
         # What a frozen prefix computes of moved images is not cached.
         engine, source = self._engine, self._images if tta else self._view(NOT_AUGMENTED, {})
-        recipe, world, accelerator = engine.recipe, engine.world, engine.setup.accelerator
+        task, world, accelerator = engine.task, engine.world, engine.setup.accelerator
         engine.synchronise_buffers()
         loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
-        predicted = torch.zeros(len(self.samples), dtype=torch.int64, device=accelerator.device)
+        predicted: list[tuple[slice, torch.Tensor]] = []
         probabilities: list[tuple[slice, torch.Tensor]] = []
         with engine.evaluation_network() as network:
             for inputs in self._batches(source, equally_many=engine.is_sharded):
@@ -284,24 +286,26 @@ class TorchSplit:
                     images = source.images_of(inputs)
                     logits = engine.view_logits(network, images) if tta else network(engine.network_input(images))
                     logits = logits[:real]
-                labels = source.labels.index_select(0, inputs.samples[:real])
-                loss_sum += loss.per_sample(logits, labels, recipe.loss, recipe.label_smoothing).sum()
+                loss_sum += task.per_sample(logits, source.targets.index_select(0, inputs.samples[:real])).sum()
                 rows = slice(start, start + real)
-                predicted[rows] = loss.predicted(logits)
+                predicted.append((rows, task.predicted(logits)))
                 if with_probabilities:
-                    probabilities.append((rows, loss.probabilities(logits)))
+                    probabilities.append((rows, task.probabilities(logits)))
         return Evaluation(
+            task=task,
             loss_sum=float(world.all_reduce(loss_sum)),
-            predicted=world.all_reduce(predicted).cpu().numpy(),
+            predicted=self._gather(predicted),
             labels=self.samples.labels,
             probabilities=self._gather(probabilities) if with_probabilities else None,
         )
 
     def _gather(self, rows: list[tuple[slice, torch.Tensor]]) -> np.ndarray:
-        """Return the probabilities of all ranks, [N, K] in the order of the split."""
+        """Return the rows of all ranks, [N, ...] in the order of the split."""
         world = self._engine.world
-        outputs = max(world.all_gather_object(rows[0][1].shape[1] if rows else 0))
-        table = torch.zeros((len(self.samples), outputs), device=world.device)
+        # The first rank has rows.
+        found: Any = world.broadcast_object((rows[0][1].shape[1:], rows[0][1].dtype) if rows else None)
+        shape, dtype = found
+        table = torch.zeros((len(self.samples), *shape), dtype=dtype, device=world.device)
         for where, values in rows:
             table[where] = values
         return world.all_reduce(table).cpu().numpy()
@@ -331,7 +335,7 @@ def _copy_tables(transforms: augment.Transforms, source: Source) -> None:
     """Bring an epoch's tables to the device; recorded steps read them where they are."""
     for name, table in transforms.items():
         new = torch.from_numpy(table)
-        source.transforms.setdefault(name, torch.empty_like(new, device=source.labels.device)).copy_(new)
+        source.transforms.setdefault(name, torch.empty_like(new, device=source.targets.device)).copy_(new)
 
 
 def collect_features(

@@ -35,6 +35,7 @@ from flatout.host import physical_cores
 from flatout.numerics.augment import Transforms, epoch_transforms, training_size
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe
+from flatout.tasks import task_of
 
 # The largest evaluation batch per device, as in the torch engine.
 EVALUATION_BATCH = 256
@@ -55,7 +56,7 @@ class XlaEngine:
         recipe: data.mean and data.std must be filled in.
         devices: the devices of all processes, those of a process next to each other.
         world: the processes, one per host.
-        class_weights: float32 [classes], the weight of each class in the loss; None for none.
+        class_weights: as `Task.class_weights` returns them; None for none.
         report: takes sentences for the log.
         steps_per_dispatch: steps per program call; None for what suits the devices.
     """
@@ -74,6 +75,7 @@ class XlaEngine:
         if recipe.exact_sums:
             raise InputError("exact_sums = true is not available with --engine xla; use --engine torch on CPUs")
         self.recipe, self.world, self.class_weights, self.report = recipe, world or World(), class_weights, report
+        self.task, self._target_shape = task_of(recipe), ()
         self.model = model.to("cpu")
         self.world.broadcast([*self.model.parameters(), *self.model.buffers()])
         self.recorder: Recorder | None = None
@@ -114,7 +116,9 @@ class XlaEngine:
 
     def place(self, samples: Samples) -> "XlaSplit":
         """See `Engine.place`."""
-        return XlaSplit(self, samples)
+        split = XlaSplit(self, samples)
+        self._target_shape = split.targets.shape[1:]
+        return split
 
     # --- programs -------------------------------------------------------------------------------------------------
 
@@ -135,6 +139,8 @@ class XlaEngine:
                 groups=self.sharding.size if self.recipe.norm == "per-device" else 1,
                 precision=self._precision,
                 cut=self.cut,
+                class_weights=self.class_weights,
+                target_shape=self._target_shape,
             )
         if self._state is None:
             self._put_state(self._program.initial_state())
@@ -176,7 +182,7 @@ class XlaEngine:
 
     def evaluate(self, split: "XlaSplit", program: Program, group: HostBatches, *, tta: bool) -> Evaluated:
         """Enqueue one evaluation batch of a split."""
-        arrays = (group.images[0], group.labels[0], group.weights[0])
+        arrays = (group.images[0], group.targets[0], group.weights[0])
         put = self.sharding.put_batch(arrays, (self.sharding.split,) * len(arrays))
         return self.compiled(program, split.table, evaluates=True, tta=tta)(self._state, *put, *split.tables)
 
@@ -188,7 +194,13 @@ class XlaEngine:
         weights = self.sharding.put_state((prefix.parameters, prefix.buffers), self.sharding.replicated)
         function = jax.jit(prefix, out_shardings=self.sharding.replicated)
         read = functools.partial(
-            read_batches, samples, size=size, own=self.sharding.own(size), is_resident=False, transforms=transforms
+            read_batches,
+            samples,
+            size=size,
+            own=self.sharding.own(size),
+            is_resident=False,
+            targets=np.zeros(len(samples), np.float32),
+            transforms=transforms,
         )
         for group in prefetch(read, ([batch] for batch in evaluation_batches(len(samples), size))):
             self.world.control.check_stop()
@@ -217,8 +229,8 @@ class XlaEngine:
         if len(bad) and self._first_bad_step is None:
             self._first_bad_step = self._counted_steps + int(bad[0])
         self._counted_steps += len(steps)
-        loss_sum, weight_sum, correct, count = steps.sum(0, dtype=np.float64)
-        counts = Counts(loss_sum=float(loss_sum), weight_sum=float(weight_sum), correct=int(correct), count=int(count))
+        *sums, count = steps.sum(0, dtype=np.float64).tolist()
+        counts = Counts(**dict(zip(("loss_sum", "weight_sum", "metric_sum"), sums, strict=True)), count=int(count))
         return counts, self._first_bad_step
 
     # --- state ----------------------------------------------------------------------------------------------------
@@ -331,6 +343,7 @@ class XlaSplit:
 
     Attributes:
         samples: the split on the host.
+        targets: as `Task.targets` returns them.
         table: [N, ...], what the network reads of it on every device; None where that comes from the host.
         tables: a tuple of that table, or empty.
         batch: samples in a training batch, without padding.
@@ -340,6 +353,8 @@ class XlaSplit:
 
     def __init__(self, engine: XlaEngine, samples: Samples) -> None:
         self._engine, self.samples = engine, samples
+        self.targets = engine.task.targets(samples.labels)
+        self._sample_weights = engine.task.sample_weights(samples.labels, engine.class_weights)
         self.batch = min(engine.recipe.batch_size, len(samples))
         self._transforms: Transforms | None = None
         self.size = engine.recipe.image_sides
@@ -404,7 +419,8 @@ class XlaSplit:
             own=self._engine.sharding.own(size),
             is_resident=self.table is not None,
             transforms=self._transforms if is_training else None,
-            class_weights=self._engine.class_weights if is_training else None,
+            targets=self.targets,
+            sample_weights=self._sample_weights if is_training else None,
         )
 
     def train_step(self, inputs: tuple[HostBatches, int], learning_rate: float, seed: int) -> None:
@@ -455,9 +471,11 @@ class XlaSplit:
             if len(results) > RUN_AHEAD:
                 results[-RUN_AHEAD - 1][0].predicted.block_until_ready()
         rows = [np.asarray(result.probabilities)[:number] for result, number in results] if with_probabilities else None
+        predicted = np.concatenate([np.asarray(r.predicted)[:number] for r, number in results])
         return Evaluation(
+            task=engine.task,
             loss_sum=sum(float(result.loss_sum) for result, _ in results),
-            predicted=np.concatenate([np.asarray(r.predicted)[:number] for r, number in results]).astype(np.int64),
+            predicted=predicted.astype(np.int64) if predicted.dtype.kind == "i" else predicted,
             labels=self.samples.labels,
             probabilities=np.concatenate(rows) if rows else None,
         )

@@ -19,7 +19,7 @@ from flatout.engine.xla.step import Inputs
 from flatout.host import available_memory
 from flatout.numerics.augment import Transforms
 
-_PER_SAMPLE = ("images", "labels", "weights", "transforms", "partners")
+_PER_SAMPLE = ("images", "targets", "weights", "transforms", "partners")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,12 +28,12 @@ class HostBatches:
 
     Attributes:
         batches: the batches of all processes.
-        images, labels, weights, transforms, partners: as in `step.Inputs`, with a dimension T in front.
+        images, targets, weights, transforms, partners: as in `step.Inputs`, with a dimension T in front.
     """
 
     batches: Sequence[Batch]
     images: np.ndarray
-    labels: np.ndarray
+    targets: np.ndarray
     weights: np.ndarray
     transforms: Transforms | None
     partners: tuple[np.ndarray, np.ndarray, Transforms] | None
@@ -77,8 +77,9 @@ def read_batches(
     own: slice,
     *,
     is_resident: bool,
+    targets: np.ndarray,
     transforms: Transforms | None = None,
-    class_weights: np.ndarray | None = None,
+    sample_weights: np.ndarray | None = None,
 ) -> HostBatches:
     """Read this process's part of some batches.
 
@@ -88,27 +89,29 @@ def read_batches(
         size: samples that all devices share equally; copies of a batch's first sample fill it up.
         own: which of them are this process's.
         is_resident: whether the images lie on the devices, so that their row numbers suffice.
+        targets: of all samples, as `Task.targets` returns them.
         transforms: the epoch's augmentation tables.
-        class_weights: float32 [classes]; None for none.
+        sample_weights: as `Task.sample_weights` returns them.
     """
     rows = np.stack([np.append(b.samples, np.full(size - len(b.samples), b.samples[0])) for b in batches])[:, own]
     weights = np.stack([np.append(b.weights, np.zeros(size - len(b.weights))) for b in batches])[:, own]
 
     def at(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, Any]:
-        """Return images, labels and transforms of some samples [T, B]."""
+        """Return images, targets and transforms of some samples [T, B]."""
         images = rows.astype(np.int32)
         if not is_resident:
             images = np.empty((*rows.shape, *samples.images.shape[1:]), samples.images.dtype)
             for positions, out in zip(rows, images, strict=True):
                 samples.read(positions, out)
-        return images, samples.labels[rows].astype(np.int32), transforms and {n: t[rows] for n, t in transforms.items()}
+        own = targets[rows].astype(np.int32 if targets.dtype == np.int64 else np.float32)
+        return images, own, transforms and {n: t[rows] for n, t in transforms.items()}
 
-    images, labels, own_transforms = at(rows)
+    images, own_targets, own_transforms = at(rows)
     return HostBatches(
         batches=batches,
         images=images,
-        labels=labels,
-        weights=(weights if class_weights is None else weights * class_weights[labels]).astype(np.float32),
+        targets=own_targets,
+        weights=(weights if sample_weights is None else weights * sample_weights[rows]).astype(np.float32),
         transforms=own_transforms,
         partners=at(transforms["partner"][rows]) if transforms and "partner" in transforms else None,
     )

@@ -123,7 +123,7 @@ class MeshSharding:
             out_shardings=self.replicated,
         )
         with program.matmul_precision():
-            return jitted.lower(_shapes(state), inputs.images, inputs.labels, inputs.weights, *tables)
+            return jitted.lower(_shapes(state), inputs.images, inputs.targets, inputs.weights, *tables)
 
     def _of(self, shape: tuple[int, ...]) -> NamedSharding:
         """Return the sharding of an array of the state: replicated, or cut along its longest divisible side."""

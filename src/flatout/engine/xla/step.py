@@ -24,8 +24,10 @@ from flatout.engine.xla.lowerings import SampleMask
 from flatout.models.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.models.keras import KerasModule
 from flatout.models.layers import learning_rate_scales, set_train_mode
-from flatout.numerics import augment, loss, pixels
+from flatout.numerics import augment, pixels
 from flatout.recipe import Recipe
+from flatout.tasks import task_of
+from flatout.tasks.base import Task
 
 Array = Any  # jax.Array or np.ndarray
 Arrays = dict[str, jax.Array]
@@ -66,16 +68,16 @@ class Inputs(NamedTuple):
 
     Attributes:
         images: uint8 or uint16 [B, H, W, C]; or int32 [B], rows of the images on the devices.
-        labels: int32 [B].
-        weights: float32 [B]; 0 for padding, else the weight of the sample's class.
+        targets: as `Task.targets` returns them, whole numbers as int32.
+        weights: float32 [B]; 0 for padding, else the weight of the sample in the loss.
         transforms: the batch's rows of the augmentation tables; None where nothing is random.
-        partners: images, labels and transforms of the samples that these are mixed with; None where nothing is mixed.
+        partners: images, targets and transforms of the samples that these are mixed with; None where nothing is mixed.
         learning_rate: float32 [].
         seed: uint32 [2], determines dropout.
     """
 
     images: Array
-    labels: Array
+    targets: Array
     weights: Array
     transforms: Any
     partners: Any
@@ -84,7 +86,7 @@ class Inputs(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """Of one evaluation batch: loss sum [] without padding, predicted classes [B], probabilities [B, K]."""
+    """Of one evaluation batch: loss sum [] without padding, and what `Task` calls so of each sample."""
 
     loss_sum: jax.Array
     predicted: jax.Array
@@ -92,31 +94,44 @@ class Evaluated(NamedTuple):
 
 
 class LossHead(nn.Module):
-    """Losses [B], predicted classes [B] and probabilities [B, classes] from logits."""
+    """What a task computes from logits: losses, metrics of a step, predictions and probabilities."""
 
-    def __init__(self, name: str, label_smoothing: float) -> None:
+    def __init__(self, task: Task, class_weights: tuple[float, ...] | None) -> None:
         super().__init__()
-        self._name, self._label_smoothing = name, label_smoothing
+        self._task = task
+        self._class_weights = None if class_weights is None else torch.tensor(class_weights)
 
-    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return them; `labels` int64 [B]."""
-        losses = loss.per_sample(logits, labels, self._name, self._label_smoothing)
-        return losses, loss.predicted(logits), loss.probabilities(logits)
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return them."""
+        losses = self._task.per_sample(logits, targets, self._class_weights)
+        return (
+            losses,
+            self._task.step_metrics(logits, targets),
+            self._task.predicted(logits),
+            self._task.probabilities(logits),
+        )
 
 
 @functools.lru_cache(maxsize=16)
-def _exported_head(name: str, label_smoothing: float, logits_shape: tuple[int, ...]) -> Function:
+def _exported_head(
+    task: Task, class_weights: tuple[float, ...] | None, logits_shape: tuple[int, ...], target_shape: tuple[int, ...]
+) -> Function:
     """Return a `LossHead` as a function. Training and evaluation share one where their batches have the same size."""
-    examples = _example(*logits_shape), _example(logits_shape[0], dtype=torch.int64)
-    return Function(LossHead(name, label_smoothing), examples, name="loss")
+    dtype = torch.float32 if task.mixes_targets else torch.int64
+    examples = _example(*logits_shape), _example(logits_shape[0], *target_shape, dtype=dtype)
+    return Function(LossHead(task, class_weights), examples, name="loss")
 
 
 class Averaged(nn.Module):
     """Logits [B, K] averaged over views [V, B, K]."""
 
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self._task = task
+
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         """Return them."""
-        return loss.averaged(logits)
+        return self._task.averaged(logits)
 
 
 class Program:
@@ -130,6 +145,8 @@ class Program:
         groups: parts of the batch with batch statistics of their own; 1 for global ones.
         precision: "fp32", "tf32" or "bf16".
         cut: from `frozen_cut`: images are then the output of its prefix, float32 with channels last.
+        class_weights: as `Task.class_weights` returns them; None for none.
+        target_shape: the shape of the target of one sample.
     """
 
     def __init__(
@@ -142,8 +159,12 @@ class Program:
         groups: int = 1,
         precision: str = "fp32",
         cut: Cut | None = None,
+        class_weights: np.ndarray | None = None,
+        target_shape: tuple[int, ...] = (),
     ) -> None:
         self.batch, self.evaluation_batch = batch, evaluation_batch
+        self.task, self._target_shape = task_of(recipe), target_shape
+        self._class_weights = None if class_weights is None else tuple(class_weights.tolist())
         self._model, self._recipe, self._groups, self._precision = model, recipe, groups, precision
         self._optimizer = optim.build(recipe.optimizer)
         self._scales = learning_rate_scales(model, recipe.optimizer.layer_decay)
@@ -165,16 +186,24 @@ class Program:
         if shape not in self._networks:
             set_train_mode(self._model)
             network = self._cut.train_suffix if self._cut else self._model
-            self._networks[shape] = _Network(network, self._recipe, shape, self._precision)
+            self._networks[shape] = self._network(network, shape, self._class_weights)
         return self._networks[shape]
 
     @functools.cached_property
     def _evaluation(self) -> "_Network":
         self._model.eval()
         if self._cut:
-            return _Network(self._cut.eval_suffix, self._recipe, (self.evaluation_batch, *self._read), self._precision)
-        shape = self.evaluation_batch, self._recipe.channels, *self._recipe.eval_sides
-        return _Network(self._model, self._recipe, shape, self._precision)
+            return self._network(self._cut.eval_suffix, (self.evaluation_batch, *self._read))
+        return self._network(self._model, (self.evaluation_batch, self._recipe.channels, *self._recipe.eval_sides))
+
+    def _network(
+        self, model: nn.Module, shape: tuple[int, ...], class_weights: tuple[float, ...] | None = None
+    ) -> "_Network":
+        kind: Any = KerasFunction if isinstance(model, KerasModule) else Function
+        function = kind(model, (_example(*shape),), name=self._recipe.model, precision=self._precision)
+        return _Network(
+            function, _exported_head(self.task, class_weights, function.output_shapes[0], self._target_shape)
+        )
 
     def _input(self, images: Any, transforms: Any, *, is_training: bool) -> jax.Array:
         """Return what the network reads of stored images, augmented; or of the output of the frozen prefix."""
@@ -195,14 +224,15 @@ class Program:
 
         pixels = shape(count, *self._stored[0], dtype=self._stored[1])
         tables = None if self._cut else augment.epoch_transforms(self._recipe, 0, 1)
-        images, labels = shape(count, dtype=np.int32) if is_resident else pixels, shape(count, dtype=np.int32)
+        images = shape(count, dtype=np.int32) if is_resident else pixels
+        targets = shape(count, *self._target_shape, dtype=np.float32 if self.task.mixes_targets else np.int32)
         transforms = tables and {n: shape(count, *t.shape[1:], dtype=t.dtype) for n, t in tables.items()}
         return Inputs(
             images=images,
-            labels=labels,
+            targets=targets,
             weights=shape(count),
             transforms=transforms,
-            partners=(images, labels, transforms) if tables and "partner" in tables else None,
+            partners=(images, targets, transforms) if tables and "partner" in tables else None,
             learning_rate=shape(),
             seed=shape(2, dtype=np.uint32),
         )
@@ -230,12 +260,12 @@ class Program:
             size: height and width that the images are reduced to; None for the recipe's.
 
         Returns:
-            The state after it; and loss sum, weight sum, correct predictions and samples, float32 [4].
+            The state after it; and loss sum, weight sum, sum of the task's metric and samples, float32 [4].
         """
         real = (inputs.weights > 0).astype(jnp.float32)
         x = self._input(_images(inputs.images, table), inputs.transforms, is_training=True)
         if inputs.partners is not None:
-            images, partner_labels, transforms = inputs.partners
+            images, partner_targets, transforms = inputs.partners
             partners = self._augment(_images(images, table), transforms, is_training=True)
             x = mix(x, partners, inputs.transforms["mix"])
         if self._cut is None:
@@ -252,13 +282,15 @@ class Program:
                 key=jax.random.wrap_key_data(inputs.seed, impl="threefry2x32"),
                 mask=SampleMask(real, self._groups),
             )
-            losses, predicted, _ = network.losses(logits, inputs.labels)
+            losses, metrics, *_ = network.results(logits, inputs.targets)
             if inputs.partners is not None:
                 share = inputs.transforms["mix"][:, 5]
-                losses += share * (network.losses(logits, partner_labels)[0] - losses)
+                losses = self.task.mixed(
+                    lambda targets: network.results(logits, targets)[0], inputs.targets, partner_targets, share
+                )
             loss_sum = (losses * inputs.weights).sum()
-            correct = ((predicted == inputs.labels) * real).sum()
-            return loss_sum / total, (buffers, jnp.stack([loss_sum, inputs.weights.sum(), correct, real.sum()]))
+            metric_sum = jnp.where(real > 0, metrics, 0).sum()
+            return loss_sum / total, (buffers, jnp.stack([loss_sum, inputs.weights.sum(), metric_sum, real.sum()]))
 
         gradients, (buffers, sums) = jax.grad(objective, has_aux=True)(state.trained)
         if limit := self._recipe.clip_norm:
@@ -286,7 +318,7 @@ class Program:
         self,
         state: State,
         images: jax.Array,
-        labels: jax.Array,
+        targets: jax.Array,
         mask: jax.Array,
         table: jax.Array | None = None,
         *,
@@ -305,10 +337,10 @@ class Program:
         if tta:
             views = augment.tta_views(self._recipe)
             logits_VBK = jnp.stack([logits_of(pixels.view(jnp, x, *view)) for view in views]).astype(jnp.float32)
-            logits = Function(Averaged(), (_example(*logits_VBK.shape),), name="views")({}, {}, logits_VBK)[0]
+            logits = Function(Averaged(self.task), (_example(*logits_VBK.shape),), name="views")({}, {}, logits_VBK)[0]
         else:
             logits = logits_of(x)
-        losses, predicted, probabilities = self._evaluation.losses(logits, labels)
+        losses, _, predicted, probabilities = self._evaluation.results(logits, targets)
         # A prediction of NaN for padding must not reach the sums.
         loss_sum = jnp.where(mask > 0, losses, 0).sum()
         return Evaluated(loss_sum, predicted, probabilities)
@@ -348,13 +380,12 @@ def frozen_cut(model: nn.Module, recipe: Recipe) -> Cut | None:
 class _Network:
     """The model, or what follows its frozen prefix, and its loss, as JAX functions of batches of one shape."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, shape: tuple[int, ...], precision: str) -> None:
-        kind = KerasFunction if isinstance(model, KerasModule) else Function
-        self.model: Any = kind(model, (_example(*shape),), name=recipe.model, precision=precision)  # pyright: ignore[reportArgumentType]
-        self._head = _exported_head(recipe.loss, recipe.label_smoothing, tuple(self.model.output_shapes[0]))
+    def __init__(self, model: Any, head: Function) -> None:
+        self.model, self._head = model, head
 
-    def losses(self, logits: jax.Array, labels: Array) -> tuple[jax.Array, ...]:
-        return self._head({}, {}, logits.astype(jnp.float32), labels)[0]
+    def results(self, logits: jax.Array, targets: Array) -> tuple[jax.Array, ...]:
+        """Return what `LossHead` returns."""
+        return self._head({}, {}, logits.astype(jnp.float32), targets)[0]
 
 
 def _images(images: Array, table: jax.Array | None) -> Any:

@@ -1,0 +1,305 @@
+"""TFRecord files of `tf.train.Example`, read without TensorFlow.
+
+A record is its length (8 bytes, little-endian), the masked CRC-32C of these, the data, and the masked CRC-32C of the
+data: https://www.tensorflow.org/tutorials/load_data/tfrecord. The data is a protocol buffer, of which only what an
+Example is made of is parsed: https://protobuf.dev/programming-guides/encoding/.
+"""
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatout.data.decode import MAX_FILE_BYTES
+from flatout.data.labels import find_class_list_beside
+from flatout.data.members import Container, Slice
+from flatout.data.shards import shards
+from flatout.data.source import DataRef, ReadOptions, Source, assemble
+from flatout.data.splits import in_order
+from flatout.errors import InputError
+
+KIND = "TFRecord files"
+# Slim's train-00000-of-00010, TFDS's mnist-train.tfrecord-00000-of-00001, Kaggle's train00-512.tfrec
+_NAME = re.compile(r".*\.tfrec(ord)?s?(-\d+-of-\d+)?(\.gz)?|[^.]*-\d+-of-\d+", re.I)
+_IMAGE_KEYS = ("image/encoded", "image", "image_raw", "image/raw", "img", "image_bytes", "encoded")
+_LABEL_KEYS = ("image/class/label", "label", "class", "target", "labels", "image/class/text")
+_TEXT_KEY = "image/class/text"
+_SHAPE_KEYS = (
+    ("image/height", "height", "rows"),
+    ("image/width", "width", "cols"),
+    ("image/channels", "depth", "channels", "image/depth"),
+)
+_CLASS_LISTS = ("labels.txt", "label.labels.txt")
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_MAX_NUMBERS = 16  # of a feature; the rest is passed over
+
+
+def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    """Return the files, by their names, or None."""
+    splits = shards(path, lambda name: bool(_NAME.fullmatch(name)))
+    if not splits:
+        return None
+    splits = in_order(splits, path)
+    folder = path if path.is_dir() else path.parent
+    names = class_list or find_class_list_beside(folder, _CLASS_LISTS)
+    files = tuple(file for some in splits.values() for file in some)
+    return DataRef(
+        kind=KIND,
+        path=path,
+        inputs=(*files, names) if names and not class_list else files,
+        read=lambda: read(path, splits, names, options),
+    )
+
+
+class _NoLabel(InputError):
+    """A record with an image but no class."""
+
+
+@dataclass(frozen=True)
+class _Sample:
+    place: str
+    image: Slice | np.ndarray
+    label: int | str
+    text: str
+
+
+def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions) -> Source:
+    """Return the source of split -> files; the records are checked, and encoded images are left where they are."""
+    samples: dict[str, list[_Sample]] = {}
+    notes: list[str] = []
+    for split, files in splits.items():
+        try:
+            samples[split] = [sample for file in files for sample in _samples(file, options)]
+        except _NoLabel as error:
+            if split == "train":
+                raise
+            notes.append(f"there is no {split} split: {error}")
+    every = [sample for some in samples.values() for sample in some]
+    texts = _texts(every) if class_list is None else {}
+    parts: dict[str, tuple[Any, list[Any]]] = {}
+    are_raw = {isinstance(sample.image, np.ndarray) for sample in every}
+    shapes = {sample.image.shape for sample in every if isinstance(sample.image, np.ndarray)}
+    if len(are_raw) > 1 or len(shapes) > 1:
+        raise InputError(f"{path}: raw images must be of one size, and none encoded; their sizes are {sorted(shapes)}")
+    for split, some in samples.items():
+        images: list[Any] = [sample.image for sample in some]
+        labels = [texts.get(sample.label, sample.label) for sample in some]
+        parts[split] = (np.stack(images) if shapes else images), labels
+    return assemble(
+        KIND,
+        path,
+        parts,
+        names=tuple(texts.values()) or None,
+        class_list=class_list,
+        notes=tuple(notes),
+        locate=lambda split, i: samples[split][i].place,
+        task=options.task,
+    )
+
+
+def _texts(samples: list[_Sample]) -> dict[int | str, str]:
+    """Return number -> name of the classes, in the order of the numbers, if every record has both."""
+    pairs = {sample.label: sample.text for sample in samples}
+    if not all(pairs.values()) or not all(isinstance(label, int) for label in pairs):
+        return {}
+    if any(pairs[sample.label] != sample.text for sample in samples):
+        return {}
+    counts = Counter(pairs.values())
+    # ImageNet has two classes called crane.
+    return {
+        number: f"{name} ({number})" if counts[name] > 1 else name
+        for number, name in sorted(pairs.items(), key=lambda pair: int(pair[0]))
+    }
+
+
+def _samples(file: Path, options: ReadOptions) -> Iterator[_Sample]:
+    start = _read_start(file)
+    container = Container(file, decompress=_masked_crc32c(start[:8]) != start[8:])
+    with container.opened() as descriptor:
+        yield from _samples_of(container, descriptor, options)
+
+
+def _samples_of(container: Container, descriptor: int, options: ReadOptions) -> Iterator[_Sample]:
+    for number, (offset, record) in enumerate(_records(container, descriptor)):
+        try:
+            features = _features(record)
+        except (ValueError, IndexError) as error:
+            raise InputError(f"{container.path}: record {number}: is no tf.train.Example ({error})") from None
+        yield _sample(container, number, offset, record, features, options)
+
+
+def _read_start(file: Path) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(12)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+def _masked_crc32c(data: bytes) -> bytes:
+    try:
+        import google_crc32c
+    except ImportError:
+        raise InputError(
+            "TFRecord files need the package google-crc32c for their checksums: pip install 'flatout[tfrecord]'"
+        ) from None
+    crc = google_crc32c.value(data)
+    return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
+
+
+def _records(container: Container, descriptor: int) -> Iterator[tuple[int, bytes]]:
+    """Yield offset and data of each record, checked."""
+    offset, number = 0, 0
+    while header := os.pread(descriptor, 12, offset):
+        where = f"{container.path}: record {number}"
+        if len(header) < 12 or _masked_crc32c(header[:8]) != header[8:]:
+            raise InputError(f"{where}: is damaged, or this is no TFRecord file (at byte {offset:,}); get it again")
+        length = int.from_bytes(header[:8], "little")
+        if offset + length + 16 > container.size:
+            raise InputError(f"{where}: is cut off; get the file again")
+        if length > MAX_FILE_BYTES:
+            raise InputError(f"{where}: has {length:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
+        data = os.pread(descriptor, length + 4, offset + 12)
+        if _masked_crc32c(data[:length]) != data[length:]:
+            raise InputError(f"{where}: is damaged: its checksum is wrong; get the file again")
+        yield offset + 12, data[:length]
+        offset, number = offset + length + 16, number + 1
+
+
+def _sample(
+    container: Container,
+    number: int,
+    offset: int,
+    record: bytes,
+    features: "dict[str, list[int | slice]]",
+    options: ReadOptions,
+) -> _Sample:
+    place = f"{container.path}: record {number}"
+    image_keys = (options.file_column,) if options.file_column else _IMAGE_KEYS
+    label_keys = (options.label_column,) if options.label_column else _LABEL_KEYS
+    image = next((features[key] for key in image_keys if features.get(key)), [])
+    labels = next((features[key] for key in label_keys if features.get(key)), [])
+    if len(image) != 1 or not isinstance(image[0], slice) or len(labels) != 1:
+        raise (_NoLabel if len(image) == 1 and not labels else InputError)(
+            f"{place}: has the features {', '.join(sorted(features)) or 'none'}; an image under "
+            f"{' or '.join(image_keys[:2])} and one class under {' or '.join(label_keys[:2])} are needed; --set "
+            "data.file_column=KEY and --set data.label_column=KEY name others"
+        )
+    where = image[0]
+    label = labels[0] if isinstance(labels[0], int) else _text(record, labels, place)
+    shape = [_number(features, keys) for keys in _SHAPE_KEYS]
+    shape[2] = shape[2] or 1
+    pixels: Slice | np.ndarray = Slice(container, f"record {number}", offset + where.start, where.stop - where.start)
+    if pixels.size == math.prod(shape) and pixels.size:
+        if shape[2] not in (1, 3):
+            raise InputError(f"{place}: has raw pixels of {shape[2]} channels; 1 or 3 are needed")
+        pixels = np.frombuffer(record[where], np.uint8).reshape(shape)
+    return _Sample(place, pixels, label, _text(record, features.get(_TEXT_KEY, []), place))
+
+
+def _number(features: "dict[str, list[int | slice]]", keys: tuple[str, ...]) -> int:
+    values = next((features[key] for key in keys if features.get(key)), [0])
+    return max(0, values[0]) if isinstance(values[0], int) else 0
+
+
+def _text(record: bytes, values: "list[int | slice]", place: str) -> str:
+    if not values or not isinstance(values[0], slice):
+        return ""
+    try:
+        return record[values[0]].decode("utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"{place}: its class is no UTF-8 text") from None
+
+
+# Protocol buffers: Example {1: Features {1: map<string, Feature>}}, Feature {1: BytesList, 2: FloatList, 3: Int64List},
+# each list {1: repeated value}.
+
+
+def _features(record: bytes) -> "dict[str, list[int | slice]]":
+    """Return name -> values of the features: places of bytes in the record, and numbers; floats are passed over.
+
+    Raises:
+        ValueError, IndexError: the record is damaged or something else.
+    """
+    found: dict[str, list[int | slice]] = {}
+    for features in _inside(record, slice(0, len(record)), 1):
+        for entry in _inside(record, features, 1):
+            name = next((record[key].decode() for key in _inside(record, entry, 1)), "")
+            values: list[int | slice] = []
+            for feature in _inside(record, entry, 2):
+                for bytes_list in _inside(record, feature, 1):
+                    values += _inside(record, bytes_list, 1)
+                for int64_list in _inside(record, feature, 3):
+                    values += _int64s(record, int64_list)
+            found[name] = values
+    return found
+
+
+def _int64s(record: bytes, place: slice) -> list[int | slice]:
+    """Return the first values of an Int64List, packed or not."""
+    values: list[int | slice] = []
+    for number, value in _fields(record, place):
+        if number == 1 and isinstance(value, slice):
+            position = value.start
+            while position < value.stop and len(values) < _MAX_NUMBERS:
+                integer, position = _varint(record, position, value.stop)
+                values.append(_signed(integer))
+        elif number == 1:
+            values.append(_signed(value))
+        if len(values) >= _MAX_NUMBERS:
+            break
+    return values
+
+
+def _inside(record: bytes, place: slice, wanted: int) -> Iterator[slice]:
+    """Yield the places of the length-delimited fields of one number."""
+    for number, value in _fields(record, place):
+        if number == wanted and isinstance(value, slice):
+            yield value
+
+
+def _fields(record: bytes, place: slice) -> Iterator[tuple[int, Any]]:
+    """Yield number and value of each field: a number, or the place of bytes."""
+    position, stop = place.start, place.stop
+    while position < stop:
+        tag, position = _varint(record, position, stop)
+        wire_type = tag & 7
+        if wire_type == _VARINT:
+            value, position = _varint(record, position, stop)
+            yield tag >> 3, value
+            continue
+        if wire_type == _BYTES:
+            length, position = _varint(record, position, stop)
+        elif wire_type in (_FIXED64, _FIXED32):
+            length = 8 if wire_type == _FIXED64 else 4
+        else:
+            raise ValueError(f"unknown wire type {wire_type}")
+        if position + length > stop:
+            raise ValueError("a field ends after its message")
+        yield tag >> 3, slice(position, position + length)
+        position += length
+
+
+def _varint(record: bytes, position: int, stop: int) -> tuple[int, int]:
+    """Return a number of up to ten bytes, the lowest seven bits first, and the position behind it."""
+    number = 0
+    for shift in range(0, 70, 7):
+        if position >= stop:
+            raise ValueError("a number is cut off")
+        byte = record[position]
+        position += 1
+        number |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return number, position
+    raise ValueError("a number has more than ten bytes")
+
+
+def _signed(number: int) -> int:
+    number &= (1 << 64) - 1
+    return number - (1 << 64) if number >> 63 else number

@@ -1,0 +1,115 @@
+"""WebDataset shards: tar files. The members of a sample follow each other, and have one name up to the first dot.
+
+`000001.jpg` is an image, `000001.cls` its class as text, `000001.json` a dictionary with the class under a key.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import groupby, islice
+from pathlib import Path
+
+from flatout.data.archive import tar_parts
+from flatout.data.formats.folders import is_image_name
+from flatout.data.members import Container, Encoded, Slice
+from flatout.data.shards import shards
+from flatout.data.source import DataRef, ReadOptions, Source, assemble
+from flatout.data.splits import in_order
+from flatout.errors import InputError
+
+KIND = "WebDataset shards"
+_LABEL_KEYS = ("label", "cls", "class", "target", "class_id", "category")
+_PEEKED = 16
+_MAX_LABEL_BYTES = 1 << 20
+
+
+def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    """Return the shards if one of them begins with an image and its label, or None."""
+    splits = shards(path, lambda name: name.lower().endswith(".tar"))
+    if not any(_begins_with_sample(file, options) for files in splits.values() for file in files):
+        return None
+    splits = in_order(splits, path)
+    return DataRef(
+        kind=KIND,
+        path=path,
+        inputs=tuple(file for files in splits.values() for file in files),
+        read=lambda: read(path, splits, class_list, options),
+    )
+
+
+def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions) -> Source:
+    """Return the source of split -> shards."""
+    places: dict[str, list[Slice]] = {}
+    parts: dict[str, tuple[list[Encoded], list[str]]] = {}
+    for split, files in splits.items():
+        images: list[Encoded] = []
+        places[split] = []
+        for file in files:
+            for key, members in _samples(tar_parts(Container(file))):
+                image, label = _image_and_label(f"{file}: sample {key}", dict(members), options)
+                images.append(image)
+                places[split].append(label)
+        parts[split] = images, [_label(place, options) for place in places[split]]
+    return assemble(
+        KIND, path, parts, class_list=class_list, locate=lambda split, i: str(places[split][i]), task=options.task
+    )
+
+
+def _begins_with_sample(file: Path, options: ReadOptions) -> bool:
+    try:
+        first = islice(tar_parts(Container(file)), _PEEKED)
+        return any(_is_sample(dict(members), options) for _, members in _samples(first))
+    except InputError:  # it is reported where it is read as a shard or an archive
+        return False
+
+
+def _samples(parts: Iterable[tuple[str, Slice | None]]) -> Iterator[tuple[str, Iterator[tuple[str, Slice]]]]:
+    """Yield the name of each sample, and extension and place of its members."""
+
+    def named() -> Iterator[tuple[str, str, Slice]]:
+        for name, part in parts:
+            folder, slash, last = name.rpartition("/")
+            stem, _, extension = last.partition(".")
+            if part is not None and stem:  # neither a folder nor a hidden file
+                yield folder + slash + stem, extension.lower(), part
+
+    for key, group in groupby(named(), key=lambda entry: entry[0]):
+        yield key, ((extension, part) for _, extension, part in group)
+
+
+def _label_extensions(options: ReadOptions) -> tuple[str, ...]:
+    return (*([options.label_column.lower()] if options.label_column else ["cls"]), "json")
+
+
+def _is_sample(members: dict[str, Slice], options: ReadOptions) -> bool:
+    has_image = any(is_image_name(f".{extension}") for extension in members)
+    return has_image and any(extension in members for extension in _label_extensions(options))
+
+
+def _image_and_label(where: str, members: dict[str, Slice], options: ReadOptions) -> tuple[Slice, Slice]:
+    images = [part for extension, part in members.items() if is_image_name(f".{extension}")]
+    labels = [members[extension] for extension in _label_extensions(options) if extension in members]
+    if len(images) != 1 or not labels:
+        need = f"one image and a .{_label_extensions(options)[0]} or .json member are needed"
+        raise InputError(f"{where}: has the members {', '.join(sorted(members))}; {need}")
+    return images[0], labels[0]
+
+
+def _label(place: Slice, options: ReadOptions) -> str:
+    """Return the class that a member names: its text, or a value of its dictionary."""
+    if place.size > _MAX_LABEL_BYTES:
+        raise InputError(f"{place}: has {place.size:,} bytes, too many for a label")
+    try:
+        text = place.read_bytes().decode("utf-8-sig").strip()
+        if not place.name.lower().endswith(".json"):
+            return text
+        table = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{place}: cannot be read as a label: {error}") from None
+    keys = (options.label_column,) if options.label_column else _LABEL_KEYS
+    label = next((table[key] for key in keys if key in table), None) if isinstance(table, dict) else None
+    if not isinstance(label, (int, str)) or isinstance(label, bool):
+        raise InputError(
+            f"{place}: has no class, as a number or text, under {' or '.join(keys)}; --set data.label_column=KEY names "
+            "another key"
+        )
+    return str(label)

@@ -1,0 +1,160 @@
+"""Encoded images that are no files of their own: slices of containers, in place and by any number of threads.
+
+An image is whatever has `read_bytes()`, which raises OSError as that of `pathlib.Path` does, and a name for messages.
+"""
+
+import bz2
+import errno
+import gzip
+import lzma
+import os
+import tempfile
+import weakref
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+from flatout.data.decode import MAX_FILE_BYTES
+from flatout.errors import DiskFull, InputError
+from flatout.files import NO_SPACE
+
+# What is larger than its compressed form by more than this is taken for a decompression bomb.
+MAX_EXPANSION = 200
+EXPANSION_SLACK_BYTES = 1 << 26
+_BLOCK_BYTES = 1 << 20
+_COMPRESSIONS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+_ERRORS_OF_STREAMS = (EOFError, OSError, zlib.error, lzma.LZMAError)
+
+
+class Encoded(Protocol):
+    """An image as bytes of some image format: a `pathlib.Path`, or a part of a container."""
+
+    def read_bytes(self) -> bytes:
+        """Return the bytes; raises OSError."""
+        ...
+
+
+class Container:
+    """A file that holds images, read at any place by any thread.
+
+    With `decompress`, what is compressed with gzip, bzip2 or xz is decompressed once, into a temporary file without a
+    name, which disappears with the process.
+
+    Raises:
+        InputError: the file cannot be read, is damaged, or expands to far more than its size.
+        DiskFull: there is no room for the decompressed bytes.
+    """
+
+    def __init__(self, path: Path, *, decompress: bool = False) -> None:
+        self.path = path
+        self._file: IO[bytes] | None = None
+        try:
+            start, self.size = self.read(0, 6), path.stat().st_size
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        opener = next((opener for magic, opener in _COMPRESSIONS.items() if start.startswith(magic)), None)
+        if opener and decompress:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
+            weakref.finalize(self, self._file.close)
+            self.size = self._decompress(opener, self._file)
+
+    def _decompress(self, opener, file: IO[bytes]) -> int:
+        limit = MAX_EXPANSION * self.size + EXPANSION_SLACK_BYTES
+        written = 0
+        try:
+            with opener(self.path) as stream:
+                while block := stream.read(_BLOCK_BYTES):
+                    written += len(block)
+                    if written > limit:
+                        raise InputError(
+                            f"{self.path}: expands to more than {limit:,} bytes, {MAX_EXPANSION} times its size; if it "
+                            "is no decompression bomb, unpack it and give the folder"
+                        )
+                    file.write(block)
+            file.flush()
+        except _ERRORS_OF_STREAMS as error:
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                raise DiskFull(
+                    f"{tempfile.gettempdir()}: the disk is full: {self.path} is decompressed there; set TMPDIR to a "
+                    "folder on a larger disk, or decompress it"
+                ) from None
+            raise InputError(f"{self.path}: is damaged or cut off ({error}); get it again") from None
+        return written
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return up to `length` bytes from `offset`; fewer at the end of the file."""
+        with self.opened() as descriptor:
+            return os.pread(descriptor, length, offset)
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Lend a descriptor for `os.pread`; only for a while, as there may be thousands of containers."""
+        if self._file is not None:
+            yield self._file.fileno()
+            return
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A part of a container that is stored as it is; `name` is its place there, such as "record 17"."""
+
+    container: Container
+    name: str
+    offset: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.container.path}: {self.name}"
+
+    def read_bytes(self) -> bytes:
+        """Return the bytes of the part."""
+        return _read_whole(self.container, self.offset, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class ZipPart:
+    """A member of a ZIP archive, stored or deflated; `header` is the offset of its local header."""
+
+    container: Container
+    name: str
+    header: int
+    compressed_size: int
+    size: int
+    crc32: int
+    is_deflated: bool
+
+    def __str__(self) -> str:
+        return f"{self.container.path}: {self.name}"
+
+    def read_bytes(self) -> bytes:
+        """Return the bytes of the member, decompressed and checked."""
+        header = _read_whole(self.container, self.header, 30)
+        if header[:4] != b"PK\3\4":
+            raise OSError(errno.EIO, "its header is damaged")
+        extra = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        data = _read_whole(self.container, self.header + 30 + extra, self.compressed_size)
+        if self.is_deflated:
+            try:
+                data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, self.size + 1)
+            except zlib.error as error:
+                raise OSError(errno.EIO, f"it is damaged ({error})") from None
+        if len(data) != self.size or zlib.crc32(data) != self.crc32:
+            raise OSError(errno.EIO, "it is damaged: its checksum is wrong")
+        return data
+
+
+def _read_whole(container: Container, offset: int, size: int) -> bytes:
+    if size > MAX_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
+    data = container.read(offset, size)
+    if len(data) < size:
+        raise OSError(errno.EIO, "it is cut off")
+    return data

@@ -1,0 +1,59 @@
+"""Data sets in several files: a folder of them, folders named after splits, one file, or a pattern with braces."""
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import islice, product
+from pathlib import Path
+
+from flatout.data.archive import Member
+from flatout.data.formats.folders import visible
+from flatout.data.splits import SPLITS, split_of, split_within
+from flatout.errors import InputError
+
+_MAX_PATHS = 100_000
+_RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
+
+
+def expand_braces(path: Path) -> list[Path]:
+    """Return the paths that a shell makes of `{000..127}` and `{train,val}`; of other paths, and of files, the path.
+
+    Raises:
+        InputError: there are too many.
+    """
+    if "{" not in str(path) or path.exists():
+        return [path]
+    pieces = re.split(r"\{([^{}]*)\}", str(path))
+    choices = [_choices(piece) if i % 2 else [piece] for i, piece in enumerate(pieces)]
+    paths = [Path("".join(chosen)) for chosen in islice(product(*choices), _MAX_PATHS + 1)]
+    if len(paths) > _MAX_PATHS:
+        raise InputError(f"{path}: stands for more than {_MAX_PATHS:,} files; give their folder")
+    return paths
+
+
+def _choices(text: str) -> list[str]:
+    if not (match := _RANGE.fullmatch(text)):
+        return text.split(",")
+    first, last = int(match[1]), int(match[2])
+    return [f"{number:0{len(match[1])}}" for number in range(first, min(last, first + _MAX_PATHS) + 1)]
+
+
+def shards(path: Path, is_shard: Callable[[str], bool]) -> dict[str, list[Path]]:
+    """Return split -> shards by name, which must be files; empty if there are none, or the path is in an archive.
+
+    The split is that of the folder, or of a word of the name; shards without one are training data.
+    """
+    if isinstance(path, Member):
+        return {}
+    found: dict[str, list[Path]] = {}
+    for split, file in _files(path) if path.is_dir() else ((None, file) for file in expand_braces(path)):
+        if is_shard(file.name) and file.is_file():
+            found.setdefault(split or split_within(file.name) or "train", []).append(file)
+    return {split: found[split] for split in SPLITS if split in found}
+
+
+def _files(folder: Path) -> Iterator[tuple[str | None, Path]]:
+    for entry in visible(folder):
+        if not entry.is_dir():
+            yield None, entry.path
+        elif entry.name.lower() == "data" or split_of(entry.name):
+            yield from ((split_of(entry.name), inner.path) for inner in visible(entry.path))

@@ -1,0 +1,51 @@
+"""The tasks by name, and the one of a recipe."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flatout.errors import InputError
+from flatout.recipe import Recipe
+from flatout.tasks.base import Task
+from flatout.tasks.multi_label import MultiLabel
+from flatout.tasks.regression import Regression
+from flatout.tasks.single_label import SingleLabel
+
+TASKS: dict[str, type[Task]] = {"single-label": SingleLabel, "multi-label": MultiLabel, "regression": Regression}
+
+
+def task_named(name: object) -> Task:
+    """Return a task without a recipe, to show results; single-label for an unknown name."""
+    return TASKS.get(str(name), SingleLabel)()
+
+
+def task_of(recipe: Recipe, thresholds: tuple[float, ...] = ()) -> Task:
+    """Return the task of a recipe; one that is left to the data is taken for single-label."""
+    return TASKS["single-label" if recipe.task == "auto" else recipe.task](
+        loss=recipe.loss,
+        label_smoothing=recipe.label_smoothing,
+        is_balanced=recipe.class_weights == "balanced",
+        label_mean=recipe.data.label_mean,
+        label_std=recipe.data.label_std or 1.0,
+        thresholds=thresholds,
+    )
+
+
+def describe_metrics(split: str, figures: Mapping[str, Any]) -> str:
+    """Return the main metrics of a split in words; `figures` has them as `summary.json` does, and `task`."""
+    return TASKS[figures["task"]].describe(split, figures)
+
+
+def with_task(recipe: Recipe, name: str) -> Recipe:
+    """Return a recipe with the task of the data, and a loss of that task where it has the default one.
+
+    Raises:
+        InputError: the recipe names another task, or asks for what makes no sense in this one.
+    """
+    task = TASKS[name]
+    if recipe.task not in ("auto", name):
+        raise InputError(f"task = {recipe.task!r}: the labels of the data are {name}; set task = {name!r}")
+    loss = task.losses[0] if recipe.loss == Recipe.loss else recipe.loss
+    if loss not in task.losses:
+        raise InputError(f"loss = {loss!r}: the losses of a {name} task are {', '.join(task.losses)}")
+    task.check(recipe)
+    return recipe.override({"task": name, "loss": loss})

@@ -1,0 +1,202 @@
+"""What the labels mean: a task has its losses, metrics and pictures in one file.
+
+Formulas on logits are torch, and pure, since the XLA engine exports them. Everything else is NumPy.
+
+Shape letters: N samples, B batch, V views, K outputs.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from flatout.errors import InputError
+from flatout.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """A task; equal tasks compute alike.
+
+    Attributes:
+        loss, label_smoothing: as in the recipe; `is_balanced` is its `class_weights = "balanced"`.
+        label_mean, label_std: by which numbers are standardised.
+        thresholds: the least probability of each class that is predicted; empty for 1/2.
+        losses: the recipe's choices of `loss`, the default first.
+        metric_names: the keys of `metrics`; the first one is drawn and printed.
+        step_metric: the name of what `step_metrics` returns, on average.
+        metric_title: the title of the curve of the first one.
+        picture, mistakes_shown: headings and explanations of what `draw` and `mistakes` show, of `{split}` images.
+        table_columns: the headings of `class_table`.
+        mixes_targets: whether targets are numbers, which are mixed before the loss; else two losses are.
+    """
+
+    loss: str = ""
+    label_smoothing: float = 0.0
+    is_balanced: bool = False
+    label_mean: float = 0.0
+    label_std: float = 1.0
+    thresholds: tuple[float, ...] = ()
+
+    losses: ClassVar[tuple[str, ...]]
+    metric_names: ClassVar[tuple[str, ...]]
+    metric_title: ClassVar[str]
+    step_metric: ClassVar[str]
+    mixes_targets: ClassVar[bool]
+    picture: ClassVar[tuple[str, str]]
+    mistakes_shown: ClassVar[tuple[str, str]]
+    table_columns: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    @abstractmethod
+    def check(recipe: Recipe) -> None:
+        """Raise InputError where a recipe asks for something that makes no sense in this task."""
+
+    @abstractmethod
+    def num_outputs(self, classes: int) -> int:
+        """Return K for a number of classes."""
+
+    @abstractmethod
+    def targets(self, labels: np.ndarray) -> np.ndarray:
+        """Return what the loss compares logits with, [N] or [N, K], int64 or float32, for labels of a pack."""
+
+    @abstractmethod
+    def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
+        """Return labels to measure the speed with."""
+
+    def class_weights(self, labels: np.ndarray, classes: int) -> np.ndarray:
+        """Return float32 [classes] for `class_weights = "balanced"`."""
+        raise NotImplementedError
+
+    def sample_weights(self, labels: np.ndarray, class_weights: np.ndarray | None) -> np.ndarray | None:
+        """Return the weight of each sample in the loss, float32 [N]; None where all have the same."""
+        return None
+
+    # --- formulas -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def per_sample(self, logits_BK: "Tensor", targets: "Tensor", class_weights: "Tensor | None" = None) -> "Tensor":
+        """Return the loss of each sample, float32 [B]; sample weights are not in it."""
+
+    def mixed(self, losses_of: Callable[[Any], Any], targets: Any, partners: Any, share_B: Any) -> Any:
+        """Return the losses of mixtures [B], where `share_B` is that of the partners: of mixed targets, linearly.
+
+        Targets that are indices are not mixed, but their losses. Arrays are torch's or JAX's.
+        """
+        if self.mixes_targets:
+            share = share_B.reshape(-1, *[1] * (targets.ndim - 1))
+            return losses_of(targets + share * (partners - targets))
+        losses = losses_of(targets)
+        return losses + share_B * (losses_of(partners) - losses)
+
+    @abstractmethod
+    def step_metrics(self, logits_BK: "Tensor", targets: "Tensor") -> "Tensor":
+        """Return what training steps add up beside the loss, float32 [B]."""
+
+    @abstractmethod
+    def probabilities(self, logits_BK: "Tensor") -> "Tensor":
+        """Return the probability of each class, float32 [B, classes]; in regression the numbers, [B, 1]."""
+
+    @abstractmethod
+    def predicted(self, logits_BK: "Tensor") -> "Tensor":
+        """Return what `metrics` needs of each sample: classes int64 [B], probabilities [B, K] or numbers [B]."""
+
+    @abstractmethod
+    def averaged(self, logits_VBK: "Tensor") -> "Tensor":
+        """Return logits [B, K] whose probabilities, or numbers, are the mean of those of several views."""
+
+    # --- results ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        """Return `metric_names` with their values."""
+
+    @abstractmethod
+    def merit(self, metrics: dict[str, float]) -> float:
+        """Return the metric that chooses the best epoch; the higher, the better."""
+
+    @abstractmethod
+    def guessing_loss(self, classes: int) -> float:
+        """Return the loss of answers that do not depend on the image."""
+
+    @staticmethod
+    @abstractmethod
+    def describe(split: str, figures: Mapping[str, Any]) -> str:
+        """Return the main metrics of a split in words, from figures such as `test_accuracy`."""
+
+    def remark(self, split: str, figures: Mapping[str, Any]) -> str:
+        """Return what the page of the report says below the first metric of a split."""
+        return ""
+
+    def tuned(self, predicted: np.ndarray, labels: np.ndarray) -> "Task":
+        """Return the task with what is chosen by the validation split: thresholds."""
+        return self
+
+    def decided(self, predicted: np.ndarray) -> np.ndarray:
+        """Return the final answers, in the form of labels."""
+        return predicted
+
+    def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
+        """Return `class`, `precision`, `recall`, `f1` and `support` of each class; empty where there are none."""
+        return []
+
+    @abstractmethod
+    def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
+        """Return the fields of a `Prediction` for one row of `probabilities`."""
+
+    # --- report -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def text(self, label: Any, classes: Sequence[str]) -> str:
+        """Return a label, or an answer, in words."""
+
+    @abstractmethod
+    def is_right(self, answers: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+        """Return whether each answer is right, bool [N]; None where answers are only closer or less close."""
+
+    def class_table(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[tuple[Any, ...]]:
+        """Return a row for each class that has images, the worst first; the first cell is its name."""
+        return []
+
+    @abstractmethod
+    def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
+        """Return the positions of mistakes, int64, the worst first."""
+
+    def confidence(self, answer: Any, probabilities_K: np.ndarray) -> float | None:
+        """Return the probability of an answer; None where it has none."""
+        return None
+
+    @abstractmethod
+    def draw(self, path: Path, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> None:
+        """Write the picture of all answers, `confusion.png`."""
+
+
+def refuse(recipe: Recipe, task: str, reasons: dict[str, tuple[Any, str]]) -> None:
+    """Raise InputError for the first key that has not the only value that makes sense; key -> (value, reason)."""
+    flat = recipe.flat()
+    for key, (value, reason) in reasons.items():
+        if flat[key] != value:
+            raise InputError(f"{key} = {flat[key]!r}: {reason}; a {task} task needs {key} = {value!r}")
+
+
+def class_rows(
+    classes: Sequence[str], correct_K: np.ndarray, predicted_K: np.ndarray, support_K: np.ndarray
+) -> list[dict[str, Any]]:
+    """Return precision, recall and F1 of each class from counts; 0 where they are not defined."""
+    rows = zip(classes, correct_K.tolist(), predicted_K.tolist(), support_K.tolist(), strict=True)
+    return [
+        {
+            "class": name,
+            "precision": correct / predicted if predicted else 0.0,
+            "recall": correct / support if support else 0.0,
+            "f1": 2 * correct / (predicted + support) if predicted + support else 0.0,
+            "support": support,
+        }
+        for name, correct, predicted, support in rows
+    ]

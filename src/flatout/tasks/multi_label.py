@@ -1,0 +1,219 @@
+"""Any number of classes for each image, also none: one logit for each class, with a sigmoid.
+
+Shape letters: N samples, B batch, V views, K classes.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout import style
+from flatout.errors import InputError
+from flatout.recipe import Recipe
+from flatout.style import finite, shorten
+from flatout.tasks.base import Task, class_rows
+from flatout.tasks.single_label import LABEL_WIDTH, averaged_sigmoid
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Without validation data, a class is predicted from this probability on.
+DEFAULT_THRESHOLD = 0.5
+# The picture shows so many classes at most, those with the lowest F1.
+CLASSES_DRAWN = 40
+
+
+class MultiLabel(Task):
+    """See the module."""
+
+    losses = ("binary-cross-entropy",)
+    metric_names = ("map", "f1_macro", "f1_micro")
+    step_metric = "exact_match"
+    metric_title = "Mean average precision"
+    mixes_targets = True
+    picture = ("Precision, recall and F1", "Of each class, with its number of {split} images.")
+    mistakes_shown = (
+        "Worst mistakes",
+        "The {count} {split} images with the most confident wrong decisions. They often show wrong labels too.",
+    )
+    table_columns = ("class", "images", "precision", "recall", "F1")
+
+    @staticmethod
+    def check(recipe: Recipe) -> None:
+        """See `Task.check`."""
+        if recipe.linear_probe:
+            raise InputError("linear_probe = true: fits one class for each image; set linear_probe = false")
+
+    def num_outputs(self, classes: int) -> int:
+        """See `Task.num_outputs`."""
+        return classes
+
+    def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
+        """See `Task.random_labels`."""
+        return rng.integers(0, 2, (count, classes), np.uint8)
+
+    def targets(self, labels: np.ndarray) -> np.ndarray:
+        """See `Task.targets`."""
+        return labels.astype(np.float32)
+
+    def class_weights(self, labels: np.ndarray, classes: int) -> np.ndarray:
+        """Return the weight of each class where it is present: images without the class by images with it."""
+        positive_K = labels.sum(axis=0, dtype=np.int64)
+        return ((len(labels) - positive_K) / np.maximum(positive_K, 1)).astype(np.float32)
+
+    def per_sample(self, logits_BK: "Tensor", targets: "Tensor", class_weights: "Tensor | None" = None) -> "Tensor":
+        """Return the binary cross-entropy of each sample, the mean over its classes, float32 [B].
+
+        Label smoothing s moves the targets 0 and 1 to s/2 and 1 - s/2.
+        """
+        from torch.nn import functional
+
+        smoothed = targets * (1 - self.label_smoothing) + self.label_smoothing / 2
+        losses_BK = functional.binary_cross_entropy_with_logits(
+            logits_BK.float(), smoothed, reduction="none", pos_weight=class_weights
+        )
+        return losses_BK.mean(dim=1)
+
+    def step_metrics(self, logits_BK: "Tensor", targets: "Tensor") -> "Tensor":
+        """Return 1 where the decisions on all classes are right, at probability 1/2."""
+        return ((logits_BK > 0) == (targets > 0.5)).all(dim=1).float()
+
+    def probabilities(self, logits_BK: "Tensor") -> "Tensor":
+        """See `Task.probabilities`."""
+        return logits_BK.float().sigmoid()
+
+    def predicted(self, logits_BK: "Tensor") -> "Tensor":
+        """See `Task.predicted`: the probabilities."""
+        return self.probabilities(logits_BK)
+
+    def averaged(self, logits_VBK: "Tensor") -> "Tensor":
+        """See `Task.averaged`."""
+        return averaged_sigmoid(logits_VBK.float())
+
+    def metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        """Return the mean average precision over the classes, and F1: the mean over the classes, and of all decisions.
+
+        As `average_precision_score` and `f1_score` of scikit-learn compute them; a class without images counts 0.
+        """
+        answers = self.decided(predicted)
+        correct, given, actual = ((answers * labels).sum(), answers.sum(dtype=np.int64), labels.sum(dtype=np.int64))
+        precisions = [average_precision(p, y) for p, y in zip(predicted.T, labels.T, strict=True)]
+        rows = self.per_class(answers, labels, [""] * labels.shape[1])
+        return {
+            "map": float(np.mean(precisions)),
+            "f1_macro": float(np.mean([row["f1"] for row in rows])),
+            "f1_micro": float(2 * correct / max(1, given + actual)),
+        }
+
+    def guessing_loss(self, classes: int) -> float:
+        """See `Task.guessing_loss`."""
+        # Positive weights as large as the negatives are many at most double it.
+        return math.log(2) * (1 + self.is_balanced)
+
+    @staticmethod
+    def describe(split: str, figures: Mapping[str, Any]) -> str:
+        """See `Task.describe`."""
+        precision, macro, micro = (figures[f"{split}_{key}"] for key in ("map", "f1_macro", "f1_micro"))
+        return f"{split} mAP {precision:.4f}, F1 {macro:.4f} (macro), {micro:.4f} (micro)"
+
+    def remark(self, split: str, figures: Mapping[str, Any]) -> str:
+        """See `Task.remark`."""
+        macro, micro = (finite(figures.get(f"{split}_f1_{how}")) for how in ("macro", "micro"))
+        return f"F1 {macro:.3f} (macro), {micro:.3f} (micro)" if macro is not None and micro is not None else ""
+
+    def merit(self, metrics: dict[str, float]) -> float:
+        """See `Task.merit`."""
+        return metrics["map"]
+
+    def tuned(self, predicted: np.ndarray, labels: np.ndarray) -> "Task":
+        """Return the task with the thresholds of the highest F1 of each class."""
+        thresholds = [best_threshold(p, y) for p, y in zip(predicted.T, labels.T, strict=True)]
+        return replace(self, thresholds=tuple(thresholds))
+
+    def decided(self, predicted: np.ndarray) -> np.ndarray:
+        """Return 1 where a probability reaches the threshold of its class, uint8 [N, K]."""
+        return (predicted >= np.array(self.thresholds or (DEFAULT_THRESHOLD,))).astype(np.uint8)
+
+    def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
+        """See `Task.per_class`."""
+        counts = [some.sum(axis=0, dtype=np.int64) for some in (answers * labels, answers, labels)]
+        return class_rows(classes, *counts)
+
+    def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
+        """Return the classes whose probabilities reach their thresholds, the most probable first."""
+        best = [i for i in np.argsort(-row, kind="stable") if self.decided(row)[i]]
+        return {"classes": tuple(classes[i] for i in best), "probabilities": tuple(row[best].tolist())}
+
+    def text(self, label: Any, classes: Sequence[str]) -> str:
+        """See `Task.text`."""
+        return ", ".join(name for name, present in zip(classes, label, strict=True) if present) or "none"
+
+    def is_right(self, answers: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+        """See `Task.is_right`: all decisions are right."""
+        return (answers == labels).all(axis=1)
+
+    def class_table(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[tuple[Any, ...]]:
+        """See `Task.class_table`."""
+        rows = [row for row in self.per_class(answers, labels, classes) if row["support"]]
+        keys = ("class", "support", "precision", "recall", "f1")
+        return sorted((tuple(row[key] for key in keys) for row in rows), key=lambda row: (row[4], -row[1]))
+
+    def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
+        """Return the images with wrong decisions, those with the worst one first."""
+        answers = self.decided(predicted)
+        worst = (np.abs(np.nan_to_num(predicted) - labels) * (answers != labels)).max(axis=1)
+        order = np.argsort(-worst, kind="stable")
+        return order[(answers != labels).any(axis=1)[order]]
+
+    def draw(self, path: Path, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> None:
+        """Write precision, recall and F1 of each class as bars, the lowest F1 first; of many classes only the worst."""
+        rows = sorted(self.per_class(answers, labels, classes), key=lambda row: row["f1"])[:CLASSES_DRAWN]
+        figure = style.new_figure(7.0, 1.8 + 0.36 * len(rows), dpi=150)
+        axes = figure.add_subplot()
+        shown = f", the {len(rows)} worst of {len(classes)} classes" if len(rows) < len(classes) else ""
+        style.style_panel(axes, f"Precision, recall and F1{shown}")
+        axes.grid(visible=False, axis="y")
+        for number, (key, colour) in enumerate(
+            (("precision", style.FAINT), ("recall", style.MUTED), ("f1", style.RIGHT))
+        ):
+            heights = [position + 0.26 * (number - 1) for position in range(len(rows))]
+            axes.barh(heights, [row[key] for row in rows], height=0.24, color=colour, label=key.replace("f1", "F1"))
+        names = [f"{shorten(row['class'], LABEL_WIDTH)} ({row['support']:,})" for row in rows]
+        axes.set_yticks(range(len(rows)), names, fontsize=8, family=style.families(), parse_math=False)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1)
+        figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+        style.write_png(figure, path)
+
+
+def average_precision(predicted_N: np.ndarray, labels_N: np.ndarray) -> float:
+    """Return the mean of the precision over the positives, by falling probability; equal probabilities enter together.
+
+    0 without positives.
+    """
+    found, correct, reached = _curve(predicted_N, labels_N)
+    gained = np.diff(correct, prepend=0)
+    return float((gained * correct / found).sum() / max(1, correct[-1])) if len(reached) else 0.0
+
+
+def best_threshold(predicted_N: np.ndarray, labels_N: np.ndarray) -> float:
+    """Return the threshold with the highest F1, halfway to the next lower probability; 1/2 without positives."""
+    found, correct, reached = _curve(predicted_N, labels_N)
+    if not correct[-1]:
+        return DEFAULT_THRESHOLD
+    best = int(np.argmax(correct / (found + correct[-1])))
+    lower = reached[best + 1] if best + 1 < len(reached) else 0.0
+    return float((reached[best] + lower) / 2)
+
+
+def _curve(predicted_N: np.ndarray, labels_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return, for each different probability from the highest: samples and positives that reach it, and itself."""
+    values = np.nan_to_num(predicted_N.astype(np.float64))
+    order = np.argsort(-values, kind="stable")
+    values = values[order]
+    ends = np.append(np.flatnonzero(np.diff(values)), len(values) - 1)
+    return ends + 1, np.cumsum(labels_N[order], dtype=np.int64)[ends], values[ends]

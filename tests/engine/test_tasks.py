@@ -1,0 +1,135 @@
+"""The losses of several labels and of numbers against a plain loop, on both engines."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from flatout.data.feed import Samples
+from flatout.data.order import training_batches
+from flatout.dist.world import World
+from flatout.engine.eager.engine import TorchEngine
+from flatout.numerics.augment import epoch_transforms
+from flatout.recipe import Recipe
+from flatout.run.loop import train
+from flatout.run.progress import Progress
+from flatout.tasks import task_of
+from tests.engine.engines import make_engine
+from tests.engine.ranks import on_ranks
+from tests.engine.test_against_plain_loop import SILENT, assert_close, make_net, make_recipe, make_samples
+
+LABEL_MEAN, LABEL_STD = 30.0, 8.0
+SEVERAL = {"task": "multi-label", "loss": "binary-cross-entropy", "optimizer.lr": 0.3}
+NUMBERS = {"task": "regression", "data.label_mean": LABEL_MEAN, "data.label_std": LABEL_STD, "optimizer.lr": 0.02}
+CASES = {
+    "several labels, smoothed": {**SEVERAL, "label_smoothing": 0.2},
+    "several labels, balanced": {**SEVERAL, "class_weights": "balanced"},
+    "several labels, mixed": {**SEVERAL, "augment.mixup": 0.5},
+    "mse, mixed": {**NUMBERS, "loss": "mse", "augment.mixup": 0.5},
+    "huber": {**NUMBERS, "loss": "huber"},
+}
+
+# Every case is compiled for the XLA engine, which takes seconds.
+QUICK = ("several labels, balanced", "mse, mixed")
+
+
+def samples_of(recipe: Recipe, count: int = 70) -> Samples:
+    """Return noise with labels of the recipe's task."""
+    rng, samples = np.random.default_rng(3), make_samples(count)
+    if recipe.task == "regression":
+        return replace(samples, labels=(LABEL_MEAN + 3 * LABEL_STD * rng.standard_normal(count)).astype(np.float32))
+    return replace(samples, labels=(rng.random((count, 5)) < [0.1, 0.3, 0.5, 0.6, 0.9]).astype(np.uint8))
+
+
+def net_of(recipe: Recipe) -> torch.nn.Module:
+    return make_net(classes=1 if recipe.task == "regression" else 5)
+
+
+def plain_weights(recipe: Recipe, samples: Samples) -> dict[str, torch.Tensor]:
+    """Train as anybody would by hand."""
+    net = net_of(recipe).train()
+    optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)
+    x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
+    y, s = torch.from_numpy(samples.labels).float(), recipe.label_smoothing
+    weights = (len(y) - y.sum(0)) / y.sum(0) if recipe.class_weights == "balanced" else None
+    if recipe.task == "regression":
+        y = ((y - LABEL_MEAN) / LABEL_STD)[:, None]
+    for epoch in range(recipe.epochs):
+        tables = epoch_transforms(recipe, epoch, len(samples)) or {}
+        for batch in training_batches(recipe.seed, epoch, len(samples), recipe.batch_size, recipe.drop_last):
+            chosen = torch.from_numpy(batch.samples[: batch.count])
+            images, target = x[chosen], y[chosen] * (1 - s) + s / 2
+            if tables:
+                partners = torch.from_numpy(tables["partner"].astype(np.int64))[chosen]
+                share = torch.from_numpy(tables["mix"])[chosen][:, 5]
+                images = torch.lerp(images, x[partners], share[:, None, None, None])
+                target = torch.lerp(target, y[partners] * (1 - s) + s / 2, share[:, None])
+            optimizer.zero_grad()
+            logits = net(images)
+            if recipe.task == "multi-label":
+                loss = functional.binary_cross_entropy_with_logits(logits, target, pos_weight=weights)
+            else:
+                loss = {"mse": functional.mse_loss, "huber": functional.huber_loss}[recipe.loss](logits, target)
+            loss.backward()
+            optimizer.step()
+    return dict(net.state_dict())
+
+
+def trained(world: World, changes: dict[str, Any], engine: str = "torch") -> dict[str, Any]:
+    """Train; return the weights, and of the training epoch and of an evaluation the sums and answers."""
+    recipe = make_recipe(**changes)
+    samples, task, progress = samples_of(recipe), task_of(recipe), Progress()
+    weights = task.class_weights(samples.labels, 5) if task.is_balanced else None
+    if engine == "torch":
+        made: Any = TorchEngine(net_of(recipe), recipe, world=world, class_weights=weights)
+    else:
+        made = make_engine(engine, net_of(recipe), recipe, class_weights=weights)
+    placed = made.place(samples)
+    placed.compile()
+    train(made, world, recipe, {"train": placed}, progress, SILENT)
+    state, result = made.state(), placed.evaluate(with_probabilities=True)
+    made.close()
+    return {
+        "weights": {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")},
+        "train": progress.history[-1].metrics,
+        "loss": result.loss,
+        "predicted": result.predicted,
+        "probabilities": result.probabilities,
+        "metrics": result.metrics,
+    }
+
+
+COMPILED = [pytest.param("xla 8", name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES]
+
+
+@pytest.mark.parametrize(("engine", "case"), [*[("torch", name) for name in CASES], *COMPILED])
+def test_equals_a_plain_loop(engine: str, case: str) -> None:
+    recipe = make_recipe(**CASES[case])
+    found, samples = trained(World(), CASES[case], engine), samples_of(recipe)
+    expected = plain_weights(recipe, samples)
+    assert_close(found["weights"], expected)
+    net = net_of(recipe)
+    net.load_state_dict(expected)
+    with torch.no_grad():
+        logits = net.eval()((torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3)
+    if recipe.task == "regression":
+        np.testing.assert_allclose(found["predicted"], logits[:, 0] * LABEL_STD + LABEL_MEAN, atol=2e-2)
+        assert found["metrics"]["mae"] == pytest.approx(np.abs(found["predicted"] - samples.labels).mean(), rel=1e-5)
+        assert found["probabilities"].shape == (70, 1)
+    else:
+        np.testing.assert_allclose(found["predicted"], logits.sigmoid(), atol=1e-3)
+        assert (found["probabilities"] == found["predicted"]).all()
+
+
+@pytest.mark.parametrize("case", ["several labels, balanced", "huber"])
+def test_any_number_of_ranks(case: str) -> None:
+    alone = trained(World(), CASES[case])
+    ranks = on_ranks(2, trained, CASES[case])
+    assert_close(ranks[0]["weights"], alone["weights"])
+    for rank in ranks:
+        assert rank["train"] == pytest.approx(alone["train"], rel=1e-4)
+        assert rank["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+        np.testing.assert_allclose(rank["predicted"], alone["predicted"], rtol=1e-3, atol=2e-3)

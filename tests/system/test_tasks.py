@@ -1,0 +1,174 @@
+"""Several labels and numbers, from a CSV file or arrays to the report: pairs of digits of MNIST."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.metrics import average_precision_score, f1_score, mean_absolute_error, r2_score
+
+import flatout
+from flatout.cli import main
+from flatout.data.load import find
+from flatout.data.source import Source
+from flatout.models.weights import read_weights
+
+Pairs = tuple[np.ndarray, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def pairs_of(shared_data: Path) -> Callable[[int], Pairs]:
+    """Return a function that returns images uint8 [N, 28, 56] of two digits, and the digits, int64 [N, 2]."""
+    found = find(shared_data / "mnist")
+    source = found if isinstance(found, Source) else found.read()
+    assert source.images is not None
+
+    def pairs(count: int) -> Pairs:
+        chosen = np.random.default_rng(count).integers(0, source.splits["train"][1], (count, 2))
+        images = source.images[..., 0]  # type: ignore[index]
+        return np.concatenate([images[chosen[:, 0]], images[chosen[:, 1]]], axis=2), source.labels[chosen]
+
+    return pairs
+
+
+def present(digits: np.ndarray) -> np.ndarray:
+    """Return which digits are in a pair, uint8 [N, 10]."""
+    return np.eye(10, dtype=np.uint8)[digits].max(axis=1)
+
+
+def fit(out: Path, data: Any, **changes: Any) -> flatout.Run:
+    usual: dict[str, Any] = {"devices": "cpu", "quiet": True, "batch_size": 32, "epochs": 2, "image_size": 28}
+    changes = {"optimizer": flatout.Adam(lr=0.005), "seed": 3} | changes
+    return flatout.fit("fast-cnn-16", data, out=out, **usual | changes)
+
+
+def saved(run: flatout.Run) -> dict[str, np.ndarray]:
+    with np.load(run.path / "predictions.npz") as arrays:
+        return dict(arrays)
+
+
+def assert_the_same_elsewhere(run: flatout.Run, data: Any) -> None:
+    """Evaluate on two processes and on eight simulated devices of XLA."""
+    alone = run.evaluate(data, devices="cpu")
+    for engine, devices in (("torch", "2xcpu"), ("xla", "8xcpu")):
+        other = run.evaluate(data, devices=devices, engine=engine)
+        assert other["per_class"] == alone["per_class"], devices
+        for key in alone.keys() - {"per_class", "devices", "engine"}:
+            is_text = isinstance(alone[key], str)
+            assert other[key] == (alone[key] if is_text else pytest.approx(alone[key], rel=1e-4)), f"{devices}: {key}"
+
+
+@pytest.fixture(scope="module")
+def listed(pairs_of: Callable[[int], Pairs], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with 300 images of pairs, and lists of their digits, and of the number that they form."""
+    folder = tmp_path_factory.mktemp("listed")
+    images, digits = pairs_of(300)
+    (folder / "images").mkdir()
+    tags, numbers = ["file,tags"], ["file,number"]
+    for i, (image, pair) in enumerate(zip(images, digits.tolist(), strict=True)):
+        Image.fromarray(image).save(folder / "images" / f"{i}.png")
+        tags.append(f"{i}.png,{'|'.join(map(str, sorted(set(pair))))}")
+        numbers.append(f"{i}.png,{pair[0]}{pair[1]}.5")
+    (folder / "tags.csv").write_text("\n".join(tags))
+    (folder / "numbers.csv").write_text("\n".join(numbers))
+    return folder
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
+    assert main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.filterwarnings("ignore:No positive class", "ignore:.*ill-defined")
+def test_several_labels_from_a_csv_file(listed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = fit(tmp_path / "run", listed / "tags.csv", epochs=3)
+    assert (run.recipe.task, run.recipe.loss) == ("multi-label", "binary-cross-entropy")
+    assert run.classes == tuple("0123456789")
+    arrays, summary = saved(run), run.summary
+    assert arrays["labels"].shape == (summary["test_images"], 10)
+    answers = (arrays["probabilities"] >= run.task.thresholds).astype(np.uint8)
+    assert (arrays["predicted"] == answers).all()
+    expected = {
+        "test_map": average_precision_score(arrays["labels"], arrays["probabilities"], average="macro"),
+        "test_f1_macro": f1_score(arrays["labels"], answers, average="macro"),
+        "test_f1_micro": f1_score(arrays["labels"], answers, average="micro"),
+    }
+    assert {key: summary[key] for key in expected} == pytest.approx(expected)
+    assert not [key for key in summary if "accuracy" in key]
+    assert {"train_exact_match", "valid_map", "valid_loss"} <= run.history[-1].keys()
+    result = command(capsys, "evaluate", run.path, "--devices", "cpu")
+    assert {key: result[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    assert [row["class"] for row in result["per_class"]] == list("0123456789")
+    found = command(capsys, "predict", run.path, listed / "images" / "7.png")["predictions"][0]["predictions"]
+    probability = run.probabilities(np.array(Image.open(listed / "images" / "7.png").resize((28, 28)))[None, ..., None])
+    assert {row["class"] for row in found} <= set("0123456789")
+    assert probability.shape == (1, 10)
+    page = (run.path / "report.html").read_text()
+    assert "Mean average precision" in page
+    assert "Precision, recall and F1" in page
+    result = command(capsys, "check", listed / "tags.csv")
+    assert (result["task"], result["images"]) == ("multi-label", {"train": 300})
+    for name in ("predictions.png", "curves.png", "confusion.png"):
+        assert (run.path / name).is_file()
+
+
+def test_numbers_from_a_csv_file(listed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = fit(tmp_path / "run", listed / "numbers.csv", epochs=3, loss="huber", augment={"mixup": 0.2})
+    arrays, summary = saved(run), run.summary
+    expected = {
+        "test_mae": mean_absolute_error(arrays["labels"], arrays["predicted"]),
+        "test_r2": r2_score(arrays["labels"], arrays["predicted"]),
+    }
+    assert {key: summary[key] for key in expected} == pytest.approx(expected)
+    assert (summary["task"], summary["classes"]) == ("regression", [])
+    assert 40 < run.recipe.data.label_mean < 60
+    result = command(capsys, "evaluate", run.path, "--devices", "cpu")
+    assert {key: result[key] for key in expected} == pytest.approx(expected, rel=1e-4)
+    assert result["per_class"] == []
+    value = command(capsys, "predict", run.path, listed / "images" / "7.png")["predictions"][0]["value"]
+    assert value == pytest.approx(flatout.load(run.path).predict(listed / "images" / "7.png")[0].value)
+    assert "Predicted against actual" in (run.path / "report.html").read_text()
+    result = command(capsys, "check", listed / "numbers.csv")
+    assert result["numbers"]["train"][0] >= 0.5
+    assert main(["check", str(listed / "numbers.csv")]) == 0
+    assert "labels in train: " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("task", ["multi-label", "regression"])
+def test_the_answers_do_not_depend_on_devices_and_engines(
+    pairs_of: Callable[[int], Pairs], tmp_path: Path, task: str
+) -> None:
+    images, digits = pairs_of(300)
+    data = (images, present(digits) if task == "multi-label" else digits.sum(axis=1) / 2)
+    run = fit(tmp_path / "run", data, class_weights="balanced" if task == "multi-label" else "none")
+    assert run.recipe.task == task
+    assert_the_same_elsewhere(run, data)
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("task", ["multi-label", "regression"])
+def test_a_resumed_run_is_an_uninterrupted_one(pairs_of: Callable[[int], Pairs], tmp_path: Path, task: str) -> None:
+    images, digits = pairs_of(200)
+    data = (images, present(digits) if task == "multi-label" else digits.sum(axis=1) / 2)
+    schedule = flatout.Schedule()
+    whole = fit(tmp_path / "whole", data, schedule=schedule)
+    fit(tmp_path / "parts", data, schedule=schedule, epochs=1)
+    parts = fit(tmp_path / "parts", data, schedule=schedule, resume=True)
+    first, second = (read_weights(run.path / "weights.safetensors") for run in (whole, parts))
+    assert all(np.array_equal(first[0][name], second[0][name]) for name in first[0])
+    assert first[1] == second[1]
+    assert whole.history[-1]["valid_loss"] == parts.history[-1]["valid_loss"]
+
+
+@pytest.mark.slow
+def test_which_digits_and_their_sum_are_learnt(pairs_of: Callable[[int], Pairs], tmp_path: Path) -> None:
+    images, digits = pairs_of(12_000)
+    usual: dict[str, Any] = {"image_size": 28, "epochs": 6, "devices": "cpu", "quiet": True}
+    run = flatout.fit("fast-cnn-16", (images, present(digits)), out=tmp_path / "digits", **usual)
+    assert run.summary["test_map"] >= 0.98
+    run = flatout.fit("fast-cnn-16", (images, digits.sum(axis=1) / 2), out=tmp_path / "sum", **usual)
+    assert run.summary["test_r2"] >= 0.9

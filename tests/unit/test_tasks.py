@@ -1,0 +1,198 @@
+"""What labels mean: metrics against scikit-learn, thresholds, splits, recipes, and the words of a report."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.data.splits import split_by_labels
+from flatout.errors import InputError
+from flatout.recipe import Recipe
+from flatout.report.verdict import verdict
+from flatout.tasks import TASKS, task_named, task_of, with_task
+
+RECIPE = Recipe(model="any", image_size=8, epochs=1, batch_size=8)
+SEVERAL, NUMBERS, ONE = (task_named(name) for name in ("multi-label", "regression", "single-label"))
+
+
+def random_labels(seed: int, count: int = 200, classes: int = 6) -> tuple[np.ndarray, np.ndarray]:
+    """Return probabilities with many equal ones, and labels."""
+    rng = np.random.default_rng(seed)
+    labels = (rng.random((count, classes)) < rng.random(classes)).astype(np.uint8)
+    probabilities = np.clip(np.round(labels * 0.3 + rng.random((count, classes)) * 0.7, 1), 0, 1)
+    return probabilities.astype(np.float32), labels
+
+
+@pytest.mark.filterwarnings("ignore:No positive class", "ignore:.*ill-defined")
+@pytest.mark.parametrize("seed", range(4))
+def test_several_labels_are_measured_as_scikit_learn_does(seed: int) -> None:
+    from sklearn.metrics import average_precision_score, f1_score, precision_recall_fscore_support
+
+    probabilities, labels = random_labels(seed)
+    if seed == 3:
+        labels[:, 2] = 0  # a class without images
+    task = SEVERAL.tuned(probabilities, labels)
+    found, answers = task.metrics(probabilities, labels), task.decided(probabilities)
+    expected = {
+        "map": average_precision_score(labels, probabilities, average="macro"),
+        "f1_macro": f1_score(labels, answers, average="macro"),
+        "f1_micro": f1_score(labels, answers, average="micro"),
+    }
+    assert found == pytest.approx(expected)
+    rows = task.per_class(answers, labels, list("abcdef"))
+    table: Any = precision_recall_fscore_support(labels, answers)
+    for key, column in zip(("precision", "recall", "f1", "support"), table, strict=True):
+        assert [row[key] for row in rows] == pytest.approx(list(column))
+
+
+def test_numbers_are_measured_as_scikit_learn_does() -> None:
+    from sklearn.metrics import mean_absolute_error, r2_score
+
+    rng = np.random.default_rng(0)
+    labels = rng.normal(50, 9, 300).astype(np.float32)
+    predicted = (labels + rng.normal(0, 3, 300)).astype(np.float32)
+    found = NUMBERS.metrics(predicted, labels)
+    assert found == pytest.approx({"mae": mean_absolute_error(labels, predicted), "r2": r2_score(labels, predicted)})
+
+
+def test_classes_are_measured_as_scikit_learn_does() -> None:
+    from sklearn.metrics import balanced_accuracy_score, precision_recall_fscore_support
+
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 4, 200)
+    answers = np.where(rng.random(200) < 0.7, labels, rng.integers(0, 4, 200))
+    found = ONE.metrics(answers, labels)
+    assert found["correct"] == (answers == labels).sum() == round(found["accuracy"] * 200)
+    assert found["balanced_accuracy"] == pytest.approx(balanced_accuracy_score(labels, answers))
+    rows: Any = ONE.per_class(answers, labels, list("abcd"))
+    table: Any = precision_recall_fscore_support(labels, answers)
+    assert [row["f1"] for row in rows] == pytest.approx(list(table[2]))
+    assert [row["support"] for row in rows] == list(table[3])
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=30))
+def test_no_threshold_has_a_higher_f1_than_the_tuned_one(rows: list[tuple[int, bool]]) -> None:
+    probabilities = np.array([[value / 10] for value, _ in rows], np.float32)
+    labels = np.array([[present] for _, present in rows], np.uint8)
+    task = SEVERAL.tuned(probabilities, labels)
+    best = max(
+        task_with(threshold).metrics(probabilities, labels)["f1_micro"] for threshold in np.arange(-0.05, 1.1, 0.05)
+    )
+    assert task.metrics(probabilities, labels)["f1_micro"] == pytest.approx(best)
+    assert labels.any() or task.thresholds == (0.5,)
+
+
+def task_with(threshold: float):
+    return task_of(RECIPE.override({"task": "multi-label"}), (threshold,))
+
+
+def test_huber_and_the_average_over_views_are_torchs() -> None:
+    logits = torch.linspace(-3, 3, 13)[:, None]
+    targets = torch.zeros(13)
+    huber = task_of(RECIPE.override({"task": "regression", "loss": "huber"}))
+    expected = torch.nn.functional.huber_loss(logits[:, 0], targets, reduction="none")
+    torch.testing.assert_close(huber.per_sample(logits, targets), expected)
+    views = torch.randn(3, 5, 4)
+    torch.testing.assert_close(SEVERAL.averaged(views).sigmoid(), views.sigmoid().mean(0))
+    torch.testing.assert_close(NUMBERS.averaged(views[..., :1]), views[..., :1].mean(0))
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.25])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_split_has_the_same_share_of_every_label(seed: int, fraction: float) -> None:
+    rng = np.random.default_rng(seed)
+    labels = (rng.random((1000, 8)) < [0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.9]).astype(np.uint8)
+    kept, taken = split_by_labels(labels, fraction, 1, stream="valid")
+    assert sorted([*kept, *taken]) == list(range(1000))
+    assert len(taken) == pytest.approx(1000 * fraction, abs=8)
+    assert np.abs(labels[taken].sum(0) - fraction * labels.sum(0)).max() <= 2
+    again = split_by_labels(labels, fraction, 1, stream="valid")[1]
+    assert (again == taken).all()
+    assert not np.array_equal(split_by_labels(labels, fraction, 2, stream="valid")[1], taken)
+
+
+def test_a_rare_label_stays_in_training() -> None:
+    labels = np.zeros((50, 3), np.uint8)
+    labels[:, 0], labels[7, 1], labels[3, 2] = 1, 1, 1
+    kept, taken = split_by_labels(labels, 0.7, 1, stream="test")
+    assert labels[kept].any(0).all()
+    assert len(taken) > 20
+
+
+def test_a_split_of_numbers_takes_the_same_share_of_small_and_large_ones() -> None:
+    numbers = np.random.default_rng(0).lognormal(3, 2, 500).astype(np.float32)
+    taken = split_by_labels(numbers, 0.2, 1, stream="valid")[1]
+    assert len(taken) == 100
+    ranks = np.searchsorted(np.sort(numbers), numbers[taken])
+    assert np.bincount(ranks * 10 // 500).tolist() == [10] * 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "task", "message"),
+    [
+        ({"label_smoothing": 0.1}, "regression", "label_smoothing = 0.1: smooths classes"),
+        ({"class_weights": "balanced"}, "regression", "class_weights = 'balanced': weighs classes"),
+        ({"augment.cutmix": 1.0}, "regression", "augment.cutmix = 1.0: the number of a patchwork"),
+        ({"linear_probe": True}, "regression", "linear_probe = True: fits classes"),
+        ({"linear_probe": True}, "multi-label", "linear_probe = true: fits one class for each image"),
+        ({"loss": "mse"}, "single-label", "loss = 'mse': the losses of a single-label task are cross-entropy"),
+        ({"loss": "huber"}, "multi-label", "loss = 'huber': the losses of a multi-label task are binary"),
+        ({"loss": "binary-cross-entropy"}, "regression", "the losses of a regression task are mse, huber"),
+        ({"task": "regression"}, "multi-label", "task = 'regression': the labels of the data are multi-label"),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused(changes: dict, task: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        with_task(RECIPE.override(changes), task)
+
+
+def test_the_default_loss_stands_for_that_of_the_task() -> None:
+    for name, task in TASKS.items():
+        recipe = with_task(RECIPE, name)
+        assert (recipe.task, recipe.loss) == (name, task.losses[0])
+        assert with_task(recipe, name) == recipe
+
+
+def test_answers_in_words(tmp_path: Path) -> None:
+    classes, row = ["cat", "dog", "emu"], np.array([0.2, 0.9, 0.6], np.float32)
+    assert ONE.answer(row, classes, 2)["classes"] == ("dog", "emu")
+    tuned = task_of(RECIPE.override({"task": "multi-label"}), (0.1, 0.95, 0.6))
+    assert SEVERAL.answer(row, classes, 1)["classes"] == ("dog", "emu")
+    assert tuned.answer(row, classes, 1)["classes"] == ("emu", "cat")
+    assert NUMBERS.answer(np.array([3.5], np.float32), (), 5) == {"value": 3.5}
+    assert SEVERAL.text(np.array([1, 0, 1]), classes) == "cat, emu"
+    assert SEVERAL.text(np.array([0, 0, 0]), classes) == "none"
+    assert (ONE.text(-1, classes), NUMBERS.text(3.14159, ())) == ("none", "3.142")
+
+
+@pytest.mark.parametrize("count", [3, 100])
+def test_pictures_are_drawn_of_any_answers(tmp_path: Path, count: int) -> None:
+    names = [f"class {i} with a name of many words" for i in range(count)]
+    probabilities, labels = random_labels(0, 30, count)
+    probabilities[3] = np.nan
+    SEVERAL.draw(tmp_path / "several.png", SEVERAL.decided(probabilities), labels, names)
+    numbers = np.linspace(-5, 5, count).astype(np.float32)
+    NUMBERS.draw(tmp_path / "numbers.png", np.where(numbers > 4, np.nan, numbers), numbers, ())
+    assert all((tmp_path / f"{name}.png").stat().st_size > 2000 for name in ("several", "numbers"))
+
+
+def test_the_worst_mistakes_come_first() -> None:
+    probabilities = np.array([[0.9, 0.1], [0.6, 0.1], [0.9, 0.6], [0.1, 0.2]], np.float32)
+    labels = np.array([[0, 0], [0, 0], [1, 0], [0, 0]], np.uint8)
+    assert SEVERAL.mistakes(probabilities, labels, probabilities).tolist() == [0, 1, 2]
+    numbers = np.array([1.0, 5.0, 2.0])
+    assert NUMBERS.mistakes(numbers, np.array([1.0, 1.0, 1.5]), probabilities).tolist() == [1, 2, 0]
+
+
+def test_the_verdict_names_numbers_that_explain_nothing() -> None:
+    recipe = RECIPE.override({"task": "regression", "loss": "mse"})
+    found = verdict({"test_r2": -0.1, "classes": []}, [], recipe)
+    assert len(found) == 1
+    assert found[0].startswith("R² is -0.100 on the test images: no better than always answering the mean.")
+    assert verdict({"test_r2": 0.4, "classes": []}, [], recipe) == []
+    rising = [{"epoch": i + 1, "train_loss": 0.5, "valid_loss": loss} for i, loss in enumerate((0.5, 0.9))]
+    assert "label_smoothing" not in " ".join(verdict({"test_r2": 0.4, "classes": []}, rising, recipe))
