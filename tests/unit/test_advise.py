@@ -100,6 +100,31 @@ def test_the_widest_network_that_sees_enough_is_chosen(seconds: float, width: in
 
 
 @pytest.mark.parametrize(
+    ("seconds", "changes", "chosen"),
+    [
+        (20, {}, (64, 16)),
+        (60, {}, (64, 32)),
+        (150, {}, (128, 32)),
+        (1e6, {}, (128, 128)),
+        (30, {"image_size": 96}, (96, 16)),
+        (30, {"model": "fast-cnn-32"}, (64, 32)),
+        (1e6, {"model": "fast-cnn-32"}, (128, 32)),
+    ],
+)
+def test_photos_are_as_large_as_the_time_permits(
+    seconds: float, changes: dict[str, Any], chosen: tuple[int, int]
+) -> None:
+    def rate(recipe: Recipe, classes: int) -> float:
+        assert isinstance(recipe.image_size, int)
+        return 2e8 / int(recipe.model.rpartition("-")[2]) / recipe.image_size**2
+
+    source = make_source(size=128, channels=3)
+    recipe, reasons = advice(source, {"pretrained": False, **changes}, seconds=seconds, rate=rate)
+    assert (recipe.image_size, recipe.model) == (chosen[0], f"fast-cnn-{chosen[1]}")
+    assert ("take too long" in reasons["image_size"]) == (chosen[0] == 64)
+
+
+@pytest.mark.parametrize(
     ("seconds", "freeze", "views"), [(100, "", 0), (40, "all-but-last-12", 3), (5, "all-but-last-0", 1)]
 )
 def test_layers_are_unfrozen_from_the_last_as_far_as_time_permits(

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ TOO_LONG = 2.0
 STRIDE, STRIDE_FROM, SMALL_STRIDE = 32, 96, 4
 # From this ratio of the largest to the smallest class on, classes are weighted.
 UNBALANCED = 3.0
-# The widths of fast-cnn. The widest is chosen that sees as many epochs as are enough within the time.
-WIDTHS = (128, 64, 32, 16)
+# The widths of fast-cnn, and the one where nothing can be measured on a CPU.
+WIDTHS, USUAL_WIDTH = (16, 32, 64, 128), 32
 # The largest shift of small images, in pixels.
 PIXELS_OF_SHIFT = 1
 # The time that a run without a budget may take, and the share of a budget that is left for training.
@@ -71,6 +71,7 @@ class Facts:
         balance: the ratio of the largest class to the smallest.
         accelerated: whether an accelerator trains.
         seconds: the time budget; None for none.
+        is_size_given: whether the user has chosen the size.
     """
 
     path: str
@@ -86,11 +87,17 @@ class Facts:
     balance: float
     accelerated: bool
     seconds: float | None
+    is_size_given: bool = False
 
     @property
     def is_photo(self) -> bool:
         """Whether the images are taken for photos."""
         return self.channels == 3 and self.side >= PHOTO
+
+    def why_size(self, size: Size) -> str:
+        """Return the sentence about an image size."""
+        colour = {1: "grey", 3: "colour"}.get(self.channels, f"{self.channels} channels")
+        return f"image_size = {shown(size)}, {colour}: {self.shape}"
 
     def measured(self, recipe: dict[str, Any]) -> Recipe:
         """Return a recipe to measure."""
@@ -130,6 +137,10 @@ def advise(
         InputError: none of the images can be read, or weights that the user names cannot.
     """
     facts = look(found, path, accelerated=accelerated, seconds=seconds)
+    if "image_size" in changes:
+        plain = Recipe(model="any", image_size=1, epochs=1, batch_size=1)
+        size = plain.override({"image_size": changes["image_size"]}).image_size
+        facts = replace(facts, size=size, side=_side(size), is_size_given=True)
     model, is_scratch = str(changes.get("model", "")), changes.get("pretrained") is False
     if changes.get("weights"):
         recipe, reasons = _from_weights(facts, Path(changes["weights"]), model, rate)
@@ -150,8 +161,7 @@ def advise(
         "class_weights": "balanced" if facts.balance > UNBALANCED else "none",
     }
     recipe["data"] = {"path": path, "resize": facts.resize, **recipe.get("data", {})}
-    colour = {1: "grey", 3: "colour"}.get(facts.channels, f"{facts.channels} channels")
-    about = {"image_size": f"image_size = {shown(recipe['image_size'])}, {colour}: {facts.shape}"}
+    about = {"image_size": facts.why_size(recipe["image_size"])}
     if facts.why_resize:
         about["data.resize"] = f"data.resize = {facts.resize}: {facts.why_resize}"
     reasons = about | reasons
@@ -172,11 +182,11 @@ def _from_scratch(facts: Facts, model: str, rate: Rate | None) -> Advice:
         "image_size": facts.size,
         "epochs": 1,
         "batch_size": batch,
-        "label_smoothing": 0.2 if facts.classes > 2 else 0.1,
+        "label_smoothing": 0.1,
         "keep": "last",
         "optimizer": {
             "name": "momentum",
-            "lr": 0.4,
+            "lr": 1.0,
             "lr_base_batch": 256,
             "momentum": 0.85,
             "nesterov": True,
@@ -188,26 +198,47 @@ def _from_scratch(facts: Facts, model: str, rate: Rate | None) -> Advice:
     enough, most = facts.by_images(ENOUGH_EPOCHS), facts.by_images(MOST_EPOCHS)
     seconds = facts.seconds or SECONDS
     speed = 0.0
-    widths = [int(model.rpartition("-")[2])] if model else WIDTHS if rate else (WIDTHS[0 if facts.accelerated else 2],)
-    for width in widths:
-        recipe["model"] = model or f"fast-cnn-{width}"
-        speed = rate(facts.measured(recipe), facts.classes) if rate else 0.0
-        if TRAINING_SHARE * seconds * speed >= enough * facts.images:
-            break
+    if rate:
+        # The slowest that sees as many epochs as are enough within the time, or else the quickest.
+        for size, width in _sizes_and_widths(facts, model):
+            candidate = recipe | {"image_size": size, "model": f"fast-cnn-{width}"}
+            measured = rate(facts.measured(candidate), facts.classes)
+            is_enough = TRAINING_SHARE * seconds * measured >= enough * facts.images
+            if is_enough or not speed:
+                recipe, speed = candidate, measured
+            if not is_enough:
+                break
+    else:
+        recipe["model"] = model or f"fast-cnn-{WIDTHS[-1] if facts.accelerated else USUAL_WIDTH}"
     fitting = int(TRAINING_SHARE * seconds * speed / facts.images) if speed else most
     recipe["epochs"] = max(enough // 5, min(most, fitting))
     why_model = "a network that learns most in little computation"
     if speed:
         why_model += f", as wide as {enough} epochs in {duration(seconds)} permit; {speed:,.0f} images per second here"
+    why_size = f"; {enough} epochs of larger ones take too long" if recipe["image_size"] != facts.size else ""
     expected = f", about {duration(recipe['epochs'] * facts.images / speed)} here" if speed else ""
     geometry = " and ".join([*["flip"] * augment["flip"], "resized crop" if facts.is_photo else "shift"])
     return recipe, {
+        "image_size": facts.why_size(recipe["image_size"]) + why_size,
         "model": f"model = {recipe['model']}: {why_model}",
         "epochs": f"epochs = {recipe['epochs']}: for {facts.images:,} training images{expected}",
         "batch_size": f"batch_size = {batch}: for {facts.images:,} training images",
         "augment": f"augment: random {geometry}" + "; --set augment.flip=false for text and signs" * augment["flip"],
         "optimizer": "optimizer = momentum with a one-cycle schedule: suits short runs of this network",
     }
+
+
+def _sizes_and_widths(facts: Facts, model: str) -> list[tuple[Size, int]]:
+    """Return sizes of images and widths of fast-cnn to choose from, the quickest first."""
+    widths = (int(model.rpartition("-")[2]),) if model else ()
+    if facts.is_size_given or not facts.is_photo or facts.side <= PHOTO:
+        return [(facts.size, width) for width in widths or WIDTHS]
+    height, width = sides(facts.size)
+    small = one_or_both(sides(_of_shape(PHOTO, width / height)))
+    return [
+        *((small, width) for width in widths or WIDTHS[:2]),
+        *((facts.size, width) for width in widths or WIDTHS[1:]),
+    ]
 
 
 def _from_backbone(facts: Facts, model: str, rate: Rate | None, report: Callable[[str], None]) -> Advice:
@@ -356,7 +387,7 @@ def look(found: DataRef | Source, path: str, *, accelerated: bool, seconds: floa
     return Facts(
         path=path,
         size=size,
-        side=round(math.sqrt(math.prod(sides(size)))),
+        side=_side(size),
         shape=shape,
         resize=resize,
         why_resize=why,
@@ -368,6 +399,11 @@ def look(found: DataRef | Source, path: str, *, accelerated: bool, seconds: floa
         accelerated=accelerated,
         seconds=seconds,
     )
+
+
+def _side(size: Size) -> int:
+    """Return the side of a square of as many pixels."""
+    return round(math.sqrt(math.prod(sides(size))))
 
 
 def _of_shape(side: float, ratio: float) -> Size:
