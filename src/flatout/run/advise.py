@@ -186,7 +186,8 @@ def _from_scratch(facts: Facts, model: str, rate: Rate | None) -> Advice:
         "keep": "last",
         "optimizer": {
             "name": "momentum",
-            "lr": 1.0,
+            # Squared errors have larger gradients than cross-entropy.
+            "lr": 0.1 if facts.task == "regression" else 1.0,
             "lr_base_batch": 256,
             "momentum": 0.85,
             "nesterov": True,
