@@ -339,6 +339,7 @@ def test_large_images_are_averaged_before_they_are_resized(tmp_path, monkeypatch
         assert np.abs(decode_image(file, size=16, channels=3, resize=resize).astype(int) - whole).max() <= 3
 
 
+@pytest.mark.slow
 def test_large_images_take_little_more_than_their_pixels(tmp_path):
     side = 6000
     files = [

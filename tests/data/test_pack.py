@@ -493,6 +493,7 @@ def test_after_a_kill_the_next_process_goes_on(tmp_path, damage, killed):
         assert min(done for done, _, unit in report.updates if unit == "images") > decoded_before
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_build_it_once(tmp_path, start):
     class_folders(tmp_path / "data")
     cache = tmp_path / "cache"

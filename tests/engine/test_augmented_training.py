@@ -93,6 +93,7 @@ def trained(world: World) -> dict[str, np.ndarray]:
     return state
 
 
+@pytest.mark.slow
 def test_ranks_mix_the_images_of_one_process() -> None:
     """Partners come from the whole split, wherever the ranks' shares of a batch lie."""
     (alone,), (together, _) = on_ranks(1, trained), on_ranks(2, trained)
@@ -129,7 +130,7 @@ def averaged_by_hand(samples: Samples, recipe: Recipe) -> dict[str, torch.Tensor
     return average
 
 
-@pytest.mark.parametrize("engine", ["torch", "xla 8"])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("xla 8", marks=pytest.mark.slow)])
 def test_the_average_is_evaluated_kept_and_continued(engine: str) -> None:
     samples, recipe = make_samples(), make_recipe(**AVERAGED)
     expected = averaged_by_hand(samples, recipe)

@@ -182,7 +182,7 @@ def test_both_engines_reduce_alike(size: tuple[int, int]) -> None:
     np.testing.assert_allclose(np.asarray(reduced(jnp.asarray(x), size)), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("engines", [("torch", "torch"), ("xla 8", "torch")])
+@pytest.mark.parametrize("engines", [("torch", "torch"), pytest.param(("xla 8", "torch"), marks=pytest.mark.slow)])
 def test_training_on_growing_images_and_resuming_equals_a_plain_loop(engines: tuple[str, str]) -> None:
     """The second engine continues in the middle, where the images have grown already."""
     samples, recipe = make_samples(size=16), make_recipe(**GROWING)

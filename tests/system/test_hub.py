@@ -440,6 +440,7 @@ def test_ranks_train_from_one_download_through_a_proxy_with_a_token(hub: Hub, ph
     assert_proxied(hub)
 
 
+@pytest.mark.slow
 def test_offline_is_one_message_and_leaves_nothing(hub: Hub, photos: Path):
     ended = train(photos, "--devices", "cpu", HF_HUB_OFFLINE="1")
     assert ended.returncode == 2

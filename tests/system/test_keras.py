@@ -127,7 +127,7 @@ def plain_loop(model: Any, images: np.ndarray, labels: np.ndarray, seed: int) ->
     return weights_of(model)
 
 
-@pytest.mark.parametrize("kind", NETS)
+@pytest.mark.parametrize("kind", [pytest.param("sigmoid", marks=pytest.mark.slow), "softmax"])
 def test_an_epoch_equals_a_plain_loops(kind: str, tmp_path: Path) -> None:
     build, classes = NETS[kind]
     model, data = build(), splits(classes)
@@ -181,6 +181,7 @@ def test_the_range_of_pixels_follows_from_the_scale(first: Any, top: int) -> Non
     assert f"pixels in 0..{top}, not normalised" in said[0]
 
 
+@pytest.mark.slow
 def test_dropout_goes_by_the_seed(tmp_path: Path) -> None:
     """Not by Keras's, nor by how many devices there are, nor by where a run stopped."""
     recipe = recipe_for(epochs=2, loss="binary-cross-entropy")

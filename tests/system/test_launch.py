@@ -69,7 +69,8 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("how", ["a file", pytest.param("standard input", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["a file", "standard input"])
 def test_classes_of_a_script_without_a_guard_go_and_come_back(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -136,6 +137,7 @@ def test_what_one_rank_refuses_ends_the_run() -> None:
         run(ranks.refuse_on_one)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_limits")
 def test_ranks_meet_on_loopback_alone_and_are_named_where_they_part(tmp_path: Path) -> None:
     """Ranks in different collectives would otherwise wait for each other for ever."""

@@ -48,7 +48,7 @@ def test_validation_chooses_the_strength() -> None:
     assert right[0] >= right[1]
 
 
-@pytest.mark.parametrize("devices", ["cpu", "2xcpu"])
+@pytest.mark.parametrize("devices", ["cpu", pytest.param("2xcpu", marks=pytest.mark.slow)])
 def test_a_run_starts_from_the_fitted_head(devices: str, tmp_path: Path) -> None:
     for name, changes in (("probe", ()), ("fresh", ("--set", "linear_probe=false"))):
         assert main([*STILL, *changes, "--devices", devices, "--out", str(tmp_path / name)]) == 0
@@ -58,6 +58,7 @@ def test_a_run_starts_from_the_fitted_head(devices: str, tmp_path: Path) -> None
     assert any("linear probe" in note for note in probe["notes"])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--devices", "cpu", "--out", str(tmp_path / "run")]
     assert main([*STILL, *out]) == 0
@@ -83,6 +84,7 @@ def test_a_head_that_is_no_linear_layer_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_restarted_run_that_overwrites_fits_its_own_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ def test_the_recipe_has_the_steps_that_were_trained(run: Path) -> None:
     assert any("--minutes 0.25" in note for note in summary["notes"])
 
 
+@pytest.mark.slow
 def test_the_recipe_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the length was not corrected on the way, the weights are the same."""
     monkeypatch.setattr(budget, "TOLERANCE", 1e9)
@@ -46,6 +47,7 @@ def test_the_recipe_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(np.array_equal(ours[name].numpy(), theirs[name].numpy()) for name in ours)
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_for_some_minutes_more(run: Path) -> None:
     before = load_recipe(run / "recipe.toml")
     assert main(["train", "--resume", "--minutes", "0.25", "--devices", "cpu", "--out", str(run)]) == 0

@@ -46,6 +46,7 @@ def test_the_format_that_pays_is_used_and_written_down(
     assert all(ours[name].equal(again[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_the_measurement_leaves_no_trace(measured: dict[str, float], tmp_path: Path) -> None:
     for name, options in (("measured", ()), ("given", ("--set", "precision=fp32"))):
         assert main([*ONE_EPOCH, *options, "--out", str(tmp_path / name)]) == 0
@@ -53,6 +54,7 @@ def test_the_measurement_leaves_no_trace(measured: dict[str, float], tmp_path: P
     assert all(ours[name].equal(others[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_the_format_is_missing(
     measured: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def test_torchrun_gives_the_answer_of_one_process(train: tuple[str, ...], alone:
     assert said.count("epoch 1/1") == 1
 
 
+@pytest.mark.slow
 def test_slurm_tasks_give_the_answer_of_one_process(train: tuple[str, ...], alone: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     step = {

@@ -201,6 +201,7 @@ def test_folders_of_pictures_without_a_recipe(tmp_path: Path, capsys) -> None:
     assert summary(tmp_path / "run2")["pack_was_cached"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_evaluate_on_other_data_matches_classes_by_name(tmp_path: Path, capsys) -> None:
     data = make_folders(tmp_path / "data", per_class=20)

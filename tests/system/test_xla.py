@@ -89,7 +89,8 @@ def test_equal_weights_give_equal_counts_on_every_engine(alone: Path) -> None:
     assert result["devices"] == "3xcpu"
 
 
-@pytest.mark.parametrize("engines", [pytest.param(("torch", "xla"), marks=pytest.mark.slow), ("xla", "torch")])
+@pytest.mark.slow
+@pytest.mark.parametrize("engines", [("torch", "xla"), ("xla", "torch")])
 def test_resume_on_the_other_engine(engines: tuple[str, str], alone: Path, tmp_path: Path) -> None:
     """The program of the XLA engine is the one of the run on eight devices, so it is not compiled again."""
     out, devices = tmp_path / "run", {"torch": "cpu", "xla": "8xcpu"}

@@ -136,6 +136,7 @@ def test_layers_are_unfrozen_from_the_last_as_far_as_time_permits(
     assert ("freeze" in reasons["epochs"]) == bool(freeze)
 
 
+@pytest.mark.slow
 def test_weights_of_a_run_name_their_network(tmp_path: Path) -> None:
     """A run on ten classes of digits is the start of one on two; only the head is fresh."""
     images, labels = _digits()
