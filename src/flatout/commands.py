@@ -284,7 +284,7 @@ def do_check(args: Namespace, console: Console) -> Output:
     from flatout.data.load import find
     from flatout.data.source import Source
 
-    found = find(args.data, _data_options(args))
+    found = find(args.data, _data_options(args), console=console)
     result = check(found if isinstance(found, Source) else found.read())
     return result.to_dict(), result.lines()
 
@@ -305,7 +305,7 @@ def do_pack(args: Namespace, console: Console) -> Output:
     size = _size(args.size)
     if args.channels is not None and not 1 <= args.channels <= MAX_CHANNELS:
         raise InputError(f"--channels {args.channels}: must be from 1 to {MAX_CHANNELS}")
-    found = find(args.data, _data_options(args))
+    found = find(args.data, _data_options(args), console=console)
     settings = PackSettings(
         size=size,
         channels=args.channels or look(found, str(args.data), accelerated=False).channels,

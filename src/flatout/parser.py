@@ -18,7 +18,7 @@ from flatout.settings import nearest
 
 _FLAGS: dict[str, dict[str, Any]] = {
     "--run": {"type": Path, "metavar": "RUN", "help": "the run folder"},
-    "--data": {"metavar": "PATH", "help": "folder, archive, CSV, IDX, JSON, .npz, .npy, shards or pack"},
+    "--data": {"metavar": "PATH", "help": "folder, archive, CSV, IDX, JSON, .npz, .npy, shards, pack or URL"},
     "--model": {"metavar": "NAME", "help": "one of ours, timm:NAME, package.module:factory or file.py:factory"},
     "--epochs": {"type": int, "metavar": "N", "help": "passes over the training images"},
     "--minutes": {"type": float, "metavar": "M", "help": "train as long as fits into so many minutes, report included"},
@@ -66,7 +66,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
 _OPERANDS = {
     "JOB": f"one of {', '.join(builtin_jobs())}; a recipe.toml; or the path of your data",
     "RUN": "the run folder",
-    "DATA": "folder, archive, CSV, IDX, JSON, .npz, .npy, shards or pack",
+    "DATA": "folder, archive, CSV, IDX, JSON, .npz, .npy, shards, pack or URL",
     "FILE": "image files, or folders of them",
 }
 

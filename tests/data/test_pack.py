@@ -554,16 +554,16 @@ def test_the_least_recently_used_packs_make_room_but_none_in_use(tmp_path, monke
     folders = {size: pack.folder for size, pack in packs.items() if pack.folder}
     for age, size in enumerate((17, 16, 18)):
         os.utime(folders[size], (age, age))
-    assert [entry.path for entry in entries(cache) if entry.is_pack] == [folders[size] for size in (17, 16, 18)]
-    assert all("45 images" in entry.what and entry.size_bytes > 30_000 for entry in entries(cache) if entry.is_pack)
+    assert [entry.path for entry in entries(cache) if entry.is_limited] == [folders[size] for size in (17, 16, 18)]
+    assert all("45 images" in entry.what and entry.size_bytes > 30_000 for entry in entries(cache) if entry.is_limited)
     monkeypatch.setenv("FLATOUT_CACHE_LIMIT", "80kB")
     del packs[16], packs[18]
     report = Recorder()
     new = load_pack(source, settings(size=9), cache=cache, report=report)
     # 17 is the oldest, but in use.
-    assert {entry.path for entry in entries(cache) if entry.is_pack} == {folders[17], new.folder}
+    assert {entry.path for entry in entries(cache) if entry.is_limited} == {folders[17], new.folder}
     assert len(report.notes) == 2
-    assert "removed the least recently used pack" in report.notes[0]
+    assert "removed the least recently used entry" in report.notes[0]
     assert np.array_equal(packs[17].images, expected_images(source, settings(size=17)))
 
 
@@ -574,7 +574,7 @@ def test_use_counts_not_age(tmp_path):
         assert folder is not None
         os.utime(folder, (age, age))
     load(source, cache, settings(size=16))
-    assert [entry.path for entry in entries(cache) if entry.is_pack] == folders[::-1]
+    assert [entry.path for entry in entries(cache) if entry.is_limited] == folders[::-1]
 
 
 def test_the_cache_can_be_cleared(tmp_path):

@@ -6,8 +6,7 @@ import os
 import shutil
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from flatout.data import pack_files
-from flatout.data.cache import lock, make_room, temporary_folder
+from flatout.data.cache import NotWritable, lock, make_room, making, temporary_folder
 from flatout.data.decode import RESIZE_METHOD, BadImage, decode_image, read_headers, resize_images
 from flatout.data.digests import combined_digest, digest_files
 from flatout.data.pack import Pack, PackSettings, Progress, fingerprint_of, open_pack
@@ -29,6 +28,7 @@ from flatout.files import NO_SPACE, printable
 from flatout.settings import one_or_both, shown, sides
 
 _EXAMPLES = 20
+_MAKING = "making this pack"
 
 
 def load_pack(data: DataRef | Source, settings: PackSettings, *, cache: Path | None, report: Progress) -> Pack:
@@ -59,7 +59,7 @@ def load_pack(data: DataRef | Source, settings: PackSettings, *, cache: Path | N
                 key = usual.name
         try:
             return _from_cache(key, data, settings, cache, report)
-        except _NotWritable as error:
+        except NotWritable as error:
             report.note(f"the cache cannot be used, so the decoded images are not kept: {error}")
     return _in_temporary_folder(data if isinstance(data, Source) else data.read(), settings, report)
 
@@ -75,7 +75,7 @@ def build_pack(data: DataRef | Source, settings: PackSettings, folder: Path, rep
     _refuse_existing(folder)
     source = data if isinstance(data, Source) else data.read()
     key = _key(data if isinstance(data, DataRef) and data.inputs else source, settings, None, report)
-    with _building(folder, report):
+    with making(folder, _MAKING, report):
         _refuse_existing(folder)
         try:
             return _build(source, settings, key, folder, report)
@@ -179,7 +179,7 @@ def _from_cache(key: str, data: DataRef | Source, settings: PackSettings, folder
     target = folder / "packs" / key
     pack = _open_cached(target, report)
     if pack is None:
-        with _building(target, report):
+        with making(target, _MAKING, report):
             pack = _open_cached(target, report)  # the process that held the lock may have made it
             if pack is None:
                 shutil.rmtree(target, ignore_errors=True)
@@ -187,7 +187,7 @@ def _from_cache(key: str, data: DataRef | Source, settings: PackSettings, folder
                 # What an InputError about bad images leaves is kept: `skip` continues from it without decoding again.
                 pack = _in_use(_build(source, settings, key, target, report))
         for removed in make_room(folder):
-            report.note(f"removed the least recently used pack from the cache, which is full: {removed.what}")
+            report.note(f"removed the least recently used entry from the cache, which is full: {removed.what}")
     _judge(pack.skipped, len(pack.labels) + len(pack.skipped), settings)
     return pack
 
@@ -218,31 +218,6 @@ def _in_use(pack: Pack) -> Pack:
 
 def _beside(target: Path, suffix: str) -> Path:
     return target.with_name(target.name + suffix)
-
-
-@contextmanager
-def _building(target: Path, report: Progress) -> Iterator[None]:
-    """Hold the right to make one pack, which ends with the process."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = lock(_beside(target, ".lock"), wait=False)
-        if descriptor is None:
-            report.note("another process is making this pack; waiting for it")
-            descriptor = lock(_beside(target, ".lock"))
-        assert descriptor is not None
-    except OSError as error:
-        raise _NotWritable(target.parent, error) from None
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-class _NotWritable(InputError):
-    def __init__(self, folder: Path, error: OSError) -> None:
-        super().__init__(
-            f"{folder}: cannot be written ({error.strerror}); choose another folder (for the cache: set FLATOUT_CACHE)"
-        )
 
 
 # Building
@@ -302,7 +277,7 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
                 f"{target.parent}: the disk is full, or a limit reached: {len(source):,} images need {needed:,} bytes "
                 f"and {free:,} are free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
             ) from None
-        raise _NotWritable(target.parent, error) from None
+        raise NotWritable(target.parent, error) from None
     return replace(open_pack(target, verify=False), was_cached=False)
 
 

@@ -1,21 +1,17 @@
 """Download the public data sets that may be downloaded; name the source of the others."""
 
 import contextlib
-import hashlib
-import http.client
 import os
-import shutil
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from flatout.data.cache import lock
-from flatout.errors import InputError
-
-_TIMEOUT_SECONDS = 20.0
-_CHUNK_BYTES = 1 << 18
+from flatout.data.transfer import RemoteFile, TransferError, digest_of, transfer
+from flatout.data.web import read
+from flatout.errors import DiskFull, InputError
+from flatout.files import NO_SPACE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +84,7 @@ def download(data: PublicData, folder: Path, report: Callable[[str], None]) -> P
 
     Raises:
         InputError: a file could not be downloaded from any mirror, or not written.
+        DiskFull: the disk is full.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,19 +92,14 @@ def download(data: PublicData, folder: Path, report: Callable[[str], None]) -> P
         assert descriptor is not None
         try:
             for name, md5 in data.files.items():
-                if not (folder / name).is_file() or _md5_of(folder / name) != md5:
+                if not (folder / name).is_file() or digest_of(folder / name, "md5") != md5:
                     _download(data, name, folder, report)
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise InputError(f"{folder}: cannot write the downloaded data: {error.strerror or error}") from None
+        reason = f"{folder}: cannot write the downloaded data: {error.strerror or error}"
+        raise (DiskFull if error.errno in NO_SPACE else InputError)(reason) from None
     return folder
-
-
-def _md5_of(path: Path) -> str:
-    with path.open("rb") as file:
-        # Against damage, not attacks; it is what the publishers give.
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
 def _download(data: PublicData, name: str, folder: Path, report: Callable[[str], None]) -> None:
@@ -118,32 +110,15 @@ def _download(data: PublicData, name: str, folder: Path, report: Callable[[str],
         for base_url in data.base_urls:
             url = base_url + name
             report(f"downloading {url}")
-            reason = _download_from(url, data.files[name], part)
-            if reason is None:
+            file = RemoteFile(url=url, name=name, digest=("md5", data.files[name]), read=partial(read, url))
+            try:
+                transfer(file, part, lambda count: None)
+            except TransferError as error:
+                failures.append(f"{url} ({error.reason})")
+            else:
                 part.replace(folder / name)
                 return
-            failures.append(f"{url} ({reason})")
     raise InputError(
         f"{name} could not be downloaded: {'; '.join(failures)}. Check the network, or get {', '.join(data.files)} "
         f"by other means, put them into {folder} and run again"
     )
-
-
-def _download_from(url: str, md5: str, part: Path) -> str | None:
-    """Write the content of a URL to a file and flush it to the disk; return the reason if it is not the right file."""
-    with part.open("wb") as file:
-        try:
-            with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response:
-                shutil.copyfileobj(response, file, _CHUNK_BYTES)
-                promised = int(response.headers.get("Content-Length") or 0)
-        except urllib.error.HTTPError as error:
-            return f"the server answers {error.code} {error.reason}"
-        except (OSError, http.client.HTTPException) as error:
-            return str(getattr(error, "reason", "") or error) or type(error).__name__
-        file.flush()
-        os.fsync(file.fileno())
-    received = part.stat().st_size
-    if received < promised:
-        return f"cut off after {received:,} of {promised:,} bytes"
-    found = _md5_of(part)
-    return None if found == md5 else f"the file there has MD5 {found} instead of {md5}"

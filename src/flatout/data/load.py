@@ -1,11 +1,14 @@
 """From what the user names to the splits that a run trains and tests on."""
 
 import dataclasses
+import os
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from flatout.console import Console
 from flatout.data.build import load_pack
 from flatout.data.cache import cache_folder
 from flatout.data.feed import Samples
@@ -21,14 +24,29 @@ MEASURED_IMAGES = 5000
 MEASURED_BYTES_AT_ONCE = 2**24
 
 
-def find(data: Any, options: Data | None = None, task: str = "auto") -> DataRef | Source:
-    """Recognise a path, or read arrays or torch data sets given in Python; `task` as in a recipe.
+def find(data: Any, options: Data | None = None, task: str = "auto", *, console: Console) -> DataRef | Source:
+    """Recognise a path, download and recognise a URL, or read arrays or torch data sets given in Python.
+
+    `task` is that of a recipe.
 
     Raises:
-        InputError: nothing is there, or it is nothing that can be trained on.
+        InputError: nothing is there, it cannot be downloaded, or it is nothing that can be trained on.
+        DiskFull: a download does not fit.
     """
     from flatout.data.recognise import from_python, recognise
+    from flatout.data.remote import download, is_remote
 
+    if is_remote(data):
+        path, descriptor = download(data, console)
+        console.finish()
+        try:
+            found = recognise(path, options, task)
+        except InputError:
+            os.close(descriptor)
+            raise
+        # While the data may be read, the cache does not remove it to make room.
+        weakref.finalize(found, os.close, descriptor)
+        return found
     return recognise(Path(data), options, task) if isinstance(data, str | Path) else from_python(data, task)
 
 

@@ -10,6 +10,7 @@ from flatout.data.feed import Samples
 from flatout.errors import InputError
 
 if TYPE_CHECKING:
+    from flatout.data.pack import Pack
     from flatout.dist.world import World
     from flatout.run.folder import Run
 
@@ -45,9 +46,13 @@ def _evaluate(
     if not other and not recipe.data.path:
         raise InputError(f"{run.path}: its data was given in Python; say what to evaluate on")
     options = replace(recipe.data, images="") if other else recipe.data
-    found = find(data if other else recipe.data.path, options, recipe.task)
+
+    def load_alone() -> "Pack":
+        found = find(data if other else recipe.data.path, options, recipe.task, console=console)
+        return load(found, recipe, cache=True, report=console)
+
     with world.heartbeat.alone("making the pack"):
-        pack = load_once_per_host(world, lambda: load(found, recipe, cache=True, report=console))
+        pack = load_once_per_host(world, load_alone)
     console.finish()
     console.note(pack.describe())
     labels = match_classes(pack, run.classes, where=data if other else recipe.data.path)

@@ -31,7 +31,7 @@ def resolve(
 
     Args:
         job: a built-in job, a recipe file, a path of data, a Recipe, or None for a recipe made from the data.
-        data: a path or data given in Python; None takes what the recipe names, or downloads what the job is about.
+        data: a path, a URL or data given in Python; None takes what the recipe names, or downloads what the job is about.
         changes: dotted recipe keys to override.
         accelerated: whether a GPU or TPU trains; a recipe made for data then has a larger model and images.
         console: takes notes.
@@ -55,7 +55,7 @@ def resolve(
         data = str(job) if data is None else data
         options = {key: value for key, value in changes.items() if key.startswith("data.") or key == "task"}
         plain = Recipe(model="any", image_size=1, epochs=1, batch_size=1).override(options)
-        found = find(data, plain.data, plain.task)
+        found = find(data, plain.data, plain.task, console=console)
 
         def report(sentence: str) -> None:
             console.note(words(sentence))
@@ -76,7 +76,7 @@ def resolve(
         data = recipe.data.path or _public_data(recipe, console)
     if path := _plain(data):
         recipe = recipe.override({"data.path": path})
-    return recipe, find(data, recipe.data, recipe.task)
+    return recipe, find(data, recipe.data, recipe.task, console=console)
 
 
 def is_of_job(recipe: Recipe, job: str) -> bool:
@@ -92,23 +92,32 @@ def _named_recipe(job: str | Path | Recipe | None) -> Recipe | None:
     path = Path(job)
     if str(job) in builtin_jobs():
         return load_job(str(job))
+    if _is_no_path(job):
+        return None
     if path.suffix == ".toml":
         recipe = load_recipe(path)
-        if (inner := recipe.data.path) and not inner.startswith("sklearn:"):
+        if (inner := recipe.data.path) and not _is_no_path(inner):
             # Relative to the recipe, not to the current folder.
             return recipe.override({"data.path": str(path.parent / inner)})
         return recipe
-    if not path.exists() and not str(job).startswith("sklearn:") and "{" not in str(job):
+    if not path.exists() and "{" not in str(job):
         hint = nearest_path(path) or nearest(str(job), builtin_jobs())
         raise InputError(f"no job, recipe file or data called {str(job)!r}; {hint}")
     return None
 
 
 def _plain(data: Any) -> str:
-    """Return the absolute path to write into the recipe; empty for data given in Python."""
+    """Return the absolute path, or the URL, to write into the recipe; empty for data given in Python."""
     if not isinstance(data, str | Path):
         return ""
-    return str(data) if str(data).startswith("sklearn:") else str(Path(data).absolute())
+    return str(data) if _is_no_path(data) else str(Path(data).absolute())
+
+
+def _is_no_path(data: str | Path) -> bool:
+    """Whether data that is named is neither a file nor a folder here: `sklearn:digits`, or a URL."""
+    from flatout.data.remote import is_remote
+
+    return str(data).startswith("sklearn:") or is_remote(data)
 
 
 def _public_data(recipe: Recipe, console: Console) -> str:

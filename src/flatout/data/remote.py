@@ -1,0 +1,137 @@
+"""Data named by a URL: downloaded once into the cache, then read like any local file or folder."""
+
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from flatout.data.cache import DOWNLOAD, cache_folder, lock, make_room, making
+from flatout.data.digests import combined_digest
+from flatout.data.object_stores import STORES, stored_files
+from flatout.data.transfer import RemoteFile, SourceChanged, transfer
+from flatout.data.web import web_file
+from flatout.errors import DiskFull, InputError
+from flatout.files import NO_SPACE, printable, write_atomically
+
+if TYPE_CHECKING:
+    from flatout.data.pack import Progress
+
+_CONNECTIONS = 16
+_INTERVAL_SECONDS = 0.1
+_WEB = ("http", "https")
+
+
+def is_remote(data: Any) -> bool:
+    """Whether data is named by a URL."""
+    return isinstance(data, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data) is not None
+
+
+def download(url: str, report: "Progress") -> tuple[Path, int]:
+    """Return the local copy of a file or folder, downloaded now or before, and a descriptor to close after its use.
+
+    The copy lies in the cache, below a key of the URL and of all names, sizes and versions there. A download that was
+    interrupted continues. Of several processes, one downloads.
+
+    Raises:
+        InputError: the source cannot be read, has changed meanwhile, or the cache cannot be written.
+        DiskFull: the disk is full.
+    """
+    files = _list(url)
+    shown = url.partition("?")[0]
+    key = combined_digest([url.encode(), *(f"{file.name}\0{file.size}\0{file.version}".encode() for file in files)])
+    target = cache_folder() / "remote" / key
+    with making(target, "downloading this data", report):
+        if target.exists():
+            report.note(f"{shown}: unchanged since it was downloaded into the cache")
+        else:
+            _download(shown, files, target, report)
+        with suppress(OSError):  # only a note of the last use
+            os.utime(target)
+        descriptor = lock(target / DOWNLOAD, shared=True)
+        assert descriptor is not None
+    for removed in make_room(cache_folder()):
+        report.note(f"removed the least recently used entry from the cache, which is full: {removed.what}")
+    return target / PurePosixPath(files[0].name).parts[0], descriptor
+
+
+def _list(url: str) -> list[RemoteFile]:
+    """Return the files at a URL; their names are paths below one new folder."""
+    scheme = url.partition("://")[0].lower()
+    if scheme in _WEB:
+        files = [web_file(url)]
+    elif scheme in STORES:
+        files = stored_files(url)
+    else:
+        known = ", ".join(f"{name}://" for name in (*_WEB, *STORES))
+        raise InputError(f"{url}: {scheme}:// is not read; flatout downloads from {known}; or give a local path")
+    paths = [PurePosixPath(file.name) for file in files]
+    for file, path in zip(files, paths, strict=True):
+        if path.is_absolute() or ".." in path.parts or printable(file.name) != file.name:
+            raise InputError(f"{file.url}: {file.name!r} is no name for a local file; rename it there")
+    if len(set(paths)) < len(paths):
+        raise InputError(f"{url}: several files there have the same name but for slashes; rename them there")
+    return files
+
+
+def _download(shown: str, files: Sequence[RemoteFile], target: Path, report: "Progress") -> None:
+    """Download files beside their place, then rename the folder. What has arrived stays, but not on a full disk."""
+    unfinished = target.with_name(target.name + ".partial")
+    total = sum(file.size or 0 for file in files)
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        there = sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())
+        what = f"{shown} ({total / 1e6:,.1f} MB)" if total else shown
+        report.note(f"continuing at {there / 1e6:,.1f} MB: {what}" if there else f"downloading {what}")
+        if total - there > shutil.disk_usage(unfinished).free:
+            raise OSError(NO_SPACE[0], os.strerror(NO_SPACE[0]))
+        _transfer_all(files, unfinished, total, report)
+        about = {"url": shown, "files": len(files)}
+        write_atomically(unfinished / DOWNLOAD, json.dumps(about).encode())
+        unfinished.rename(target)
+    except SourceChanged:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise DiskFull(
+                f"{target.parent}: the disk is full, or a limit reached: {shown} needs {total:,} bytes and "
+                f"{shutil.disk_usage(target.parent).free:,} are free; make room, or set FLATOUT_CACHE to a folder on a "
+                "larger disk"
+            ) from None
+        raise InputError(f"{shown}: cannot be written to the cache {unfinished}: {error.strerror or error}") from None
+
+
+def _transfer_all(files: Sequence[RemoteFile], folder: Path, total: int, report: "Progress") -> None:
+    """Download files, several at once, while this thread shows the progress."""
+    pending, received, guard, ended = iter(files), 0, threading.Lock(), threading.Event()
+
+    def advance(count: int) -> None:
+        nonlocal received
+        if ended.is_set():
+            raise InterruptedError
+        with guard:
+            received += count
+
+    def work() -> None:
+        for file in pending:
+            path = folder / file.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            transfer(file, path, advance)
+
+    with ThreadPoolExecutor(min(_CONNECTIONS, len(files)), thread_name_prefix="download") as pool:
+        running = {pool.submit(work) for _ in range(min(_CONNECTIONS, len(files)))}
+        try:
+            while running:
+                done, running = wait(running, timeout=_INTERVAL_SECONDS, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                report.update(received // 10**6, max(1, total // 10**6), "MB")
+        finally:
+            ended.set()

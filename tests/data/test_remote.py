@@ -1,0 +1,480 @@
+"""Data named by a URL of a web server, from a server on this machine that counts what it sends."""
+
+import base64
+import hashlib
+import io
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flatout.cli import main
+from flatout.console import Console
+from flatout.data import web
+from flatout.data.cache import clear, entries
+from flatout.data.load import find
+from flatout.data.source import DataRef
+from flatout.errors import DiskFull, InputError
+
+
+def npz(count: int = 60, size: int = 8, seed: int = 0) -> bytes:
+    """Return images of two classes that differ in brightness, as an .npz file."""
+    labels = np.arange(count) % 2
+    pixels = np.random.default_rng(seed).integers(0, 128, (count, size, size), np.uint8)
+    file = io.BytesIO()
+    np.savez(file, images=pixels + (128 * labels[:, None, None]).astype(np.uint8), labels=labels)
+    return file.getvalue()
+
+
+@dataclass
+class Resource:
+    """What the server has at a path, and how it behaves there."""
+
+    content: bytes
+    etag: str | None = '"1"'
+    headers: dict[str, str] = field(default_factory=dict)
+    ranges: bool = True
+    methods: tuple[str, ...] = ("HEAD", "GET")
+    status: int = 200
+    cut_after: int | None = None
+    """Bytes of each answer after which the connection ends."""
+    stall_after: int | None = None
+    """Bytes of each answer after which nothing comes until the server ends."""
+    then: "Resource | None" = None
+    """What is there after the first GET."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: "Server"
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        path = self.path.partition("?")[0]
+        self.server.requests.append((self.command, self.path, self.headers.get("Range"), dict(self.headers)))
+        here = self.server.resources.get(path)
+        if here is None or here.status >= 400 or self.command not in here.methods:
+            self.send_error(404 if here is None else here.status if here.status >= 400 else 405)
+            return
+        if self.command == "GET" and here.then:
+            self.server.resources[path] = here.then
+        body, start = here.content, 0
+        if here.ranges and (wanted := self.headers.get("Range")):
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            start = int(first)
+            body = body[start : int(last) + 1 if last else None]
+        self.send_response(206 if here.ranges and wanted else here.status) if here.ranges else self.send_response(200)
+        if here.ranges and wanted:
+            self.send_header("Content-Range", f"bytes {start}-{start + len(body) - 1}/{len(here.content)}")
+        if here.etag:
+            self.send_header("ETag", here.etag)
+        for name, value in here.headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.send(body, here)
+
+    def send(self, body: bytes, here: Resource) -> None:
+        limits = [limit for limit in (here.cut_after, here.stall_after) if limit is not None]
+        body = body[: min(limits, default=len(body))]
+        with_wait = here.stall_after is not None
+        self.wfile.write(body)
+        self.server.sent += len(body)
+        if with_wait:
+            self.server.ended.wait(30)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.resources: dict[str, Resource] = {}
+        self.requests: list[tuple[str, str, str | None, dict[str, str]]] = []
+        self.sent = 0
+        self.ended = threading.Event()
+
+    def url(self, path: str, host: str = "127.0.0.1") -> str:
+        return f"http://{host}:{self.server_port}{path}"
+
+    def gets(self) -> list[str | None]:
+        """Return the ranges of the GET requests."""
+        return [wanted for method, _, wanted, _ in self.requests if method == "GET"]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.ended.set()
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr(web, "_TIMEOUT_SECONDS", 0.5)
+    return tmp_path / "cache"
+
+
+def fetch(url: str, stream: io.StringIO | None = None) -> Path:
+    found = find(url, console=Console(stream))
+    assert isinstance(found, DataRef)
+    return found.path
+
+
+def downloads(cache: Path) -> list[Path]:
+    """Return the files of complete downloads."""
+    return [path for path in cache.glob("remote/*/*") if path.is_file() and path.name != ".download.json"]
+
+
+def partial(cache: Path) -> list[Path]:
+    return [path for path in cache.glob("remote/*.partial/*") if path.is_file()]
+
+
+def message(url: str) -> str:
+    with pytest.raises(InputError) as caught:
+        fetch(url)
+    return str(caught.value)
+
+
+# --- once ---
+
+
+def test_a_file_is_downloaded_once(server: Server, cache: Path):
+    server.resources["/set/photos.npz"] = Resource(npz())
+    output = io.StringIO()
+    path = fetch(server.url("/set/photos.npz"), output)
+    assert path.name == "photos.npz"
+    assert path.is_relative_to(cache / "remote")
+    assert path.read_bytes() == npz()
+    assert fetch(server.url("/set/photos.npz"), output) == path
+    assert server.sent == len(npz())
+    first, second = output.getvalue().splitlines()
+    assert first == f"downloading {server.url('/set/photos.npz')} (0.0 MB)"
+    assert second.endswith("/set/photos.npz: unchanged since it was downloaded into the cache")
+
+
+def test_another_version_is_another_entry(server: Server, cache: Path):
+    server.resources["/photos.npz"] = Resource(npz())
+    old = fetch(server.url("/photos.npz"))
+    server.resources["/photos.npz"] = Resource(npz(seed=1), etag='"2"')
+    new = fetch(server.url("/photos.npz"))
+    assert (old.read_bytes(), new.read_bytes()) == (npz(), npz(seed=1))
+    # Without an ETag, the time of the last change tells.
+    for day in (1, 2, 1):
+        time_stamp = {"Last-Modified": f"Sun, 0{day} Nov 2026 08:00:00 GMT"}
+        server.resources["/photos.npz"] = Resource(npz(seed=day), etag=None, headers=time_stamp)
+        assert fetch(server.url("/photos.npz")).read_bytes() == npz(seed=day)
+    assert server.sent == 4 * len(npz())
+
+
+def test_a_killed_download_continues(server: Server, cache: Path):
+    content = npz(count=20_000)
+    server.resources["/photos.npz"] = Resource(content, stall_after=700_000)
+    command = [sys.executable, "-c", "import sys; from flatout.cli import main; sys.exit(main(sys.argv[1:]))"]
+    process = subprocess.Popen([*command, "check", server.url("/photos.npz"), "--json"])
+    try:
+        deadline = time.monotonic() + 60
+        while sum(path.stat().st_size for path in partial(cache)) < 700_000:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    server.resources["/photos.npz"] = Resource(content)
+    output = io.StringIO()
+    assert fetch(server.url("/photos.npz"), output).read_bytes() == content
+    assert output.getvalue().startswith("continuing at 0.7 MB: ")
+    assert server.gets() == [None, "bytes=700000-"]
+    assert server.sent == len(content)
+    assert not partial(cache)
+
+
+def test_several_at_once_download_once(server: Server, cache: Path):
+    server.resources["/photos.npz"] = Resource(npz(count=5000))
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(fetch, [server.url("/photos.npz")] * 4))
+    assert len(paths) == 1
+    assert server.sent == len(npz(count=5000))
+
+
+# --- servers of all kinds ---
+
+
+def test_a_cut_connection_continues_next_time(server: Server, cache: Path):
+    server.resources["/photos.npz"] = Resource(npz(), cut_after=1000)
+    url = server.url("/photos.npz")
+    assert message(url) == f"{url}: cut off after 1,000 of {len(npz()):,} bytes; run the same command again"
+    assert message(url) == f"{url}: cut off after 2,000 of {len(npz()):,} bytes; run the same command again"
+    server.resources["/photos.npz"].cut_after = None
+    assert fetch(url).read_bytes() == npz()
+    assert server.sent == len(npz())
+
+
+@pytest.mark.parametrize("kind", ["no ranges", "no version"])
+def test_what_cannot_be_continued_starts_again(server: Server, kind: str):
+    etag = None if kind == "no version" else '"1"'
+    here = Resource(npz(), etag=etag, ranges=kind != "no ranges", cut_after=1000)
+    server.resources["/photos.npz"] = here
+    assert "cut off" in message(server.url("/photos.npz"))
+    here.cut_after = None
+    assert fetch(server.url("/photos.npz")).read_bytes() == npz()
+    assert server.sent == 1000 + len(npz())
+
+
+@pytest.mark.parametrize("change", [{"etag": '"2"'}, {"content": npz(count=62)}], ids=["etag", "size"])
+@pytest.mark.parametrize("when", ["between two requests", "while continuing"])
+def test_a_source_that_changes_is_refused(server: Server, cache: Path, change: dict, when: str):
+    url = server.url("/photos.npz")
+    changed = Resource(**{"content": npz(seed=1), **change})
+    if when == "while continuing":
+        server.resources["/photos.npz"] = Resource(npz(), cut_after=1000)
+        assert "cut off" in message(url)
+        # HEAD still gives what it was, as caches in between may.
+        server.resources["/photos.npz"] = Resource(npz(), methods=("HEAD",))
+    else:
+        server.resources["/photos.npz"] = Resource(npz())
+    here = server.resources["/photos.npz"]
+
+    def answer(handler: Handler, original=Handler.answer) -> None:
+        server.resources["/photos.npz"] = here if handler.command == "HEAD" else changed
+        original(handler)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Handler, "answer", answer)
+        assert message(url).startswith(f"{url}: changed during the download; run the same command again")
+    assert not partial(cache) and not downloads(cache)
+    server.resources["/photos.npz"] = changed
+    assert fetch(url).read_bytes() == changed.content
+
+
+def test_servers_that_refuse_head(server: Server):
+    server.resources["/photos.npz"] = Resource(npz(), methods=("GET",))
+    assert fetch(server.url("/photos.npz?signature=secret")).read_bytes() == npz()
+    assert server.gets() == ["bytes=0-0", None]
+
+
+def test_a_file_whose_size_is_not_told(server: Server):
+    def answer(handler: Handler) -> None:
+        handler.send_response(200)
+        handler.send_header("ETag", '"1"')
+        handler.end_headers()
+        if handler.command == "GET":
+            handler.wfile.write(npz())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Handler, "answer", answer)
+        assert fetch(server.url("/photos.npz")).read_bytes() == npz()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-MD5": base64.b64encode(hashlib.md5(npz()).digest()).decode()},
+        {"Repr-Digest": f"sha-256=:{base64.b64encode(hashlib.sha256(npz()).digest()).decode()}:"},
+        {"x-goog-hash": f"crc32c=n03x6A==,md5={base64.b64encode(hashlib.md5(npz()).digest()).decode()}"},
+    ],
+    ids=lambda headers: next(iter(headers)),
+)
+def test_digests_are_compared(server: Server, cache: Path, headers: dict[str, str]):
+    server.resources["/photos.npz"] = Resource(npz(seed=1), headers=headers)
+    assert "damaged on the way" in message(server.url("/photos.npz"))
+    assert not partial(cache)
+    server.resources["/photos.npz"] = Resource(npz(), headers=headers)
+    assert fetch(server.url("/photos.npz")).read_bytes() == npz()
+
+
+@pytest.mark.parametrize(
+    ("path", "header", "name"),
+    [
+        ("/download?id=5", "attachment; filename=photos.npz", "photos.npz"),
+        ("/download?id=5", 'attachment; filename="../../../photos.npz"', "photos.npz"),
+        ("/..%2f..%2fphotos.npz", "", "photos.npz"),
+        ("/my%20photos.npz?token=a/b.c", "", "my photos.npz"),
+        ("/.hidden.npz", "", "hidden.npz"),
+    ],
+)
+def test_names(server: Server, cache: Path, path: str, header: str, name: str):
+    headers = {"Content-Disposition": header} if header else {}
+    server.resources[path.partition("?")[0]] = Resource(npz(), headers=headers)
+    found = fetch(server.url(path))
+    assert found.name == name
+    assert found.parent.parent == cache / "remote"
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(("status", "words"), [(403, "403 Forbidden; .*netrc"), (404, "404 Not Found; check the URL")])
+def test_error_status(server: Server, cache: Path, status: int, words: str):
+    server.resources["/photos.npz"] = Resource(b"", status=status)
+    with pytest.raises(InputError, match=rf"/photos.npz: the server answers {words}") as caught:
+        fetch(server.url("/photos.npz?signature=secret"))
+    assert "secret" not in str(caught.value)
+    assert not list(cache.glob("remote/*/*"))
+
+
+def test_a_host_that_does_not_answer(server: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Handler, "answer", lambda handler: server.ended.wait(30))
+    assert "no answer for 0.5 s; check the URL and the network" in message(server.url("/photos.npz"))
+    assert "refused" in message("http://127.0.0.1:1/photos.npz")
+    assert "http://host.invalid/photos.npz: " in message("http://host.invalid/photos.npz")
+
+
+def test_a_host_that_falls_silent(server: Server):
+    server.resources["/photos.npz"] = Resource(npz(), stall_after=1000)
+    assert "no answer for 0.5 s after 1,000 bytes; run the same command again" in message(server.url("/photos.npz"))
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://user:secret@host/photos.npz", r"http://host/photos.npz: a password in a URL .* ~/\.netrc"),
+        ("ftp://host/photos.npz", r"ftp:// is not read; flatout downloads from http://, https://, s3://, gs://, hf://"),
+    ],
+)
+def test_urls_that_are_refused(url: str, words: str):
+    with pytest.raises(InputError, match=words) as caught:
+        fetch(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_web_pages_and_folders_are_refused(server: Server):
+    server.resources["/photos.npz"] = Resource(b"<html>", headers={"Content-Type": "text/html; charset=utf-8"})
+    assert "is a web page, not data; give the URL of the file itself" in message(server.url("/photos.npz"))
+    server.resources["/photos/"] = Resource(b"{}")
+    assert "names no file" in message(server.url("/photos/"))
+
+
+@pytest.mark.parametrize("target", ["same", "other", "refusing", "file"])
+def test_redirects_do_not_take_credentials_along(server: Server, tmp_path: Path, target: str):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    host = "127.0.0.1" if target == "same" else "localhost"
+    to = "file:///etc/passwd" if target == "file" else server.url("/there/photos.npz", host)
+    server.resources["/photos.npz"] = Resource(b"", status=302, headers={"Location": to})
+    if target != "refusing":
+        server.resources["/there/photos.npz"] = Resource(npz())
+    if target in ("refusing", "file"):
+        words = message(server.url("/photos.npz"))
+        print(words)
+        assert ("localhost" in words and "404" in words) if target == "refusing" else "file:///etc/passwd" in words
+        return
+    assert fetch(server.url("/photos.npz")).read_bytes() == npz()
+    login = f"Basic {base64.b64encode(b'me:secret').decode()}"
+    sent = {path: headers.get("Authorization") for _, path, _, headers in server.requests}
+    assert sent == {"/photos.npz": login, "/there/photos.npz": login if target == "same" else None}
+    assert {method for method, path, *_ in server.requests if path.startswith("/there")} == {"HEAD", "GET"}
+
+
+# --- the disk and the cache ---
+
+
+def test_a_full_disk(server: Server, cache: Path):
+    server.resources["/photos.npz"] = Resource(npz(count=20_000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with pytest.raises(DiskFull, match="the disk is full, or a limit reached: .* set FLATOUT_CACHE"):
+            fetch(server.url("/photos.npz"))
+    finally:
+        signal.signal(signal.SIGXFSZ, handler)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(cache.glob("remote/*/*"))
+
+
+def test_a_download_too_large_for_the_disk_does_not_begin(server: Server, monkeypatch: pytest.MonkeyPatch):
+    def answer(handler: Handler) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(2**60))
+        handler.end_headers()
+        server.requests.append((handler.command, "", None, {}))
+
+    monkeypatch.setattr(Handler, "answer", answer)
+    with pytest.raises(DiskFull, match="needs 1,152,921,504,606,846,976 bytes"):
+        fetch(server.url("/photos.npz"))
+    assert not server.gets()
+
+
+def test_a_cache_that_cannot_be_written(server: Server, cache: Path):
+    server.resources["/photos.npz"] = Resource(npz())
+    cache.write_bytes(b"")
+    assert f"{cache / 'remote'}: cannot be written" in message(server.url("/photos.npz"))
+
+
+def test_the_least_recently_used_download_is_removed(
+    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in "abc":
+        server.resources[f"/{name}.npz"] = Resource(npz())
+    a, b = (fetch(server.url(f"/{name}.npz")) for name in "ab")
+    for age, path in enumerate((b, a)):
+        os.utime(path.parent, (age, age))
+    used = find(server.url("/b.npz"), console=Console(None))
+    os.utime(b.parent, (0, 0))
+    monkeypatch.setenv("FLATOUT_CACHE_LIMIT", f"{2.5 * len(npz()) / 1000}k")
+    output = io.StringIO()
+    c = fetch(server.url("/c.npz"), output)
+    # b is older, but in use.
+    assert f"which is full: {server.url('/a.npz')}" in output.getvalue()
+    assert sorted(path.name for path in downloads(cache)) == ["b.npz", "c.npz"]
+    assert sorted(entry.what for entry in entries(cache)) == [server.url("/b.npz"), server.url("/c.npz")]
+    removed, kept = clear(entries(cache))
+    assert [entry.path for entry in removed] == [c.parent]
+    assert [entry.path for entry in kept] == [b.parent]
+    del used
+
+
+# --- commands ---
+
+
+def test_commands(server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    server.resources["/photos.npz"] = Resource(npz())
+    url, run = server.url("/photos.npz"), str(tmp_path / "run")
+    assert main(["check", url, "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["images"]["train"] == 60
+    changes = ["--epochs", "1", "--batch-size", "8", "--devices", "cpu"]
+    assert main(["train", url, "--model", "mlp", "--out", run, *changes]) == 0
+    assert f'path = "{url}"' in (tmp_path / "run" / "recipe.toml").read_text()
+    assert 'job = "photos"' in (tmp_path / "run" / "recipe.toml").read_text()
+    assert main(["train", url, "--out", run, "--resume", "--devices", "cpu"]) == 0
+    capfd.readouterr()
+    assert main(["evaluate", run, "--devices", "cpu", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["test_count"] == 6
+    assert main(["pack", url, "--size", "8", "--out", str(tmp_path / "pack"), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["images"] == 60
+    assert server.sent == len(npz())
+
+
+def test_exit_codes(server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert main(["train", server.url("/missing.npz")]) == 2
+    assert main(["train", "fashion-mnist", "--data", server.url("/missing.npz")]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.count(f"flatout: {server.url('/missing.npz')}: the server answers 404") == 2
+    assert len(captured.err.splitlines()) == 2
