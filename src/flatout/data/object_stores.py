@@ -1,7 +1,7 @@
 """Files in object stores, through fsspec: Amazon S3 and servers of its kind, Google Cloud Storage, Hugging Face."""
 
 import base64
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePosixPath
@@ -101,11 +101,11 @@ def stored_files(url: str) -> list[RemoteFile]:
     ]
 
 
-def _read(files: Any, name: str, store: _Store, version: str, start: int) -> tuple[int, Iterator[bytes]]:
+def _read(files: Any, name: str, store: _Store, version: str, start: int) -> tuple[int, Generator[bytes, None, None]]:
     return start, _chunks(files, name, store, version, start)
 
 
-def _chunks(files: Any, name: str, store: _Store, version: str, start: int) -> Iterator[bytes]:
+def _chunks(files: Any, name: str, store: _Store, version: str, start: int) -> Generator[bytes, None, None]:
     url = files.unstrip_protocol(name)
     try:
         with files.open(name, "rb", cache_type="none") as file:

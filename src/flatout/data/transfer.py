@@ -1,8 +1,9 @@
 """Download a file from any server, so that an interrupted download continues where it ended."""
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,7 @@ class RemoteFile:
     size: int | None = None
     version: str = ""
     digest: tuple[str, str] | None = None
-    read: Callable[[int], tuple[int, Iterator[bytes]]]
+    read: Callable[[int], tuple[int, Generator[bytes, None, None]]]
 
 
 def transfer(file: RemoteFile, path: Path, advance: Callable[[int], None]) -> None:
@@ -66,11 +67,12 @@ def transfer(file: RemoteFile, path: Path, advance: Callable[[int], None]) -> No
             advance(start)
         else:
             start, chunks = file.read(start)
-            out.truncate(start)
-            advance(start)
-            for chunk in chunks:
-                out.write(chunk)
-                advance(len(chunk))
+            with contextlib.closing(chunks):  # and its connection
+                out.truncate(start)
+                advance(start)
+                for chunk in chunks:
+                    out.write(chunk)
+                    advance(len(chunk))
             out.flush()
             os.fsync(out.fileno())
     if fault := _fault(file, path):

@@ -8,7 +8,7 @@ import re
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from email.message import Message
 from typing import Any
 
@@ -60,7 +60,7 @@ def web_file(url: str) -> RemoteFile:
     )
 
 
-def read(url: str, start: int = 0, expected: tuple[int | None, str] | None = None) -> tuple[int, Iterator[bytes]]:
+def read(url: str, start: int = 0, expected: tuple[int | None, str] | None = None) -> tuple[int, Generator[bytes, None, None]]:
     """Return the first byte that a server sends, `start` or 0, and the chunks of bytes from there on.
 
     Raises:
@@ -78,7 +78,7 @@ def read(url: str, start: int = 0, expected: tuple[int | None, str] | None = Non
     return start, _chunks(response, url, start)
 
 
-def _chunks(response: http.client.HTTPResponse, url: str, start: int) -> Iterator[bytes]:
+def _chunks(response: http.client.HTTPResponse, url: str, start: int) -> Generator[bytes, None, None]:
     promised, received = int(response.headers.get("Content-Length") or 0), 0
     with response:
         try:

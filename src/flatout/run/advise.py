@@ -154,7 +154,7 @@ def advise(
         # These suit one class for each image.
         recipe |= {"label_smoothing": 0.0, "linear_probe": False}
         reasons.pop("linear_probe", None)
-    name = re.sub(r"[-_]?\{[^{}]*\}", "", Path(path).name)  # without the numbers of shards
+    name = re.sub(r"[-_]?\{[^{}]*\}", "", Path(path.partition("?")[0]).name)  # without a URL's query and shard numbers
     recipe |= {
         "job": name.removesuffix(".gz").rpartition(".")[0] or name.lstrip(".") or "data",
         "channels": facts.channels,
