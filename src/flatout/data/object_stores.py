@@ -1,6 +1,7 @@
 """Files in object stores, through fsspec: Amazon S3 and servers of its kind, Google Cloud Storage, Hugging Face."""
 
 import base64
+import copy
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,7 +75,7 @@ def stored_files(url: str) -> list[RemoteFile]:
 
     store = STORES[url.partition("://")[0]]
     try:
-        files, path = url_to_fs(url, **store.options)
+        files, path = url_to_fs(url, **copy.deepcopy(store.options))  # s3fs changes them
     except ImportError:
         raise InputError(f"{url}: needs the package {store.package}") from None
     try:

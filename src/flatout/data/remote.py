@@ -8,12 +8,14 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from flatout.data.cache import DOWNLOAD, cache_folder, lock, make_room, making
 from flatout.data.digests import combined_digest
 from flatout.data.object_stores import STORES, stored_files
+from flatout.data.shards import expand_braces
 from flatout.data.transfer import RemoteFile, SourceChanged, transfer
 from flatout.data.web import web_file
 from flatout.errors import DiskFull, InputError
@@ -42,7 +44,7 @@ def download(url: str, report: "Progress") -> tuple[Path, int]:
         InputError: the source cannot be read, has changed meanwhile, or the cache cannot be written.
         DiskFull: the disk is full.
     """
-    files = _list(url)
+    name, files = _list(url)
     shown = url.partition("?")[0]
     key = combined_digest([url.encode(), *(f"{file.name}\0{file.size}\0{file.version}".encode() for file in files)])
     target = cache_folder() / "remote" / key
@@ -57,26 +59,35 @@ def download(url: str, report: "Progress") -> tuple[Path, int]:
         assert descriptor is not None
     for removed in make_room(cache_folder()):
         report.note(f"removed the least recently used entry from the cache, which is full: {removed.what}")
-    return target / PurePosixPath(files[0].name).parts[0], descriptor
+    return target / name, descriptor
 
 
-def _list(url: str) -> list[RemoteFile]:
-    """Return the files at a URL; their names are paths below one new folder."""
+def _list(url: str) -> tuple[str, list[RemoteFile]]:
+    """Return what is to be read in the folder of the download, and the files at a URL; their names are paths in it."""
     scheme = url.partition("://")[0].lower()
-    if scheme in _WEB:
-        files = [web_file(url)]
-    elif scheme in STORES:
-        files = stored_files(url)
-    else:
+    if scheme not in _WEB and scheme not in STORES:
         known = ", ".join(f"{name}://" for name in (*_WEB, *STORES))
         raise InputError(f"{url}: {scheme}:// is not read; flatout downloads from {known}; or give a local path")
+    list_one = (lambda one: [web_file(one)]) if scheme in _WEB else stored_files
+    if "{" in url:
+        # Shards, from the first folder with braces on.
+        base, _, _ = url.partition("{")
+        base = base[: base.rindex("/") + 1]
+        name = url[len(base) :].partition("?")[0]
+        parts = [str(path) for path in expand_braces(Path(name))]
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            listed = list(pool.map(list_one, (url.replace(name, part) for part in parts)))
+        files = [replace(file, name=part) for part, found in zip(parts, listed, strict=True) for file in found]
+    else:
+        files = list_one(url)
+        name = PurePosixPath(files[0].name).parts[0]
     paths = [PurePosixPath(file.name) for file in files]
     for file, path in zip(files, paths, strict=True):
         if path.is_absolute() or ".." in path.parts or printable(file.name) != file.name:
             raise InputError(f"{file.url}: {file.name!r} is no name for a local file; rename it there")
     if len(set(paths)) < len(paths):
         raise InputError(f"{url}: several files there have the same name but for slashes; rename them there")
-    return files
+    return name, files
 
 
 def _download(shown: str, files: Sequence[RemoteFile], target: Path, report: "Progress") -> None:
