@@ -6,14 +6,16 @@ import io
 import json
 import sys
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import unquote, urlsplit
 
 import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
+from huggingface_hub import HfFileSystem, close_session, constants
 from PIL import Image
 
 from flatout.cli import main
@@ -95,11 +97,9 @@ class Bucket:
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[tuple[str, Counted]]:
     pytest.importorskip("s3fs", reason="needs s3fs")
-    server = pytest.importorskip("moto.server", reason="needs moto[server]")
-    from werkzeug.serving import make_server
-
-    counted = Counted(server.DomainDispatcherApplication(server.create_backend_app))
-    served = make_server("127.0.0.1", 0, counted, threaded=True)
+    moto = pytest.importorskip("moto.server", reason="needs moto[server]")
+    counted = Counted(moto.DomainDispatcherApplication(moto.create_backend_app))
+    served = pytest.importorskip("werkzeug.serving").make_server("127.0.0.1", 0, counted, threaded=True)
     thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield f"http://127.0.0.1:{served.server_port}", counted
@@ -110,9 +110,6 @@ def endpoint() -> Iterator[tuple[str, Counted]]:
 
 @pytest.fixture
 def bucket(endpoint: tuple[str, Counted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    import boto3
-    import requests
-
     url, counted = endpoint
     for name, value in {
         "AWS_ENDPOINT_URL": url,
@@ -124,11 +121,11 @@ def bucket(endpoint: tuple[str, Counted], tmp_path: Path, monkeypatch: pytest.Mo
         "AWS_EC2_METADATA_DISABLED": "true",
     }.items():
         monkeypatch.setenv(name, value)
-    requests.post(f"{url}/moto-api/reset", timeout=10)
+    urllib.request.urlopen(f"{url}/moto-api/reset", b"", timeout=10).close()
     counted.__init__(counted.app)
     # Otherwise a file system of an earlier test, with its environment, is used again.
     sys.modules["s3fs"].S3FileSystem.clear_instance_cache()
-    return Bucket(boto3.client("s3"), counted)
+    return Bucket(pytest.importorskip("boto3").client("s3"), counted)
 
 
 def test_a_folder_is_downloaded_once(bucket: Bucket, cache: Path, capfd: pytest.CaptureFixture[str]):
@@ -223,45 +220,122 @@ def test_names_that_leave_the_folder_are_refused(bucket: Bucket, cache: Path, ke
     assert not list(cache.glob("remote/*/*"))
 
 
-# --- Google Cloud Storage and Hugging Face, as far as flatout's part goes ---
+# --- Google Cloud Storage ---
 
 
-class Fake(MemoryFileSystem):
-    """Files in memory, with what a store tells about them."""
+class Object(io.BytesIO):
+    details: dict[str, Any]
 
+
+class Google(fsspec.AbstractFileSystem):
+    """What flatout uses of gcsfs, with objects in memory."""
+
+    protocol = "gs"
     cachable = False
-    about: dict[str, Any] = {}
+    objects: ClassVar[dict[str, bytes]] = {}
+
+    def find(self, path: str, maxdepth: Any = None, withdirs: bool = False, detail: bool = False, **kwargs: Any) -> Any:
+        return {name: self.info(name) for name in self.objects if name.startswith(path)}
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        found = super().info(path, **kwargs)
-        return {**found, **self.about} if found["type"] == "file" else found
+        digest = base64.b64encode(hashlib.md5(photo(1)).digest()).decode()
+        return {"name": path, "type": "file", "size": len(photo(1)), "generation": "17", "md5Hash": digest}
+
+    def open(self, path: str, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
+        file = Object(self.objects[path])
+        file.details = self.info(path)
+        return file
 
 
-class Google(Fake):
-    protocol = "gs"
-    store: dict[str, Any] = {}
-    pseudo_dirs = [""]
-    about = {"generation": "17", "md5Hash": base64.b64encode(hashlib.md5(photo(1)).digest()).decode()}
+def test_google_digests_are_compared(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "gs", Google)
+    Google.objects |= {"sets/pets/cat/1.png": photo(1), "sets/pets/dog/1.png": photo(1)}
+    assert contents(fetch("gs://sets/pets")) == {"cat/1.png": photo(1), "dog/1.png": photo(1)}
+    Google.objects |= {"sets/pets/dog/2.png": photo(2)}
+    assert "damaged on the way, or has changed: run the same command again" in message("gs://sets/pets")
 
 
-class HuggingFace(Fake):
-    protocol = "hf"
-    store: dict[str, Any] = {}
-    pseudo_dirs = [""]
-    about = {"blob_id": "c0ffee", "lfs": {"sha256": hashlib.sha256(photo(1)).hexdigest()}}
+# --- Hugging Face ---
 
 
-@pytest.mark.parametrize("store", [Google, HuggingFace])
-def test_digests_are_compared(store: type[Fake], cache: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(object_stores, "STORES", object_stores.STORES)
-    scheme = str(store.protocol)
-    registered = dict(fsspec.registry)
-    fsspec.register_implementation(scheme, store, clobber=True)
-    try:
-        store().pipe({"/sets/pets/cat/1.png": photo(1), "/sets/pets/dog/1.png": photo(1)})
-        assert contents(fetch(f"{scheme}://sets/pets")) == {"cat/1.png": photo(1), "dog/1.png": photo(1)}
-        store().pipe({"/sets/pets/dog/1.png": photo(2), "/sets/pets/dog/2.png": photo(1)})
-        assert "damaged on the way, or has changed: run the same command again" in message(f"{scheme}://sets/pets")
-    finally:
-        store.store.clear()
-        fsspec.register_implementation(scheme, registered.get(scheme, ""), clobber=True)
+class Hub(BaseHTTPRequestHandler):
+    """Answers as the Hugging Face hub does for the data set `user/pets` with PHOTOS in it; dogs are large files."""
+
+    server: "HubServer"
+
+    def do_GET(self) -> None:
+        self.server.requests.append(self.path)
+        path = unquote(urlsplit(self.path).path)
+        name = path.removeprefix("/datasets/user/pets/resolve/main/")
+        if path == "/api/datasets/user/pets/tree/main":
+            self.answer(json.dumps([self.entry(*photo) for photo in self.server.photos.items()]).encode())
+        elif path == "/api/datasets/user/pets":
+            self.answer(json.dumps({"id": "user/pets", "sha": "c0ffee" * 6 + "c0ff", "siblings": []}).encode())
+        elif name in self.server.photos:
+            self.answer(self.server.photos[name])
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+
+    def entry(self, name: str, content: bytes) -> dict[str, Any]:
+        digest = {"oid": hashlib.sha256(PHOTOS[name]).hexdigest(), "size": len(content), "pointerSize": 134}
+        large = {"lfs": digest} if name.startswith("dog") else {}
+        return {"type": "file", "path": name, "size": len(content), "oid": f"{hash(content):x}", **large}
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(206 if "Range" in self.headers else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class HubServer(ThreadingHTTPServer):
+    requests: list[str]
+    photos: dict[str, bytes]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with HubServer(("127.0.0.1", 0), Hub) as server:
+        server.requests, server.photos = [], dict(PHOTOS)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        for name in ("HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        close_session()
+        HfFileSystem.clear_instance_cache()
+        yield server
+        close_session()
+        HfFileSystem.clear_instance_cache()
+        server.shutdown()
+        thread.join()
+
+
+def test_a_data_set_of_the_hub(hub: HubServer):
+    folder = fetch("hf://datasets/user/pets")
+    assert folder.name == "pets"
+    assert contents(folder) == PHOTOS
+    assert fetch("hf://datasets/user/pets") == folder
+    assert sum("/tree/" in request for request in hub.requests) == 2
+    assert sum("/resolve/" in request for request in hub.requests) == len(PHOTOS)
+    hub.photos["cat/0.png"] = photo(7)
+    assert contents(fetch("hf://datasets/user/pets")) == {**PHOTOS, "cat/0.png": photo(7)}
+    hub.photos["dog/0.png"] = photo(7)
+    assert "dog/0.png: the file there has SHA256" in message("hf://datasets/user/pets")
+    assert message("hf://datasets/user/none").endswith("/none: there is no such file or folder; check the URL")
+
+
+@pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs")])
+def test_a_missing_package_is_named(scheme: str, package: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, scheme, raising=False)
+    assert f"needs the package {package}: pip install" in message(f"{scheme}://photos/set")

@@ -222,6 +222,33 @@ def test_several_at_once_download_once(server: Server, cache: Path):
     assert server.sent == len(npz(count=5000))
 
 
+def test_progress_reaches_the_whole(server: Server):
+    class Progress(Console):
+        def update(self, done: int, total: int, unit: str = "images", text: str = "") -> None:
+            shown.append((done, total, unit))
+
+    shown: list[tuple[int, int, str]] = []
+    server.resources["/photos.npz"] = Resource(npz(count=40_000), stall_after=1_500_000)
+    with pytest.raises(InputError):
+        find(server.url("/photos.npz"), console=Progress())
+    server.resources["/photos.npz"].stall_after = None
+    find(server.url("/photos.npz"), console=Progress())
+    assert shown == sorted(shown)
+    assert {(1, 2, "MB"), (2, 2, "MB")} <= set(shown)
+
+
+def test_shards_by_braces(server: Server):
+    for name in ("train/00", "train/01", "test/00"):
+        server.resources[f"/set/{name}.bin"] = Resource(name.encode())
+    words = message(server.url("/set/{train,test}/{00..01}.bin?token=1"))
+    assert words == f"{server.url('/set/test/01.bin')}: the server answers 404 Not Found; check the URL"
+    with pytest.raises(InputError, match="holds nothing recognisable") as caught:
+        fetch(server.url("/set/train/{00..01}.bin?token=1"))
+    local = Path(str(caught.value).partition(": ")[0])
+    assert local.name == "{00..01}.bin"
+    assert [(local.parent / name).read_bytes() for name in ("00.bin", "01.bin")] == [b"train/00", b"train/01"]
+
+
 # --- servers of all kinds ---
 
 
@@ -398,7 +425,7 @@ def test_a_full_disk(server: Server, cache: Path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        with pytest.raises(DiskFull, match="the disk is full, or a limit reached: .* set FLATOUT_CACHE"):
+        with pytest.raises(DiskFull, match=r"the disk is full, or a limit reached: .* set FLATOUT_CACHE"):
             fetch(server.url("/photos.npz"))
     finally:
         signal.signal(signal.SIGXFSZ, handler)
@@ -425,9 +452,7 @@ def test_a_cache_that_cannot_be_written(server: Server, cache: Path):
     assert f"{cache / 'remote'}: cannot be written" in message(server.url("/photos.npz"))
 
 
-def test_the_least_recently_used_download_is_removed(
-    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_least_recently_used_download_is_removed(server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch):
     for name in "abc":
         server.resources[f"/{name}.npz"] = Resource(npz())
     a, b = (fetch(server.url(f"/{name}.npz")) for name in "ab")

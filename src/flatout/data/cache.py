@@ -117,7 +117,7 @@ def making(target: Path, doing: str, report: "Progress") -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A file or folder in the cache: what it is, its last use in seconds since 1970, whether it counts for the limit."""
+    """A file or folder in the cache: its last use in seconds since 1970, and whether it counts for the limit."""
 
     path: Path
     what: str

@@ -2,13 +2,13 @@
 
 import base64
 import copy
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
-from flatout.data.transfer import RemoteFile, SourceChanged, TransferError
+from flatout.data.transfer import Chunks, RemoteFile, SourceChanged, TransferError
 from flatout.errors import InputError, first_line
 
 _CHUNK_BYTES = 1 << 23
@@ -102,11 +102,11 @@ def stored_files(url: str) -> list[RemoteFile]:
     ]
 
 
-def _read(files: Any, name: str, store: _Store, version: str, start: int) -> tuple[int, Generator[bytes, None, None]]:
+def _read(files: Any, name: str, store: _Store, version: str, start: int) -> tuple[int, Chunks]:
     return start, _chunks(files, name, store, version, start)
 
 
-def _chunks(files: Any, name: str, store: _Store, version: str, start: int) -> Generator[bytes, None, None]:
+def _chunks(files: Any, name: str, store: _Store, version: str, start: int) -> Chunks:
     url = files.unstrip_protocol(name)
     try:
         with files.open(name, "rb", cache_type="none") as file:

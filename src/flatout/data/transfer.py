@@ -9,6 +9,8 @@ from pathlib import Path
 
 from flatout.errors import InputError
 
+Chunks = Generator[bytes, None, None]
+
 
 class TransferError(InputError):
     """A file could not be downloaded, for `reason`."""
@@ -44,7 +46,7 @@ class RemoteFile:
     size: int | None = None
     version: str = ""
     digest: tuple[str, str] | None = None
-    read: Callable[[int], tuple[int, Generator[bytes, None, None]]]
+    read: Callable[[int], tuple[int, Chunks]]
 
 
 def transfer(file: RemoteFile, path: Path, advance: Callable[[int], None]) -> None:

@@ -8,11 +8,10 @@ import re
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Generator
 from email.message import Message
 from typing import Any
 
-from flatout.data.transfer import RemoteFile, SourceChanged, TransferError
+from flatout.data.transfer import Chunks, RemoteFile, SourceChanged, TransferError
 from flatout.errors import InputError
 
 # Silence that ends a connection.
@@ -60,7 +59,7 @@ def web_file(url: str) -> RemoteFile:
     )
 
 
-def read(url: str, start: int = 0, expected: tuple[int | None, str] | None = None) -> tuple[int, Generator[bytes, None, None]]:
+def read(url: str, start: int = 0, expected: tuple[int | None, str] | None = None) -> tuple[int, Chunks]:
     """Return the first byte that a server sends, `start` or 0, and the chunks of bytes from there on.
 
     Raises:
@@ -78,7 +77,7 @@ def read(url: str, start: int = 0, expected: tuple[int | None, str] | None = Non
     return start, _chunks(response, url, start)
 
 
-def _chunks(response: http.client.HTTPResponse, url: str, start: int) -> Generator[bytes, None, None]:
+def _chunks(response: http.client.HTTPResponse, url: str, start: int) -> Chunks:
     promised, received = int(response.headers.get("Content-Length") or 0), 0
     with response:
         try:
@@ -138,7 +137,9 @@ def _open(url: str, method: str, **headers: str) -> http.client.HTTPResponse:
     except urllib.error.HTTPError as error:
         error.close()
         who = "the server" if _origin(error.url) == _origin(url) else urllib.parse.urlsplit(error.url).netloc
-        fix = "check the URL; a user name and password go into ~/.netrc" if error.code in (401, 403) else "check the URL"
+        fix = (
+            "check the URL; a user name and password go into ~/.netrc" if error.code in (401, 403) else "check the URL"
+        )
         raise _Refused(_shown(url), f"{who} answers {error.code} {error.reason}", fix) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise TransferError(_shown(url), _reason(error), "check the URL and the network") from None

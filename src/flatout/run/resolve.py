@@ -31,7 +31,7 @@ def resolve(
 
     Args:
         job: a built-in job, a recipe file, a path of data, a Recipe, or None for a recipe made from the data.
-        data: a path, a URL or data given in Python; None takes what the recipe names, or downloads what the job is about.
+        data: a path, a URL or data given in Python; None takes what the recipe names, or downloads the job's data.
         changes: dotted recipe keys to override.
         accelerated: whether a GPU or TPU trains; a recipe made for data then has a larger model and images.
         console: takes notes.
