@@ -193,7 +193,8 @@ def test_shards_by_braces(bucket: Bucket):
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("s3://photos/none", "there is no such file or folder, or it holds no files; check the URL"),
+        ("s3://photos/none", "there is no such file or folder; check the URL"),
+        ("s3://photos", "the folder holds no files; check the URL"),
         ("s3://no-such-bucket/a", "there is no such file or folder; check the URL"),
     ],
 )

@@ -4,7 +4,6 @@ import base64
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -80,46 +79,44 @@ def stored_files(url: str) -> list[RemoteFile]:
         raise InputError(f"{url}: needs the package {store.package}") from None
     try:
         files.invalidate_cache()  # of an earlier call in this process
-        found = {name: info for name, info in files.find(path, detail=True).items() if info["type"] == "file"}
+        path = files.info(path)["name"].rstrip("/")
+        found = files.find(path, detail=True)
     except Exception as error:  # each store's own
         raise _failed(url, store, error) from error
-    path = path.rstrip("/")
     # Some tools mark a folder by an empty object.
-    found = {name: info for name, info in found.items() if not name.endswith("/")}
-    if not found:
-        raise TransferError(url, "there is no such file or folder, or it holds no files", "check the URL")
-    folder = PurePosixPath(path).parent
-    return [
-        RemoteFile(
-            url=f"{url.partition('://')[0]}://{name}",
-            name=str(PurePosixPath(name).relative_to(folder)).lstrip("."),
-            size=info["size"],
-            version=store.version(info),
-            digest=store.digest(info),
-            read=partial(_read, files, name, store, store.version(info)),
-        )
-        for name, info in sorted(found.items())
-    ]
+    kept = [info for name, info in sorted(found.items()) if info["type"] == "file" and not name.endswith("/")]
+    if not kept:
+        raise TransferError(url, "the folder holds no files", "check the URL")
+    return [_described(files, store, info, PurePosixPath(path).parent) for info in kept]
 
 
-def _read(files: Any, name: str, store: _Store, version: str, start: int) -> tuple[int, Chunks]:
-    return start, _chunks(files, name, store, version, start)
+def _described(files: Any, store: _Store, info: Mapping[str, Any], folder: PurePosixPath) -> RemoteFile:
+    path, version = info["name"], store.version(info)
+    url = files.unstrip_protocol(path)
 
+    def chunks(start: int) -> Chunks:
+        try:
+            with files.open(path, "rb", cache_type="none") as file:
+                if store.version(file.details) != version:
+                    raise SourceChanged(url)
+                file.seek(start)
+                while chunk := file.read(_CHUNK_BYTES):
+                    yield chunk
+        except TransferError:
+            raise
+        except Exception as error:  # each store's own
+            # s3fs compares the ETag of every answer.
+            is_other = type(error).__name__ == "FileExpired"
+            raise SourceChanged(url) if is_other else _failed(url, store, error) from error
 
-def _chunks(files: Any, name: str, store: _Store, version: str, start: int) -> Chunks:
-    url = files.unstrip_protocol(name)
-    try:
-        with files.open(name, "rb", cache_type="none") as file:
-            if store.version(file.details) != version:
-                raise SourceChanged(url)
-            file.seek(start)
-            while chunk := file.read(_CHUNK_BYTES):
-                yield chunk
-    except TransferError:
-        raise
-    except Exception as error:  # each store's own
-        # s3fs compares the ETag of every answer.
-        raise SourceChanged(url) if type(error).__name__ == "FileExpired" else _failed(url, store, error) from error
+    return RemoteFile(
+        url=url,
+        name=str(PurePosixPath(path).relative_to(folder)).lstrip("."),
+        size=info["size"],
+        version=version,
+        digest=store.digest(info),
+        read=lambda start: (start, chunks(start)),
+    )
 
 
 def _failed(url: str, store: _Store, error: Exception) -> TransferError:
@@ -129,4 +126,4 @@ def _failed(url: str, store: _Store, error: Exception) -> TransferError:
         return TransferError(url, "there is no such file or folder", "check the URL")
     if isinstance(error, PermissionError) or "Credentials" in name or "GatedRepo" in name:
         return TransferError(url, f"access is denied ({first_line(error)})", store.access)
-    return TransferError(url, f"{first_line(error)}", "check the URL and the network")
+    return TransferError(url, first_line(error), "check the URL and the network")

@@ -64,7 +64,7 @@ def download(url: str, report: "Progress") -> tuple[Path, int]:
 
 def _list(url: str) -> tuple[str, list[RemoteFile]]:
     """Return what is to be read in the folder of the download, and the files at a URL; their names are paths in it."""
-    scheme = url.partition("://")[0].lower()
+    scheme = url.partition("://")[0]
     if scheme not in _WEB and scheme not in STORES:
         known = ", ".join(f"{name}://" for name in (*_WEB, *STORES))
         raise InputError(f"{url}: {scheme}:// is not read; flatout downloads from {known}; or give a local path")
@@ -94,13 +94,18 @@ def _download(shown: str, files: Sequence[RemoteFile], target: Path, report: "Pr
     """Download files beside their place, then rename the folder. What has arrived stays, but not on a full disk."""
     unfinished = target.with_name(target.name + ".partial")
     total = sum(file.size or 0 for file in files)
+    there = sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())
+    free = shutil.disk_usage(target.parent).free
+    full = DiskFull(
+        f"{target.parent}: the disk is full, or a limit reached: {shown} needs {total - there:,} bytes and {free:,} are "
+        "free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
+    )
+    if total - there > free:
+        raise full
+    what = f"{shown} ({total / 1e6:,.1f} MB)" if total else shown
+    report.note(f"continuing at {there / 1e6:,.1f} MB: {what}" if there else f"downloading {what}")
     try:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        there = sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())
-        what = f"{shown} ({total / 1e6:,.1f} MB)" if total else shown
-        report.note(f"continuing at {there / 1e6:,.1f} MB: {what}" if there else f"downloading {what}")
-        if total - there > shutil.disk_usage(unfinished).free:
-            raise OSError(NO_SPACE[0], os.strerror(NO_SPACE[0]))
+        unfinished.mkdir(exist_ok=True)
         _transfer_all(files, unfinished, total, report)
         about = {"url": shown, "files": len(files)}
         write_atomically(unfinished / DOWNLOAD, json.dumps(about).encode())
@@ -111,11 +116,7 @@ def _download(shown: str, files: Sequence[RemoteFile], target: Path, report: "Pr
     except OSError as error:
         if error.errno in NO_SPACE:
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise DiskFull(
-                f"{target.parent}: the disk is full, or a limit reached: {shown} needs {total:,} bytes and "
-                f"{shutil.disk_usage(target.parent).free:,} are free; make room, or set FLATOUT_CACHE to a folder on a "
-                "larger disk"
-            ) from None
+            raise full from None
         raise InputError(f"{shown}: cannot be written to the cache {unfinished}: {error.strerror or error}") from None
 
 

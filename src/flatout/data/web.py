@@ -59,18 +59,20 @@ def web_file(url: str) -> RemoteFile:
     )
 
 
-def read(url: str, start: int = 0, expected: tuple[int | None, str] | None = None) -> tuple[int, Chunks]:
+def read(url: str, start: int = 0, expected: tuple[int | None, str] = (None, "")) -> tuple[int, Chunks]:
     """Return the first byte that a server sends, `start` or 0, and the chunks of bytes from there on.
 
     Raises:
-        SourceChanged: the file has not the `expected` size and version.
+        SourceChanged: the file has not the `expected` size and version, as far as these are known.
         TransferError: the server is not there, refuses, or (while reading) ends the connection early.
     """
     response = _open(url, "GET", **({"Range": f"bytes={start}-"} if start else {}))
     headers = response.headers
     if response.status != http.HTTPStatus.PARTIAL_CONTENT:
         start = 0
-    is_other = expected is not None and (_size(headers), _version(headers)) != expected
+    # What the server tells may differ between HEAD and GET, as long as it does not contradict itself.
+    facts = zip((_size(headers), _version(headers)), expected, strict=True)
+    is_other = any(found and wanted and found != wanted for found, wanted in facts)
     if is_other or (start and not headers.get("Content-Range", "").startswith(f"bytes {start}-")):
         response.close()
         raise SourceChanged(_shown(url))
