@@ -192,7 +192,8 @@ def test_another_version_is_another_entry(server: Server, cache: Path):
     assert server.sent == 4 * len(npz())
 
 
-def test_a_killed_download_continues(server: Server, cache: Path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_killed_download_continues(server: Server, cache: Path, number: int, code: int):
     content = npz(count=20_000)
     server.resources["/photos.npz"] = Resource(content, stall_after=700_000)
     command = [sys.executable, "-c", "import sys; from flatout.cli import main; sys.exit(main(sys.argv[1:]))"]
@@ -203,8 +204,8 @@ def test_a_killed_download_continues(server: Server, cache: Path):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.send_signal(number)
+    assert process.wait() == code
     server.resources["/photos.npz"] = Resource(content)
     output = io.StringIO()
     assert fetch(server.url("/photos.npz"), output).read_bytes() == content

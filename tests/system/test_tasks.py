@@ -12,7 +12,6 @@ from sklearn.metrics import average_precision_score, f1_score, mean_absolute_err
 
 import flatout
 from flatout.cli import main
-from flatout.console import Console
 from flatout.data.load import find
 from flatout.data.source import Source
 from flatout.models.weights import read_weights
@@ -23,7 +22,7 @@ Pairs = tuple[np.ndarray, np.ndarray]
 @pytest.fixture(scope="module")
 def pairs_of(shared_data: Path) -> Callable[[int], Pairs]:
     """Return a function that returns images uint8 [N, 28, 56] of two digits, and the digits, int64 [N, 2]."""
-    found = find(shared_data / "mnist", console=Console())
+    found = find(shared_data / "mnist")
     source = found if isinstance(found, Source) else found.read()
     assert source.images is not None
 

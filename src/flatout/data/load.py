@@ -24,10 +24,12 @@ MEASURED_IMAGES = 5000
 MEASURED_BYTES_AT_ONCE = 2**24
 
 
-def find(data: Any, options: Data | None = None, task: str = "auto", *, console: Console) -> DataRef | Source:
+def find(
+    data: Any, options: Data | None = None, task: str = "auto", *, console: Console | None = None
+) -> DataRef | Source:
     """Recognise a path, download and recognise a URL, or read arrays or torch data sets given in Python.
 
-    `task` is that of a recipe.
+    `task` is that of a recipe; `console` shows the progress of a download.
 
     Raises:
         InputError: nothing is there, it cannot be downloaded, or it is nothing that can be trained on.
@@ -37,6 +39,7 @@ def find(data: Any, options: Data | None = None, task: str = "auto", *, console:
     from flatout.data.remote import download, is_remote
 
     if is_remote(data):
+        console = console or Console()
         path, descriptor = download(data, console)
         console.finish()
         try:

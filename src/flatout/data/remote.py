@@ -6,7 +6,7 @@ import re
 import shutil
 import threading
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -97,8 +97,8 @@ def _download(shown: str, files: Sequence[RemoteFile], target: Path, report: "Pr
     there = sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())
     free = shutil.disk_usage(target.parent).free
     full = DiskFull(
-        f"{target.parent}: the disk is full, or a limit reached: {shown} needs {total - there:,} bytes and {free:,} are "
-        "free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
+        f"{target.parent}: the disk is full, or a limit reached: {shown} needs {total - there:,} bytes and {free:,} "
+        "are free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
     )
     if total - there > free:
         raise full
@@ -123,6 +123,7 @@ def _download(shown: str, files: Sequence[RemoteFile], target: Path, report: "Pr
 def _transfer_all(files: Sequence[RemoteFile], folder: Path, total: int, report: "Progress") -> None:
     """Download files, several at once, while this thread shows the progress."""
     pending, received, guard, ended = iter(files), 0, threading.Lock(), threading.Event()
+    failures: list[Exception] = []
 
     def advance(count: int) -> None:
         nonlocal received
@@ -132,18 +133,25 @@ def _transfer_all(files: Sequence[RemoteFile], folder: Path, total: int, report:
             received += count
 
     def work() -> None:
-        for file in pending:
-            path = folder / file.name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            transfer(file, path, advance)
-
-    with ThreadPoolExecutor(min(_CONNECTIONS, len(files)), thread_name_prefix="download") as pool:
-        running = {pool.submit(work) for _ in range(min(_CONNECTIONS, len(files)))}
         try:
-            while running:
-                done, running = wait(running, timeout=_INTERVAL_SECONDS, return_when=FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
-                report.update(received // 10**6, max(1, total // 10**6), "MB")
-        finally:
-            ended.set()
+            for file in pending:
+                path = folder / file.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                transfer(file, path, advance)
+        except Exception as error:  # raised again by this function
+            failures.append(error)
+
+    # Daemons, so that an interrupted command need not wait for a server that is silent.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_CONNECTIONS, len(files)))]
+    try:
+        for thread in threads:
+            thread.start()
+        while not failures and (running := [thread for thread in threads if thread.is_alive()]):
+            running[0].join(_INTERVAL_SECONDS)
+            report.update(received // 10**6, max(1, total // 10**6), "MB")
+    finally:
+        ended.set()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]

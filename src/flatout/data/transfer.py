@@ -55,7 +55,7 @@ def transfer(file: RemoteFile, path: Path, advance: Callable[[int], None]) -> No
     Args:
         file: the file; only one with size and version is continued.
         path: where it goes; its folder exists.
-        advance: receives numbers of bytes that are there, as they arrive.
+        advance: receives numbers of bytes as they arrive; what it raises ends the transfer.
 
     Raises:
         TransferError: not all arrived; the beginning stays, unless it is of another version or damaged.
@@ -73,8 +73,8 @@ def transfer(file: RemoteFile, path: Path, advance: Callable[[int], None]) -> No
                 out.truncate(start)
                 advance(start)
                 for chunk in chunks:
-                    out.write(chunk)
                     advance(len(chunk))
+                    out.write(chunk)
             out.flush()
             os.fsync(out.fileno())
     if fault := _fault(file, path):
