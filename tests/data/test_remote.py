@@ -223,6 +223,16 @@ def test_several_at_once_download_once(server: Server, cache: Path):
     assert server.sent == len(npz(count=5000))
 
 
+def test_a_copy_is_named_when_the_server_is_gone(server: Server):
+    server.resources["/photos.npz"] = Resource(npz())
+    path = fetch(server.url("/photos.npz"))
+    del server.resources["/photos.npz"]
+    assert message(server.url("/photos.npz")).endswith(
+        f"404 Not Found; check the URL; or give the path of the last copy: {path}"
+    )
+    assert "copy" not in message(server.url("/others.npz"))
+
+
 def test_progress_reaches_the_whole(server: Server):
     class Progress(Console):
         def update(self, done: int, total: int, unit: str = "images", text: str = "") -> None:

@@ -16,7 +16,7 @@ from flatout.data.cache import DOWNLOAD, cache_folder, lock, make_room, making
 from flatout.data.digests import combined_digest
 from flatout.data.object_stores import STORES, stored_files
 from flatout.data.shards import expand_braces
-from flatout.data.transfer import RemoteFile, SourceChanged, transfer
+from flatout.data.transfer import RemoteFile, SourceChanged, TransferError, transfer
 from flatout.data.web import web_file
 from flatout.errors import DiskFull, InputError
 from flatout.files import NO_SPACE, printable, write_atomically
@@ -44,15 +44,20 @@ def download(url: str, report: "Progress") -> tuple[Path, int]:
         InputError: the source cannot be read, has changed meanwhile, or the cache cannot be written.
         DiskFull: the disk is full.
     """
-    name, files = _list(url)
     shown = url.partition("?")[0]
+    try:
+        name, files = _list(url)
+    except TransferError as error:
+        if copies := _copies(shown):
+            raise InputError(f"{error}; or give the path of the last copy: {copies[-1]}") from None
+        raise
     key = combined_digest([url.encode(), *(f"{file.name}\0{file.size}\0{file.version}".encode() for file in files)])
     target = cache_folder() / "remote" / key
     with making(target, "downloading this data", report):
         if target.exists():
             report.note(f"{shown}: unchanged since it was downloaded into the cache")
         else:
-            _download(shown, files, target, report)
+            _download(shown, name, files, target, report)
         with suppress(OSError):  # only a note of the last use
             os.utime(target)
         descriptor = lock(target / DOWNLOAD, shared=True)
@@ -60,6 +65,13 @@ def download(url: str, report: "Progress") -> tuple[Path, int]:
     for removed in make_room(cache_folder()):
         report.note(f"removed the least recently used entry from the cache, which is full: {removed.what}")
     return target / name, descriptor
+
+
+def _copies(shown: str) -> list[Path]:
+    """Return the complete copies in the cache of what is at a URL, least recently used first."""
+    abouts = sorted(cache_folder().glob(f"remote/*/{DOWNLOAD}"), key=lambda path: path.parent.stat().st_mtime)
+    found = [(path.parent, json.loads(path.read_text(encoding="utf-8"))) for path in abouts]
+    return [folder / about["name"] for folder, about in found if about["url"] == shown]
 
 
 def _list(url: str) -> tuple[str, list[RemoteFile]]:
@@ -86,11 +98,13 @@ def _list(url: str) -> tuple[str, list[RemoteFile]]:
         if path.is_absolute() or ".." in path.parts or printable(file.name) != file.name:
             raise InputError(f"{file.url}: {file.name!r} is no name for a local file; rename it there")
     if len(set(paths)) < len(paths):
-        raise InputError(f"{url}: several files there have the same name but for slashes; rename them there")
+        raise InputError(
+            f"{url}: several files there would get the same local name; rename them there, or give their folder"
+        )
     return name, files
 
 
-def _download(shown: str, files: Sequence[RemoteFile], target: Path, report: "Progress") -> None:
+def _download(shown: str, name: str, files: Sequence[RemoteFile], target: Path, report: "Progress") -> None:
     """Download files beside their place, then rename the folder. What has arrived stays, but not on a full disk."""
     unfinished = target.with_name(target.name + ".partial")
     total = sum(file.size or 0 for file in files)
@@ -107,7 +121,7 @@ def _download(shown: str, files: Sequence[RemoteFile], target: Path, report: "Pr
     try:
         unfinished.mkdir(exist_ok=True)
         _transfer_all(files, unfinished, total, report)
-        about = {"url": shown, "files": len(files)}
+        about = {"url": shown, "name": name}
         write_atomically(unfinished / DOWNLOAD, json.dumps(about).encode())
         unfinished.rename(target)
     except SourceChanged:
