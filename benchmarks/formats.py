@@ -134,7 +134,7 @@ def main() -> None:
     found = sorted(p for p in arguments.folder.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg", ".png"))
     found = found[:: -(-len(found) // arguments.images)]
     images = [(file.parent.name, file) for file in sorted(found, key=lambda file: (file.parent.name, file))]
-    settings = PackSettings(size=arguments.size, channels=3, resize="stretch", on_bad_image="stop", max_bad_share=0.0)
+    settings = PackSettings(size=arguments.size, channels=3, resize="squash", on_bad_image="stop", max_bad_share=0.0)
     with tempfile.TemporaryDirectory(prefix="flatout-formats-") as folder:
         data = {}
         for i, (name, write) in enumerate(WRITERS.items()):

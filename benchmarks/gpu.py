@@ -244,7 +244,7 @@ def synthetic_rate(engine: Engine, recipe: Recipe, *, classes: int, steps: int) 
     """Return images per second of the recipe's step, augmentation included, on the same random batch every time."""
     size = recipe.batch_size
     random = np.random.default_rng(1)
-    images = random.integers(0, 256, (size, recipe.image_size, recipe.image_size, recipe.channels), dtype=np.uint8)
+    images = random.integers(0, 256, (size, *recipe.image_sides, recipe.channels), dtype=np.uint8)
     samples = Samples(images=images, rows=np.arange(size), labels=np.arange(size) % classes)
     placed = engine.place(samples)
     placed.begin_epoch(0)
