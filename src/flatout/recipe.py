@@ -224,6 +224,8 @@ class Data(_Checked):
     `augment.crop` any part.
     eval_size: of the images in evaluation and prediction; 0 for `image_size`.
     placement: where the decoded images are during training.
+    order: how training images are shuffled: all, or in blocks that a disk reads fast. auto: as the file cache of the
+    host suggests; the run's recipe has the choice.
     """
 
     section = "data."
@@ -247,6 +249,7 @@ class Data(_Checked):
     stored_size: Annotated[Size, f"[0, {MAX_IMAGE_SIZE}]"] = 0
     eval_size: Annotated[Size, f"[0, {MAX_IMAGE_SIZE}]"] = 0
     placement: Literal["auto", "device", "memory", "disk"] = "auto"
+    order: Literal["auto", "full", "blocks"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

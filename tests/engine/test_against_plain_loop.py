@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.data.feed import Samples
-from flatout.data.order import training_batches
+from flatout.data.order import epoch_batches
 from flatout.dist.world import World
 from flatout.engine.base import Evaluation
 from flatout.recipe import Optimizer, Recipe
@@ -55,7 +55,7 @@ def plain_loop(net: nn.Module, samples: Samples, recipe: Recipe, optimizer: torc
     y = torch.from_numpy(samples.labels)
     net.train()
     for epoch in range(recipe.epochs):
-        for batch in training_batches(recipe.seed, epoch, len(samples), recipe.batch_size, recipe.drop_last):
+        for batch in epoch_batches(recipe, samples, epoch):
             chosen = torch.from_numpy(batch.samples[: batch.count])
             optimizer.zero_grad()
             functional.cross_entropy(net(x[chosen]), y[chosen], label_smoothing=recipe.label_smoothing).backward()

@@ -12,7 +12,7 @@ FEW, MANY = 1_500, 15_000
 SHAPE = (64, 64, 3)
 
 
-def peak_bytes(folder: Path, count: int) -> int:
+def peak_bytes(folder: Path, count: int, order: str) -> int:
     """Train one epoch on random images in a process of its own, and return the most memory that it held."""
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -22,15 +22,17 @@ def peak_bytes(folder: Path, count: int) -> int:
     images.flush()
     np.save(folder / "labels.npy", np.arange(count) % 3)
     command = [sys.executable, "-m", "flatout", "train", str(folder), "--model", "parallel-cnn", "--epochs", "1"]
-    changes = ["--set", "data.placement=disk", "--batch-size", "32", "--devices", "cpu", "--out", str(folder / "run")]
-    result = subprocess.run([*command, *changes], capture_output=True, text=True, check=False)
+    changes = ["--set", "data.placement=disk", f"data.order={order}", "--batch-size", "32"]
+    where = ["--devices", "cpu", "--out", str(folder / "run")]
+    result = subprocess.run([*command, *changes, *where], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return json.loads((folder / "run" / "summary.json").read_text())["peak_rss_bytes"]
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("order", ["full", "blocks"])
+def test_memory_does_not_grow_with_the_images(order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
-    few, many = peak_bytes(tmp_path / "few", FEW), peak_bytes(tmp_path / "many", MANY)
+    few, many = peak_bytes(tmp_path / "few", FEW, order), peak_bytes(tmp_path / "many", MANY, order)
     more_images = (MANY - FEW) * int(np.prod(SHAPE))
     assert many - few < 0.2 * more_images

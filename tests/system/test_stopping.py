@@ -346,6 +346,23 @@ def test_a_finished_run_can_be_resumed_for_more_epochs(data: Path, tmp_path: Pat
     assert_same(tmp_path / "whole", tmp_path / "run")
 
 
+def test_the_order_is_chosen_by_memory_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed run keeps the order of the checkpoint, however much memory there is now."""
+    on_disk = ["--epochs", "1", "--set", "data.stored_size=9"]
+    assert main(command(data, tmp_path / "full", *on_disk)) == 0
+    assert 'order = "full"' in (tmp_path / "full" / "recipe.toml").read_text()
+    monkeypatch.setattr("flatout.run.session.available_memory", lambda: 1)
+    assert main(command(data, tmp_path / "run", *on_disk)) == 0
+    assert "data.order = blocks: " in capsys.readouterr().out
+    monkeypatch.undo()
+    assert resume(tmp_path / "run", "--epochs", "2", "--set", "data.order=auto") == 0
+    assert 'order = "blocks"' in (tmp_path / "run" / "recipe.toml").read_text()
+    assert resume(tmp_path / "run", "--epochs", "3", "--set", "data.order=full") == 2
+    assert "the run has data.order = 'blocks'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "one-cycle", "step"])
 def test_more_epochs_continue_the_schedule_of_the_longer_run(
     schedule: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -366,7 +383,7 @@ def test_more_epochs_continue_the_schedule_of_the_longer_run(
 
 
 def test_runs_and_checkpoints_without_todays_additions_are_read(data: Path, tmp_path: Path) -> None:
-    """Earlier versions wrote no facts of the data, task, balanced accuracy, losses by step or predicted labels."""
+    """Earlier versions wrote no data facts, task, order, balanced accuracy, losses by step or predicted labels."""
     from flatout.models.weights import save_tensors
     from flatout.report.run_files import read_run
 
@@ -378,7 +395,7 @@ def test_runs_and_checkpoints_without_todays_additions_are_read(data: Path, tmp_
     progress = json.loads(metadata["progress"])
     del progress["step_losses"], progress["history"][0]["valid_balanced_accuracy"]
     progress["counts"]["correct"] = progress["counts"].pop("metric_sum")
-    recipe = metadata["recipe"].replace('task = "single-label"\n', "")
+    recipe = metadata["recipe"].replace('task = "single-label"\n', "").replace('order = "full"\n', "")
     assert recipe != metadata["recipe"]
     save_tensors(path, tensors, metadata | {"progress": json.dumps(progress), "recipe": recipe})
     (out / "recipe.toml").write_text(recipe)

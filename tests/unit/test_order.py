@@ -1,11 +1,15 @@
 """Order and randomness are functions of seed, epoch and position."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.data.order import evaluation_batches, steps_per_epoch, training_batches
+from flatout.numerics import random
+from flatout.numerics.augment import epoch_transforms
 from flatout.numerics.random import Stream, permutation, raw, uniform
+from flatout.recipe import Recipe
 
 
 @given(
@@ -37,6 +41,66 @@ def test_an_epoch_can_begin_anywhere() -> None:
 def test_epochs_and_seeds_differ() -> None:
     orders = [permutation(seed, Stream.ORDER, epoch, 50).tolist() for seed in (1, 2) for epoch in (0, 1)]
     assert len({tuple(order) for order in orders}) == 4
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "WINDOW_BLOCKS", 4)
+
+
+def plain_windows(seed: int, epoch: int, count: int, block: int) -> list[set[int]]:
+    """The windows of block order, as one would write them down."""
+    places = permutation(seed, Stream.BLOCKS, epoch, -(-count // block)).tolist()
+    windows = [set() for _ in range(-(-len(places) // 4))]
+    for sample in range(count):
+        windows[places[sample // block] // 4].add(sample)
+    return windows
+
+
+@pytest.mark.parametrize(("count", "block", "batch_size"), [(100, 5, 16), (103, 5, 7), (64, 1, 64), (10, 20, 3)])
+def test_block_order_goes_through_windows(small_windows: None, count: int, block: int, batch_size: int) -> None:
+    batches = list(training_batches(3, 2, count, batch_size, block=block))
+    order = np.concatenate([batch.samples[: batch.count] for batch in batches]).tolist()
+    assert sorted(order) == list(range(count))
+    for window in plain_windows(3, 2, count, block):
+        found, order = order[: len(window)], order[len(window) :]
+        assert set(found) == window
+        assert len(window) < 10 or found != sorted(found)
+
+
+def test_block_order_is_a_function_of_seed_and_epoch(small_windows: None) -> None:
+    orders = [next(training_batches(s, e, 100, 100, block=5)).samples.tolist() for s in (1, 2) for e in (0, 1) * 2]
+    assert orders[:2] == orders[2:4]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_block_order_within_one_window_is_full_order() -> None:
+    blocks, full = (list(training_batches(1, 0, 100, 16, block=block)) for block in (5, 0))
+    assert all((a.samples == b.samples).all() for a, b in zip(blocks, full, strict=True))
+
+
+@pytest.mark.parametrize("start", [0, 1, 5])
+def test_windows_are_read_before_their_batches(small_windows: None, start: int) -> None:
+    """Each window once, in order, one of them ahead; also of an epoch that begins within."""
+    whole = list(training_batches(3, 2, 103, 16, block=5))
+    expected, begun = plain_windows(3, 2, 103, 5), []
+    for batch, same in zip(training_batches(3, 2, 103, 16, start=start, block=5), whole[start:], strict=True):
+        assert batch.samples.tolist() == same.samples.tolist()
+        assert all((np.diff(window) > 0).all() for window in batch.ahead)
+        begun += [set(window.tolist()) for window in batch.ahead]
+        # The last one is being read.
+        assert set().union(*begun[:-1]) >= set(batch.samples.tolist())
+        assert len(begun) < 2 or not begun[-1] & set(batch.samples.tolist())
+    first = next(number for number, window in enumerate(expected) if whole[start].samples[0] in window)
+    assert begun == [*expected[first:], set()]
+
+
+def test_mixed_images_are_of_one_window(small_windows: None) -> None:
+    mixing = Recipe(model="any", image_size=1, epochs=1, batch_size=1).override({"augment.mixup": 0.2})
+    partners = (epoch_transforms(mixing, 2, 103, 5) or {})["partner"]
+    assert sorted(partners.tolist()) == list(range(103))
+    for window in plain_windows(mixing.seed, 2, 103, 5):
+        assert set(partners[list(window)].tolist()) == window
 
 
 def test_evaluation_is_in_order() -> None:

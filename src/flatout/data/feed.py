@@ -3,15 +3,20 @@
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
 import numpy as np
 
+from flatout.data.order import Batch, part
+
 Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")
+
+# The most that is read ahead at once. A gap of less between images is read, too, which takes less time than a seek.
+READ_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,6 +38,11 @@ class Samples:
         """The size of the split's images in bytes."""
         return len(self) * self.images[:1].nbytes
 
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the images are in a file that is read for each batch."""
+        return isinstance(self.images, np.memmap)
+
     def read(self, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Copy the images at `positions` (int64 [B]) into `out` [B, ...], and return it.
 
@@ -48,6 +58,46 @@ class Samples:
                 if os.preadv(file.fileno(), [target.reshape(-1).view(np.uint8)], offset) != row_bytes:
                     raise OSError(f"{self.images.filename}: ends before row {row}")
         return out
+
+
+def read_ahead(samples: Samples, batches: Iterable[Batch], rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+    """Yield the batches; those of a window (see `Batch.ahead`) when its images are in the file cache.
+
+    A thread brings the next window there meanwhile, in the order of the file. The `ranks` of a host share the cache, so
+    each of them reads its part. Nothing is read ahead in full order, or of images in memory.
+    """
+    images = samples.images
+    if not isinstance(images, np.memmap):
+        yield from batches
+        return
+    pool = ThreadPoolExecutor(1, thread_name_prefix="flatout-ahead")
+    pending: deque[list[Future[None]]] = deque()
+    try:
+        for batch in batches:
+            for window in batch.ahead:
+                rows = samples.rows[window[part(len(window), rank, ranks)]]
+                pending.append([pool.submit(_cache, images, *span) for span in _spans(rows, images[:1].nbytes)])
+            while len(pending) > 1:
+                for read in pending.popleft():
+                    read.result()
+            yield batch
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _spans(rows: np.ndarray, row_bytes: int) -> list[tuple[int, int]]:
+    """Return the first and last row of each part of the file that holds ascending rows, without large gaps."""
+    is_far = (np.diff(rows) - 1) * row_bytes >= READ_BYTES
+    return [(int(run[0]), int(run[-1])) for run in np.split(rows, np.flatnonzero(is_far) + 1) if len(run)]
+
+
+def _cache(images: np.memmap, first: int, last: int) -> None:
+    """Bring rows of a mapped file into the file cache of the system."""
+    row_bytes = images[:1].nbytes
+    start, stop = (images.offset + row * row_bytes for row in (first, last + 1))
+    with open(images.filename, "rb", buffering=0) as file:  # type: ignore[arg-type]  # noqa: PTH123
+        for offset in range(start, stop, READ_BYTES):
+            os.pread(file.fileno(), min(READ_BYTES, stop - offset), offset)
 
 
 def prefetch(load: Callable[[Item], Loaded], items: Iterable[Item], depth: int = 3) -> Iterator[Loaded]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from flatout import __version__
 from flatout.console import Console, aligned
-from flatout.data.order import training_batches
+from flatout.data.order import epoch_batches
 from flatout.errors import TrainingFailed
 from flatout.numerics.schedule import scaled_rate
 from flatout.recipe import Recipe
@@ -125,10 +125,9 @@ def _measure(
 
 def _endless_inputs(train: "DeviceSplit", recipe: Recipe) -> Iterator[Any]:
     """Yield the inputs of training steps, epoch after epoch."""
-    images = len(train.samples)
     for epoch in count():
         train.begin_epoch(epoch)
-        yield from train.feed(training_batches(recipe.seed, epoch, images, recipe.batch_size, recipe.drop_last))
+        yield from train.feed(epoch_batches(recipe, train.samples, epoch))
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> float | None:

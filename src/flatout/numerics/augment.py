@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flatout.numerics import pixels
-from flatout.numerics.random import Stream, permutation, uniform
+from flatout.numerics.random import Stream, block_permutation, permutation, uniform
 from flatout.recipe import Augment, Recipe
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ SIZE_STEP, SMALL_SIZE, SMALL_SIZE_STEP = 32, 64, 4
 ERASE_AREAS, ERASE_ASPECTS = (0.02, 1 / 3), (0.3, 10 / 3)
 
 
-def epoch_transforms(recipe: Recipe, epoch: int, count: int) -> Transforms | None:
+def epoch_transforms(recipe: Recipe, epoch: int, count: int, block: int = 0) -> Transforms | None:
     """Return the augmentation of each of `count` samples in one epoch; None where nothing is random.
 
     Returns:
@@ -95,9 +95,17 @@ def epoch_transforms(recipe: Recipe, epoch: int, count: int) -> Transforms | Non
         boxes = erase_boxes(erase, width / height)
         found["erase"] = np.where(erase[:, 4:] < augment.erase, boxes, 0).astype(np.float32)
     if augment.mixup or augment.cutmix:
-        found["partner"] = permutation(seed, Stream.PARTNER, epoch, count).astype(np.int32)
+        found["partner"] = _partners(seed, epoch, count, block).astype(np.int32)
         found["mix"] = mixtures(augment, uniform(seed, Stream.MIX, epoch, (count, 4))).astype(np.float32)
     return found
+
+
+def _partners(seed: int, epoch: int, count: int, block: int) -> np.ndarray:
+    """Return a random permutation of the samples, int64 [N]; in block order within the windows that are in memory."""
+    if not block:
+        return permutation(seed, Stream.PARTNER, epoch, count)
+    (order, _), (others, _) = (block_permutation(seed, s, epoch, count, block) for s in (Stream.ORDER, Stream.PARTNER))
+    return others[np.argsort(order)]
 
 
 def affine_maps(

@@ -9,6 +9,9 @@ from enum import IntEnum
 
 import numpy as np
 
+# Blocks in a window of `block_permutation`.
+WINDOW_BLOCKS = 1024
+
 
 class Stream(IntEnum):
     """The purpose of random numbers; streams never overlap."""
@@ -23,6 +26,7 @@ class Stream(IntEnum):
     ERASE = 8
     MIX = 9
     PARTNER = 10
+    BLOCKS = 11
 
 
 def raw(seed: int, stream: Stream, index: int, count: int) -> np.ndarray:
@@ -40,3 +44,18 @@ def uniform(seed: int, stream: Stream, index: int, shape: tuple[int, ...]) -> np
 def permutation(seed: int, stream: Stream, index: int, count: int) -> np.ndarray:
     """Return a random permutation of 0..count-1, int64 [count]."""
     return np.argsort(raw(seed, stream, index, count), kind="stable")
+
+
+def block_permutation(seed: int, stream: Stream, index: int, count: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return a random permutation of 0..count-1, int64 [count], that goes from window to window.
+
+    Blocks of `block` consecutive numbers are shuffled, `WINDOW_BLOCKS` of them at a time form a window, and the numbers
+    of each window are shuffled. The windows are the same for all streams. Where one window holds everything, the result
+    is that of `permutation`.
+
+    Returns:
+        The permutation, and the place behind each window in it, int64 [windows].
+    """
+    shuffled = permutation(seed, stream, index, count)
+    windows = permutation(seed, Stream.BLOCKS, index, -(-count // block))[shuffled // block] // WINDOW_BLOCKS
+    return shuffled[np.argsort(windows, kind="stable")], np.cumsum(np.bincount(windows))

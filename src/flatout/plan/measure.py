@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.console import Console
-from flatout.data.order import training_batches
+from flatout.data.order import epoch_batches
 from flatout.errors import InputError
 from flatout.models.load import build_model
 from flatout.plan.roofline import Work
@@ -177,7 +177,7 @@ class _Measurement:
         first, again = (self._begin_seconds(placed, epoch) for epoch in range(2))
         if self._steps is not None:
             self._steps.close()
-        self._steps = self._endless_steps(placed, images)
+        self._steps = self._endless_steps(placed)
         self._step_seconds(1)
         return self._world.broadcast_object(max(0.0, first - again))
 
@@ -196,13 +196,12 @@ class _Measurement:
         self._engine.counts()
         return self._world.broadcast_object((time.perf_counter() - began) / steps)
 
-    def _endless_steps(self, placed: "DeviceSplit", images: int) -> Generator[None, None, None]:
+    def _endless_steps(self, placed: "DeviceSplit") -> Generator[None, None, None]:
         """Train epoch by epoch as the training loop does, one step at a time."""
         recipe, engine = self._work.recipe, self._engine
         for epoch in count():
             placed.begin_epoch(epoch)
-            batches = training_batches(recipe.seed, epoch, images, recipe.batch_size, recipe.drop_last)
-            for number, inputs in enumerate(placed.feed(batches)):
+            for number, inputs in enumerate(placed.feed(epoch_batches(recipe, placed.samples, epoch))):
                 # A rate of 0 keeps the weights, which random labels could make diverge.
                 placed.train_step(inputs, 0.0, number)
                 self._world.control.received()

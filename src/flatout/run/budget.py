@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flatout.console import duration
-from flatout.data.order import steps_per_epoch, training_batches
+from flatout.data.order import epoch_batches, steps_per_epoch
 from flatout.errors import InputError
 from flatout.numerics.augment import tta_views
 from flatout.recipe import Recipe
@@ -123,14 +123,13 @@ def measure(
 
 def seconds_per_step(engine: "Engine", train: "DeviceSplit", recipe: Recipe, world: "World", seconds: float) -> float:
     """Take real steps for about as long as given, and return the time of one on the slowest rank."""
-    images = len(train.samples)
 
     def steps(count: int) -> float:
         """Return the seconds of one of `count` steps; a learning rate of 0 would let no optimizer start."""
         train.begin_epoch(0)
         began, number = time.perf_counter(), 0
         while number < count:
-            for inputs in train.feed(training_batches(recipe.seed, 0, images, recipe.batch_size, recipe.drop_last)):
+            for inputs in train.feed(epoch_batches(recipe, train.samples, 0)):
                 train.train_step(inputs, 1e-6, number)
                 world.control.received()
                 world.keep_alive()

@@ -67,7 +67,8 @@ class Checkpoint:
         """
         before = self.recipe.flat()
         for key, value in recipe.flat().items():
-            is_left_to_data = key == "task" and before[key] == "auto"  # in checkpoints of earlier versions
+            # In checkpoints of earlier versions.
+            is_left_to_data = before[key] == "auto" and (key == "task" or (key, value) == ("data.order", "full"))
             if key not in FREE_KEYS and before[key] != value and not is_left_to_data:
                 raise InputError(
                     f"--resume: the run has {key} = {before[key]!r}; {key} = {value!r} needs a new run. "

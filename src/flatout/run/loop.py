@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flatout.data.order import steps_per_epoch, training_batches
+from flatout.data.order import epoch_batches, steps_per_epoch
 from flatout.dist.control import Flag
 from flatout.engine.base import DeviceSplit, Engine
 from flatout.errors import Stopped, TrainingFailed
@@ -109,7 +109,7 @@ class _Loop:
         recipe, progress, train, control = self.recipe, self.progress, self.splits["train"], self.world.control
         epoch, first_step, clock = progress.epoch, progress.step, Clock(progress)
         watched = _watched_losses(progress.history)
-        batches = training_batches(recipe.seed, epoch, self._images, recipe.batch_size, recipe.drop_last, first_step)
+        batches = epoch_batches(recipe, train.samples, epoch, first_step)
         train.begin_epoch(epoch)
         seeds = raw(recipe.seed, Stream.STEP, epoch, self._steps) >> np.uint64(1)
         for inputs in clock.waiting(train.feed(batches)):

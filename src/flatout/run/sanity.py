@@ -4,10 +4,11 @@ Both are from Karpathy, "A Recipe for Training Neural Networks" (2019): "verify 
 """
 
 import math
+from dataclasses import replace
 from itertools import repeat
 from typing import TYPE_CHECKING
 
-from flatout.data.order import steps_per_epoch, training_batches
+from flatout.data.order import epoch_batches, steps_per_epoch
 from flatout.numerics.schedule import scaled_rate
 from flatout.recipe import Recipe
 
@@ -45,7 +46,7 @@ def check(
     """
     rate, images, before = scaled_rate(recipe), len(train.samples), engine.snapshot()
     train.begin_epoch(0)
-    batch = next(training_batches(recipe.seed, 0, images, recipe.batch_size, recipe.drop_last))
+    batch = replace(next(epoch_batches(recipe, train.samples, 0)), ahead=())
     first = math.nan
     for step, inputs in enumerate(train.feed(repeat(batch, STEPS)), start=1):
         # A short warm-up. The seed is always the same, so that dropout adds no noise to the losses.

@@ -17,8 +17,9 @@ from flatout.dist.consistency import agree, data_facts
 from flatout.dist.env import restart_count
 from flatout.dist.hosts import Hosts
 from flatout.errors import DiskFull, InputError, RankLost, Stopped, TrainingFailed
+from flatout.host import available_memory
 from flatout.numerics.schedule import describe_scaling, learning_rate
-from flatout.recipe import Augment, Recipe
+from flatout.recipe import Augment, Recipe, load_recipe
 from flatout.report import run_files
 from flatout.run import claim, sanity
 from flatout.run.budget import Budget, measure
@@ -261,11 +262,29 @@ class Session:
         if pack.task == "regression" and not self.recipe.data.label_std:
             label_mean, label_std = statistics(splits["train"].labels)
             self.recipe = self.recipe.override({"data.label_mean": label_mean, "data.label_std": label_std})
+        self._choose_order(splits["train"])
         check_batch(min(self.recipe.batch_size, len(splits["train"])), self.world.size)
         if self.recipe.optimizer.lr_base_batch not in (0, self.recipe.batch_size):
             self.note(describe_scaling(self.recipe))
         self._time("read")
         return splits
+
+    def _choose_order(self, train: "Samples") -> None:
+        """Replace `data.order = "auto"` by the order of the run that is continued, or of one that suits the host."""
+        if self.recipe.data.order != "auto":
+            return
+        order = ""
+        if self._has_checkpoints() and self.world.is_main:
+            # Before there was a choice, the order was full.
+            order = load_recipe(self.out / run_files.RECIPE).data.order.replace("auto", "full")
+        free = min(self.world.all_gather_object(available_memory()))
+        if not order and train.is_on_disk and train.nbytes > free:
+            order = "blocks"
+            self.note(
+                f"data.order = blocks: {train.nbytes / 2**30:.1f} GiB of training images are more than the "
+                f"{free / 2**30:.1f} GiB of available memory"
+            )
+        self.recipe = self.recipe.override({"data.order": self.world.broadcast_object(order or "full")})
 
     def build_model(self, pack: "Pack", report: Callable[[str], None] = lambda sentence: None) -> "nn.Module":
         """Return the model with fresh weights; one given in Python as a copy."""

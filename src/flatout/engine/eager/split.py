@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from flatout.data.feed import Samples, prefetch
-from flatout.data.order import Batch, evaluation_batches, part
+from flatout.data.feed import Samples, prefetch, read_ahead
+from flatout.data.order import Batch, block_size, evaluation_batches, part
 from flatout.engine.base import Evaluation
 from flatout.engine.eager.accelerator import Accelerator
 from flatout.engine.eager.device_setup import allocate, placement
@@ -217,7 +217,8 @@ class TorchSplit:
         """See `DeviceSplit.begin_epoch`. The output of a frozen prefix is computed once for each view."""
         engine = self._engine
         engine.metric_sums.begin_epoch()
-        transforms = augment.epoch_transforms(engine.recipe, epoch, len(self.samples)) or {}
+        block = block_size(engine.recipe, self.samples)
+        transforms = augment.epoch_transforms(engine.recipe, epoch, len(self.samples), block) or {}
         if engine.cut is None:
             size = augment.training_size(engine.recipe, epoch)
             if self.source.size not in (None, size):
@@ -241,11 +242,11 @@ class TorchSplit:
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Inputs]:
         """See `DeviceSplit.feed`."""
-        engine = self._engine
-        rank, ranks = engine.world.rank, engine.world.size
-        partners = self.source.partners
-        inputs = (self._inputs(batch, batch.part(rank, ranks), partners) for batch in batches)
-        return self.source.stream(inputs, engine.setup.accelerator)
+        world, source = self._engine.world, self.source
+        if source.images is None:
+            batches = read_ahead(source.samples, batches, world.local_rank, world.local_size)
+        inputs = (self._inputs(batch, batch.part(world.rank, world.size), source.partners) for batch in batches)
+        return source.stream(inputs, self._engine.setup.accelerator)
 
     def _inputs(self, whole: Batch, share: Batch, partners: np.ndarray | None = None) -> Inputs:
         put, weights, share_weights = self._engine.setup.accelerator.put, whole.weights, share.weights

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.data.feed import Samples, prefetch
-from flatout.data.order import Batch, evaluation_batches
+from flatout.data.feed import Samples, prefetch, read_ahead
+from flatout.data.order import Batch, block_size, evaluation_batches
 from flatout.dist.world import World
 from flatout.engine.base import Evaluation
 from flatout.engine.eager.split import NOT_AUGMENTED
@@ -396,7 +396,7 @@ class XlaSplit:
         """See `DeviceSplit.begin_epoch`."""
         engine, recipe = self._engine, self._engine.recipe
         engine.begin_epoch(self)
-        transforms = epoch_transforms(recipe, epoch, len(self.samples))
+        transforms = epoch_transforms(recipe, epoch, len(self.samples), block_size(recipe, self.samples))
         if engine.cut:
             self._read_view(epoch % recipe.augment.views if transforms else NOT_AUGMENTED, transforms)
         else:
@@ -404,7 +404,10 @@ class XlaSplit:
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[tuple[HostBatches, int]]:
         """See `DeviceSplit.feed`. A thread reads all batches of a dispatch into one array, ahead of time."""
-        items, read = iter(batches), self._reader(self._engine.program(self.batch).batch, is_training=True)
+        world, read = self._engine.world, self._reader(self._engine.program(self.batch).batch, is_training=True)
+        if self.table is None:
+            batches = read_ahead(self._read, batches, world.local_rank, world.local_size)
+        items = iter(batches)
         groups = iter(lambda: list(islice(items, self._steps)), [])
         for group in prefetch(read, groups, depth=3 if self._steps == 1 else 1):
             for step in range(len(group.batches)):
