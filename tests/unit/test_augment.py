@@ -383,3 +383,12 @@ def test_16_bits_are_0_to_255_with_fractions() -> None:
     brighter = (deep.to(torch.float64) / 257 * 1.2).clip(0, 255)
     middle = brighter.mean((1, 2), keepdim=True)
     torch.testing.assert_close(found, (middle + 0.7 * (brighter - middle)).clip(0, 255), atol=1e-3, rtol=1e-5)
+
+
+def test_tables_do_not_depend_on_the_samples_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Augment(flip=True, crop=0.3, color_jitter=0.2, policy="randaugment", erase=0.5, mixup=0.2)
+    whole = augment.epoch_transforms(recipe(settings), 1, 50) or {}
+    monkeypatch.setattr(augment, "SAMPLES_AT_ONCE", 8)
+    parts = augment.epoch_transforms(recipe(settings), 1, 50) or {}
+    assert whole.keys() == parts.keys() == {"affine", "color", "erase", "mix", "partner"}
+    assert all((whole[name] == parts[name]).all() for name in whole)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flatout.data.members import Encoded
 from flatout.errors import DiskFull, InputError
 from flatout.files import write_atomically
 from flatout.host import usable_cores
@@ -39,11 +40,11 @@ def combined_digest(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def digest_files(paths: Sequence[Path], *, memo: Path | None, report: "Progress | None" = None) -> list[bytes]:
+def digest_files(paths: Sequence[Encoded], *, memo: Path | None, report: "Progress | None" = None) -> list[bytes]:
     """Return the BLAKE2b digest of each file's content, in the order of `paths`, reading on all cores.
 
     Args:
-        paths: the files.
+        paths: the files; images in containers are found by the content of these instead.
         memo: a folder to remember the digests in, made if need be. If size, inode and times of modification and status
             change of all files are unchanged, none is read again. Where it cannot be written, everything is read.
         report: receives the number of files read.
@@ -52,28 +53,36 @@ def digest_files(paths: Sequence[Path], *, memo: Path | None, report: "Progress 
         A digest of DIGEST_BYTES bytes for each file. A file that cannot be read has the digest of the reason; it is
         reported by whoever decodes it.
     """
-    names = [os.path.abspath(path) for path in paths]  # noqa: PTH100 - Path.absolute keeps "..", Path.resolve is slow
-    stamps = [_stamp(name) for name in names]
-    files = list(zip(names, stamps, strict=True))
-    known = memo and memo / combined_digest(os.fsencode(f"{stamp} {name}") for name, stamp in files)
+    # Nothing else is kept of a file: there may be millions.
+    known = memo and memo / combined_digest(os.fsencode(f"{_stamp(name)} {name}") for name in map(_name, paths))
     if known:
         with suppress(OSError):
             content = known.read_bytes()
-            if len(content) == DIGEST_BYTES * len(files):
+            if len(content) == DIGEST_BYTES * len(paths):
                 return [content[i : i + DIGEST_BYTES] for i in range(0, len(content), DIGEST_BYTES)]
-    read: list[tuple[bytes, bool]] = []
+    digests: list[bytes] = []
+    are_settled = True
+
+    def read(start: int) -> list[tuple[bytes, bool]]:
+        return [_digest(_name(path)) for path in paths[start : start + _FILES_PER_TASK]]
+
     with ThreadPoolExecutor(usable_cores()) as pool:
-        tasks = [files[start : start + _FILES_PER_TASK] for start in range(0, len(files), _FILES_PER_TASK)]
-        for results in pool.map(lambda task: [_digest(*file) for file in task], tasks):
-            read += results
+        for results in pool.map(read, range(0, len(paths), _FILES_PER_TASK)):
+            digests += [digest for digest, _ in results]
+            are_settled = are_settled and all(is_settled for _, is_settled in results)
             if report is not None:
-                report.update(len(read), len(files), "files")
-    digests = [digest for digest, _ in read]
-    if known and all(is_settled for _, is_settled in read):
+                report.update(len(digests), len(paths), "files")
+    if known and are_settled:
         with suppress(OSError, InputError, DiskFull):  # it only saves time
             known.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(known, b"".join(digests))
     return digests
+
+
+def _name(path: Encoded) -> str:
+    """Return a file's absolute path."""
+    assert isinstance(path, Path)
+    return os.path.abspath(path)  # noqa: PTH100 - Path.absolute keeps "..", Path.resolve is slow
 
 
 def _stamp(name: str) -> _Stamp:
@@ -87,9 +96,10 @@ def _stamp(name: str) -> _Stamp:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-def _digest(name: str, before: _Stamp) -> tuple[bytes, bool]:
-    """Return the digest of a file, and whether it may be remembered for the stamp."""
-    now_ns, changed_ns = time.time_ns(), before[2]
+def _digest(name: str) -> tuple[bytes, bool]:
+    """Return the digest of a file, and whether it may be remembered for the file's stamp."""
+    now_ns, before = time.time_ns(), _stamp(name)
+    changed_ns = before[2]
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     if not any(before):  # reading a FIFO or a device might never end
         digest.update(b"not a regular file")

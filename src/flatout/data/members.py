@@ -11,11 +11,11 @@ import os
 import tempfile
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Protocol, overload
 
 from flatout.data.decode import MAX_FILE_BYTES
 from flatout.errors import DiskFull, InputError
@@ -35,6 +35,35 @@ class Encoded(Protocol):
     def read_bytes(self) -> bytes:
         """Return the bytes; raises OSError."""
         ...
+
+
+class EncodedList(Sequence[Encoded]):
+    """Images in a list that keeps paths as text, in a quarter of the memory of `Path` objects."""
+
+    def __init__(self, *parts: Iterable[Encoded]) -> None:
+        self._images: list[str | Encoded] = []
+        for part in parts:
+            if isinstance(part, EncodedList):
+                self._images += part._images
+            else:
+                self._images += (str(image) if isinstance(image, Path) else image for image in part)
+
+    def append(self, image: Encoded) -> None:
+        """Add an image."""
+        self._images.append(str(image) if isinstance(image, Path) else image)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    @overload
+    def __getitem__(self, index: int) -> Encoded: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Encoded]: ...
+    def __getitem__(self, index: int | slice) -> Encoded | Sequence[Encoded]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        image = self._images[index]
+        return Path(image) if isinstance(image, str) else image
 
 
 class Container:

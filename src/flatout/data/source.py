@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flatout.data.labels import count_classes, flat_labels, interpret, read_class_list, split_ids
-from flatout.data.members import Encoded
+from flatout.data.members import Encoded, EncodedList
 from flatout.data.splits import SPLITS, in_order
 from flatout.errors import InputError
 from flatout.recipe import Data
@@ -97,7 +97,7 @@ class Source:
         emptied = [name for name, (a, b) in splits.items() if a == b]
         return replace(
             self,
-            files=[file for file, good in zip(self.files, is_good, strict=True) if good],
+            files=EncodedList(compress(self.files, is_good)),
             labels=self.labels[is_good],
             splits={name: span for name, span in splits.items() if name not in emptied},
             notes=(*self.notes, *(f"All {name} images are bad, so there is no {name} split." for name in emptied)),
@@ -196,7 +196,7 @@ def assemble(
         every, notes = every if ids == names else texts, (*notes, f"class names from {class_list}")
     found = interpret(every, ids, place, subject or where, task)
     images = [images for images, _ in splits.values()]
-    is_files = isinstance(images[0], list)
+    is_files = not isinstance(images[0], np.ndarray)
     return Source(
         kind=kind,
         path=path,
@@ -204,7 +204,7 @@ def assemble(
         classes=found.classes if names is None or ids == names else names,
         labels=found.values,
         splits=spans,
-        files=[file for files in images for file in files] if is_files else None,
+        files=EncodedList(*images) if is_files else None,
         images=None if is_files else _join(images, list(splits), where),
         notes=notes + found.notes,
     )

@@ -41,6 +41,8 @@ POLICY = {
 RAND_OPERATIONS, RAND_MAGNITUDE = 2, 9 / 30
 # TrivialAugment draws one of this many magnitudes (Müller and Hutter, arXiv 2103.10158).
 TRIVIAL_MAGNITUDES = 31
+# Tables are computed for so many samples at a time, since intermediate results take several times their memory.
+SAMPLES_AT_ONCE = 1 << 16
 # Test-time augmentation moves images of this size by two pixels, smaller ones by one.
 TWO_PIXELS_FROM = 64
 # Training images that grow do so by so many pixels at a time, those below the second number by fewer.
@@ -62,14 +64,25 @@ def epoch_transforms(recipe: Recipe, epoch: int, count: int, block: int = 0) -> 
         mix: float32 [N, 6]: the partner's share of each pixel, a box that is the partner's alone, and its share of
             the label.
     """
-    augment, seed = recipe.augment, recipe.seed
+    augment = recipe.augment
     if not augment.is_random:
         return None
     if augment.views:
         epoch %= augment.views
+    starts = range(0, count, SAMPLES_AT_ONCE)
+    parts = [_transforms(recipe, epoch, start, min(SAMPLES_AT_ONCE, count - start)) for start in starts]
+    found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    if augment.mixup or augment.cutmix:
+        found["partner"] = _partners(recipe.seed, epoch, count, block).astype(np.int32)
+    return found
+
+
+def _transforms(recipe: Recipe, epoch: int, start: int, count: int) -> Transforms:
+    """Return the tables of `epoch_transforms` for some samples, without the partners."""
+    augment, seed = recipe.augment, recipe.seed
     found: Transforms = {}
     colors = np.tile(pixels.UNCHANGED, (count, 1))
-    draws = uniform(seed, Stream.AUGMENT, epoch, (count, DRAWS))
+    draws = uniform(seed, Stream.AUGMENT, epoch, (count, DRAWS), start)
     flip = (draws[:, FLIP] < 0.5) & augment.flip
     if augment.is_affine:
         (height, width), (stored_height, stored_width) = recipe.image_sides, recipe.stored_sides
@@ -78,25 +91,24 @@ def epoch_transforms(recipe: Recipe, epoch: int, count: int, block: int = 0) -> 
         if not augment.crop:
             maps *= [[width / stored_width], [height / stored_height]]
         if augment.policy != "none":
-            moves, colors = policy_operations(augment.policy, seed, epoch, count, aspect)
+            moves, colors = policy_operations(augment.policy, seed, epoch, count, aspect, start)
             maps[:, :, 2] += (maps[:, :, :2] @ moves[:, :, 2:])[..., 0]
             maps[:, :, :2] = maps[:, :, :2] @ moves[:, :, :2]
         found["affine"] = maps.astype(np.float32)
     elif augment.flip:
         found["flip"] = flip.astype(np.uint8)
     if augment.color_jitter:
-        jitter = uniform(seed, Stream.COLOR, epoch, (count, 3))
+        jitter = uniform(seed, Stream.COLOR, epoch, (count, 3), start)
         colors[:, :3] *= 1 + augment.color_jitter * (2 * jitter - 1)
     if augment.color_jitter or augment.policy != "none":
         found["color"] = colors[:, : 3 if augment.policy == "none" else None].astype(np.float32)
     if augment.erase:
-        erase = uniform(seed, Stream.ERASE, epoch, (count, 5))
+        erase = uniform(seed, Stream.ERASE, epoch, (count, 5), start)
         height, width = recipe.image_sides
         boxes = erase_boxes(erase, width / height)
         found["erase"] = np.where(erase[:, 4:] < augment.erase, boxes, 0).astype(np.float32)
     if augment.mixup or augment.cutmix:
-        found["partner"] = _partners(seed, epoch, count, block).astype(np.int32)
-        found["mix"] = mixtures(augment, uniform(seed, Stream.MIX, epoch, (count, 4))).astype(np.float32)
+        found["mix"] = mixtures(augment, uniform(seed, Stream.MIX, epoch, (count, 4), start)).astype(np.float32)
     return found
 
 
@@ -176,16 +188,16 @@ def _sides(
 
 
 def policy_operations(
-    policy: str, seed: int, epoch: int, count: int, aspect: float = 1.0
+    policy: str, seed: int, epoch: int, count: int, aspect: float = 1.0, start: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return what a policy draws: maps [N, 2, 3] from the moved image to the unmoved one, and rows for `recolor`.
 
-    `aspect` is width by height of the images.
+    `aspect` is width by height of the images; the samples are those from `start` on.
     """
     names, strongest = list(POLICY), np.array(list(POLICY.values()))
     maps, colors = np.tile(np.eye(2, 3), (count, 1, 1)), np.tile(pixels.UNCHANGED, (count, 1))
     for number in range(RAND_OPERATIONS if policy == "randaugment" else 1):
-        draws = uniform(seed, Stream.POLICY, RAND_OPERATIONS * epoch + number, (count, 3))
+        draws = uniform(seed, Stream.POLICY, RAND_OPERATIONS * epoch + number, (count, 3), start)
         operation = (draws[:, 0] * len(POLICY)).astype(np.int64)
         share = RAND_MAGNITUDE
         if policy == "trivialaugment":

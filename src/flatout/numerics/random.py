@@ -29,16 +29,23 @@ class Stream(IntEnum):
     BLOCKS = 11
 
 
-def raw(seed: int, stream: Stream, index: int, count: int) -> np.ndarray:
-    """Return `count` uniform 64-bit integers (uint64 [count]) for one index, such as an epoch, of one stream."""
+def raw(seed: int, stream: Stream, index: int, count: int, start: int = 0) -> np.ndarray:
+    """Return `count` uniform 64-bit integers (uint64 [count]) for one index, such as an epoch, of one stream.
+
+    They are those from `start` on, a multiple of 4, as the generator makes four numbers at once.
+    """
+    assert start % 4 == 0
     key = np.array([seed, (int(stream) << 48) | index], dtype=np.uint64)
-    return np.random.Philox(key=key).random_raw(count)
+    return np.random.Philox(key=key).advance(start // 4).random_raw(count)
 
 
-def uniform(seed: int, stream: Stream, index: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return uniform numbers in [0, 1), float64 of the given shape, with 53 random bits each."""
-    count = int(np.prod(shape))
-    return ((raw(seed, stream, index, count) >> np.uint64(11)) * 2.0**-53).reshape(shape)
+def uniform(seed: int, stream: Stream, index: int, shape: tuple[int, ...], start: int = 0) -> np.ndarray:
+    """Return uniform numbers in [0, 1), float64 of the given shape, with 53 random bits each; of rows from `start` on.
+
+    `start` is a multiple of 4.
+    """
+    each = int(np.prod(shape[1:]))
+    return ((raw(seed, stream, index, shape[0] * each, start * each) >> np.uint64(11)) * 2.0**-53).reshape(shape)
 
 
 def permutation(seed: int, stream: Stream, index: int, count: int) -> np.ndarray:

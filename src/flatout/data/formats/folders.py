@@ -11,6 +11,7 @@ import numpy as np
 
 from flatout.data.archive import Member
 from flatout.data.labels import first_few, read_class_list, split_ids
+from flatout.data.members import EncodedList
 from flatout.data.source import DataRef, Source, assemble
 from flatout.data.splits import in_order, split_of
 from flatout.errors import InputError
@@ -32,9 +33,14 @@ def is_image_name(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
+def is_array_name(name: str) -> bool:
+    """Whether a file name has the suffix of an array."""
+    return name.lower().endswith(".npy")
+
+
 def without_arrays(files: list[T]) -> list[T]:
     """Return image files, without `.npy` files unless all are: beside images, these hold masks and the like."""
-    return [file for file in files if not str(file).lower().endswith(".npy")] or files
+    return [file for file in files if not is_array_name(str(file))] or files
 
 
 class Entry:
@@ -94,7 +100,7 @@ def _folders(folder: Path) -> list[Entry | Member]:
 class _Listing:
     """The image files under one folder, and the suffixes of the files that are no images."""
 
-    images: list[Path] = field(default_factory=list)
+    images: EncodedList = field(default_factory=EncodedList)
     others: Counter[str] = field(default_factory=Counter)
 
     def add(self, folder: Path, above: tuple[Path, ...] = ()) -> None:
@@ -206,7 +212,7 @@ def read(path: Path, splits: Mapping[str, Path], class_list: Path | None) -> Sou
     for split, found in listings.items():
         labels = np.repeat([index[name] for name in found], [len(listing.images) for listing in found.values()])
         parts[split] = (
-            [image for listing in found.values() for image in listing.images],
+            EncodedList(*(listing.images for listing in found.values())),
             labels.astype(np.int64),
         )
     return assemble(KIND, path, parts, names=classes, notes=tuple(notes))
@@ -224,9 +230,9 @@ def _list_classes(folder: Path) -> tuple[dict[str, _Listing], _Listing]:
             raise InputError(f"{folder}: the name of the folder {printable(entry.name)} is not UTF-8; rename it")
         classes[entry.name] = _Listing()
         classes[entry.name].add(entry.path)
-    kept = set(without_arrays([image for listing in classes.values() for image in listing.images]))
-    for listing in classes.values():
-        images = [image for image in listing.images if image in kept]
+    has_arrays_only = all(is_array_name(str(image)) for listing in classes.values() for image in listing.images)
+    for listing in () if has_arrays_only else classes.values():
+        images = EncodedList(image for image in listing.images if not is_array_name(str(image)))
         listing.others.update([".npy"] * (len(listing.images) - len(images)))
         listing.images = images
     return classes, loose

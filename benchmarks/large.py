@@ -1,0 +1,87 @@
+"""Packs of many images: the time to make one and of two epochs, and peak memory, in full and block order; prints JSON.
+
+    python benchmarks/large.py [--images 10000,100000,1280000] [--size 64] [--folder FOLDER]
+
+Random images are written as .npy, packed, and train a linear model for two epochs: from the disk in both orders, and from
+memory. Each step is a process of its own. The file cache of the system is warm, as only root can empty it: the times
+show what an order costs, not what it gains on a cold disk.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from memory import peak_rss_of, write_images
+
+MODEL = """\
+from torch import nn
+
+def linear(classes):
+    return nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.LazyLinear(classes))
+"""
+VARIANTS = {"memory": ("memory", "full"), "disk, full": ("disk", "full"), "disk, blocks": ("disk", "blocks")}
+
+
+def measure(folder: Path, count: int, size: int) -> dict[str, Any]:
+    """Pack `count` images and train on them."""
+    write_images(folder / "arrays", count, size)
+    pack, model = folder / "pack", folder / "model.py"
+    model.write_text(MODEL)
+    began = time.perf_counter()
+    packing = peak_rss_of(["pack", str(folder / "arrays"), "--size", str(size), "--out", str(pack)])
+    seconds = time.perf_counter() - began
+    result: dict[str, Any] = {"images": count, "pack_seconds": seconds, "pack_peak_rss_bytes": packing}
+    for name, (placement, order) in VARIANTS.items():
+        run = folder / order / placement
+        flags = ["--model", f"{model}:linear", "--epochs", "2", "--batch-size", "256", "--devices", "cpu"]
+        keys = [f"data.placement={placement}", f"data.order={order}", "precision=fp32", "log_every=0"]
+        changes = [word for key in keys for word in ("--set", key)]
+        peak_rss_of(["train", str(pack), *flags, *changes, "--out", str(run)])
+        summary = json.loads((run / "summary.json").read_text())
+        epochs = [json.loads(line)["seconds"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        trained = summary["train_images"]
+        result[name] = {
+            "epoch_seconds": epochs,
+            "microseconds_per_image": [1e6 * seconds / trained for seconds in epochs],
+            "peak_rss_bytes": summary["peak_rss_bytes"],
+            "input_wait_fraction": summary["input_wait_fraction"],
+        }
+        each = ", ".join(f"{1e6 * seconds / trained:.0f}" for seconds in epochs)
+        peak = summary["peak_rss_bytes"] / 2**20
+        print(f"{count:,} images, {name}: {each} us per image, at most {peak:,.0f} MiB", file=sys.stderr)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", default="10000,100000", help="numbers of images, separated by commas")
+    parser.add_argument("--size", type=int, default=64, help="height and width of the images in pixels")
+    parser.add_argument("--folder", type=Path, help="where temporary files go: the images twice over")
+    args = parser.parse_args()
+    runs = []
+    for count in map(int, args.images.split(",")):
+        with tempfile.TemporaryDirectory(prefix="flatout-large-", dir=args.folder) as folder:
+            runs.append(measure(Path(folder), count, args.size))
+
+    # Only now, as it loads torch, and what this process holds would count as its children's.
+    from flatout.engine.devices import machine
+
+    packages = ("flatout", "torch", "numpy")
+    result = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+        "image_size": args.size,
+        "runs": runs,
+    }
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
