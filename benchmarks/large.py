@@ -2,9 +2,9 @@
 
     python benchmarks/large.py [--images 10000,100000,1280000] [--size 64] [--folder FOLDER]
 
-Random images are written as .npy, packed, and train a linear model for two epochs: from the disk in both orders, and from
-memory. Each step is a process of its own. The file cache of the system is warm, as only root can empty it: the times
-show what an order costs, not what it gains on a cold disk.
+Random images are written as .npy, packed, and train a linear model for two epochs: from the disk in both orders, and
+from memory. Each step is a process of its own. The file cache of the system is warm, as only root can empty it, so the
+times show what an order costs, not what it gains on a cold disk.
 """
 
 import argparse
@@ -22,8 +22,19 @@ from memory import peak_rss_of, write_images
 MODEL = """\
 from torch import nn
 
-def linear(classes):
-    return nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.LazyLinear(classes))
+def linear(num_classes):
+    return nn.Sequential(nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(192, num_classes))
+"""
+RECIPE = """\
+model = "{model}:linear"
+image_size = {size}
+channels = 3
+epochs = 2
+batch_size = 256
+precision = "fp32"
+
+[data]
+path = "{pack}"
 """
 VARIANTS = {"memory": ("memory", "full"), "disk, full": ("disk", "full"), "disk, blocks": ("disk", "blocks")}
 
@@ -31,18 +42,17 @@ VARIANTS = {"memory": ("memory", "full"), "disk, full": ("disk", "full"), "disk,
 def measure(folder: Path, count: int, size: int) -> dict[str, Any]:
     """Pack `count` images and train on them."""
     write_images(folder / "arrays", count, size)
-    pack, model = folder / "pack", folder / "model.py"
+    pack, model, recipe = folder / "pack", folder / "model.py", folder / "recipe.toml"
     model.write_text(MODEL)
+    recipe.write_text(RECIPE.format(model=model, size=size, pack=pack))
     began = time.perf_counter()
     packing = peak_rss_of(["pack", str(folder / "arrays"), "--size", str(size), "--out", str(pack)])
     seconds = time.perf_counter() - began
     result: dict[str, Any] = {"images": count, "pack_seconds": seconds, "pack_peak_rss_bytes": packing}
     for name, (placement, order) in VARIANTS.items():
         run = folder / order / placement
-        flags = ["--model", f"{model}:linear", "--epochs", "2", "--batch-size", "256", "--devices", "cpu"]
-        keys = [f"data.placement={placement}", f"data.order={order}", "precision=fp32", "log_every=0"]
-        changes = [word for key in keys for word in ("--set", key)]
-        peak_rss_of(["train", str(pack), *flags, *changes, "--out", str(run)])
+        changes = ["--set", f"data.placement={placement}", "--set", f"data.order={order}"]
+        peak_rss_of(["train", str(recipe), "--devices", "cpu", *changes, "--out", str(run)])
         summary = json.loads((run / "summary.json").read_text())
         epochs = [json.loads(line)["seconds"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         trained = summary["train_images"]
