@@ -26,7 +26,7 @@ def linear(num_classes):
     return nn.Sequential(nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(192, num_classes))
 """
 RECIPE = """\
-model = "{model}:linear"
+model = "any"
 image_size = {size}
 channels = 3
 epochs = 2
@@ -44,7 +44,7 @@ def measure(folder: Path, count: int, size: int) -> dict[str, Any]:
     write_images(folder / "arrays", count, size)
     pack, model, recipe = folder / "pack", folder / "model.py", folder / "recipe.toml"
     model.write_text(MODEL)
-    recipe.write_text(RECIPE.format(model=model, size=size, pack=pack))
+    recipe.write_text(RECIPE.format(size=size, pack=pack))
     began = time.perf_counter()
     packing = peak_rss_of(["pack", str(folder / "arrays"), "--size", str(size), "--out", str(pack)])
     seconds = time.perf_counter() - began
@@ -52,7 +52,9 @@ def measure(folder: Path, count: int, size: int) -> dict[str, Any]:
     for name, (placement, order) in VARIANTS.items():
         run = folder / order / placement
         changes = ["--set", f"data.placement={placement}", "--set", f"data.order={order}"]
-        peak_rss_of(["train", str(recipe), "--devices", "cpu", *changes, "--out", str(run)])
+        peak_rss_of(
+            ["train", str(recipe), "--model", f"{model}:linear", "--devices", "cpu", *changes, "--out", str(run)]
+        )
         summary = json.loads((run / "summary.json").read_text())
         epochs = [json.loads(line)["seconds"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         trained = summary["train_images"]
