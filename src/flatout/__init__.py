@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from flatout.errors import InputError, TrainingFailed
     from flatout.recipe import SGD, Adagrad, Adam, AdamW, Augment, Data, Momentum, Optimizer, Recipe, Schedule
     from flatout.run.fit import fit
-    from flatout.run.folder import Prediction, Run, load
+    from flatout.run.folder import Ensemble, Prediction, Run, load
 
 __all__ = [
     "SGD",
@@ -17,6 +17,7 @@ __all__ = [
     "AdamW",
     "Augment",
     "Data",
+    "Ensemble",
     "InputError",
     "Momentum",
     "Optimizer",

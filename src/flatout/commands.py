@@ -43,9 +43,8 @@ def _command(operands: str, flags: str, example: str, **changes: dict[str, Any])
 
 @_command(
     "[JOB]",
-    "--data --images --model --minutes --epochs --batch-size --lr --seed --set --weights --no-pretrained --on-bad-image"
-    " --out"
-    " --resume --overwrite --no-cache --devices --engine --allow-untested"
+    "--data --images --model --minutes --epochs --folds --batch-size --lr --seed --set --weights --no-pretrained"
+    " --on-bad-image --out --resume --overwrite --no-cache --devices --engine --allow-untested"
     " --nodes --node-rank --rendezvous --rendezvous-timeout --restarts",
     "train my-photos/ --epochs 20 --out runs/first",
     out={"help": "the run folder; default: a new one under runs/"},
@@ -161,6 +160,7 @@ def _changes(args: Namespace) -> dict[str, Any]:
     """Return the recipe keys that flags change; --set comes last."""
     given = vars(args)
     keys = {"lr": "optimizer.lr", "on_bad_image": "data.on_bad_image", "image_folder": "data.images"}
+    keys |= {"folds": "data.folds"}
     flags = ("model", "epochs", "batch_size", "seed", *keys)
     changes = {keys.get(flag, flag): given[flag] for flag in flags if given.get(flag) is not None}
     if given.get("weights") is not None:
@@ -180,14 +180,16 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
     """Test a run again, or on other data."""
     from flatout.console import aligned
     from flatout.run.evaluate import evaluate
-    from flatout.run.folder import Run
+    from flatout.run.folder import load
     from flatout.tasks import describe_metrics
 
-    run, keys = Run(args.run, allow_code=args.allow_code), ("precision", "recall", "f1")
+    run, keys = load(args.run, allow_code=args.allow_code), ("precision", "recall", "f1")
     result = evaluate(run, args.data, devices=args.devices, engine=_engine(args), console=console, tta=args.tta)
     name = "valid" if result["split"] == "valid" else "test"
     how = ", with test-time augmentation" if result["tta"] else ""
-    lines = [f"{describe_metrics(name, result)}, loss {result[f'{name}_loss']:.4f}{how}"]
+    # The mean of several models' probabilities has none.
+    loss = "" if result[f"{name}_loss"] is None else f", loss {result[f'{name}_loss']:.4f}"
+    lines = [f"{describe_metrics(name, result)}{loss}{how}"]
     if result["task"] == "multi-label":
         table = [[row["class"], *(f"{row[k]:.3f}" for k in keys), f"{row['support']:,}"] for row in result["per_class"]]
         lines += aligned([["class", *keys, "support"], *table])
@@ -197,10 +199,10 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
 @_command("RUN FILE...", "--run --top --tta --allow-code --json", "predict runs/first cat.jpg more-photos/")
 def do_predict(args: Namespace, console: Console) -> Output:
     """Classify images with a run."""
-    from flatout.run.folder import Run
+    from flatout.run.folder import load
     from flatout.run.predict import predict
 
-    predictions = predict(Run(args.run, allow_code=args.allow_code), args.files, top=args.top, tta=args.tta)
+    predictions = predict(load(args.run, allow_code=args.allow_code), args.files, top=args.top, tta=args.tta)
     return {"run": str(args.run), "predictions": [p.to_dict() for p in predictions]}, list(map(str, predictions))
 
 

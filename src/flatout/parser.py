@@ -22,6 +22,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--model": {"metavar": "NAME", "help": "one of ours, timm:NAME, package.module:factory or file.py:factory"},
     "--epochs": {"type": int, "metavar": "N", "help": "passes over the training images"},
     "--minutes": {"type": float, "metavar": "M", "help": "train as long as fits into so many minutes, report included"},
+    "--folds": {"type": int, "metavar": "K", "help": "cross-validation: K runs, each tested on a K-th of the images"},
     "--batch-size": {"type": int, "metavar": "N", "help": "the global batch, on any number of devices"},
     "--lr": {"type": float, "metavar": "X", "help": "learning rate"},
     "--seed": {"type": int, "metavar": "N", "help": "seed of weights, sample order and augmentation"},

@@ -214,6 +214,9 @@ class Data(_Checked):
     classes: a file of class names, one per line, each alone or behind the id that the data calls it by.
     class_names: names for classes that the data only numbers.
     images: the folder of the images that a CSV file names, if it is not the CSV file's own.
+    folds: cross-validation: so many runs, each without a fold of the images, which it is validated on; 0 for one run.
+    fold: the fold that this run is validated on, from 1 to `folds`; 0 for all of them, a run each.
+    group_column: a column of a CSV file; images with the same entry, such as those of a patient, share a fold.
     file_column, label_column: the columns of a CSV or Parquet file by their names, or the features of a TFRecord file;
     several columns of labels in a CSV file are separated by commas.
     label_pattern: a regular expression whose group `label`, or only group, is the class in the name of an image file.
@@ -241,6 +244,9 @@ class Data(_Checked):
     images: str = ""
     file_column: str = ""
     label_column: str = ""
+    group_column: str = ""
+    folds: Annotated[int, "[0, inf)"] = 0
+    fold: Annotated[int, "[0, inf)"] = 0
     label_pattern: str = ""
     label_mean: float = 0.0
     label_std: Annotated[float, "[0, inf)"] = 0.0
@@ -258,6 +264,8 @@ class Data(_Checked):
             (all(s > 0 for s in self.std), "std", "every value must be greater than 0"),
             (len(self.mean) == len(self.std), "std", f"must have as many values as data.mean ({self.mean})"),
             (self.valid_fraction + self.test_fraction < 1, "valid_fraction", need),
+            (self.folds != 1, "folds", "must be 0 or at least 2"),
+            (self.fold <= self.folds, "fold", f"must be at most data.folds ({self.folds})"),
             (_finds_a_label(self.label_pattern), "label_pattern", "must be a regular expression with one group, (...)"),
         )
 

@@ -1,8 +1,10 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.data.splits import stratified_split
+from flatout.data.splits import divide, split_by_labels, stratified_split
+from flatout.errors import InputError
 
 
 @given(
@@ -54,3 +56,64 @@ def test_the_choice_of_a_seed_never_changes():
     kept, taken = stratified_split(np.arange(20) % 2, 0.25, 1, stream="valid")
     assert taken.tolist() == [1, 7, 11, 12, 14]
     assert len(kept) == 15
+
+
+def sizes(folds: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
+    """Return how many samples of each class each fold has, int64 [count, K]."""
+    present = labels if labels.ndim == 2 else np.eye(labels.max() + 1, dtype=np.int64)[labels]
+    return np.array([present[folds == fold].sum(axis=0) for fold in range(1, count + 1)])
+
+
+@given(
+    counts=st.lists(st.integers(0, 20), min_size=1, max_size=6).filter(lambda counts: sum(counts) >= 5),
+    count=st.integers(2, 5),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_folds_differ_by_one_sample_at_most(counts, count, seed):
+    labels = np.repeat(np.arange(len(counts)), counts)
+    folds = divide(labels, count, seed)
+    assert set(folds.tolist()) == set(range(1, count + 1))
+    assert np.ptp(np.bincount(folds)[1:]) <= 1
+    assert np.all(np.ptp(sizes(folds, labels, count), axis=0) <= 1)
+    assert np.array_equal(folds, divide(labels, count, seed))
+
+
+@given(
+    groups=st.lists(st.integers(0, 12), min_size=20, max_size=60).filter(lambda groups: len(set(groups)) >= 4),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_no_group_is_divided_and_no_fold_is_empty(groups, seed):
+    labels, of = np.arange(len(groups)) % 3, np.array(groups)
+    for some in (labels, labels * 0.5, np.eye(3, dtype=np.uint8)[labels]):
+        folds = divide(some, 4, seed, of)
+        assert set(folds.tolist()) == {1, 2, 3, 4}
+        assert all(len(set(folds[of == group].tolist())) == 1 for group in set(groups))
+        kept, taken = split_by_labels(some, 0.3, seed, stream="valid", groups=of)
+        assert not set(of[kept].tolist()) & set(of[taken].tolist())
+        assert len(kept)
+        assert len(taken)
+
+
+def test_groups_of_one_class_are_shared_out_evenly():
+    labels, groups = np.repeat([0, 1], 60), np.arange(120) // 4
+    assert sizes(divide(labels, 5, 1, groups), labels, 5).tolist() == [[12, 12]] * 5
+
+
+def test_several_labels_are_shared_out_evenly():
+    labels = np.random.default_rng(0).random((600, 5)) < [0.5, 0.3, 0.2, 0.1, 0.02]
+    found = sizes(divide(labels.astype(np.uint8), 4, 1), labels.astype(np.int64), 4)
+    assert np.all(np.abs(found - labels.sum(axis=0) / 4) <= 2)
+
+
+def test_folds_have_numbers_from_everywhere():
+    numbers = np.random.default_rng(0).permutation(100) / 7
+    folds = divide(numbers, 5, 3)
+    assert all(
+        np.histogram(numbers[folds == fold], np.arange(-0.5, 100, 10) / 7)[0].tolist() == [2] * 10
+        for fold in range(1, 6)
+    )
+
+
+def test_more_folds_than_samples_are_refused():
+    with pytest.raises(InputError, match=r"data.folds = 3: there are only 2 images"):
+        divide(np.array([0, 1]), 3, 1)

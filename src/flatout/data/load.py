@@ -14,7 +14,7 @@ from flatout.data.cache import cache_folder
 from flatout.data.feed import Samples
 from flatout.data.pack import Pack, PackSettings, Progress
 from flatout.data.source import DataRef, Source
-from flatout.data.splits import SPLITS, split_by_labels
+from flatout.data.splits import SPLITS, divide, split_by_labels
 from flatout.errors import InputError
 from flatout.recipe import Data, Recipe
 from flatout.settings import one_or_both
@@ -57,7 +57,7 @@ def load(found: DataRef | Source, recipe: Recipe, *, cache: bool, report: Progre
     """Return the pack that a recipe asks for, from the cache if it is there.
 
     Raises:
-        InputError: images cannot be read, or data.class_names does not fit.
+        InputError: images cannot be read, the data has no groups, or data.class_names does not fit.
     """
     data = recipe.data
     settings = PackSettings(
@@ -69,6 +69,8 @@ def load(found: DataRef | Source, recipe: Recipe, *, cache: bool, report: Progre
         bits=data.bits,
     )
     pack = load_pack(found, settings, cache=cache_folder() if cache else None, report=report)
+    if data.group_column and pack.groups is None:
+        raise InputError(f"data.group_column = {data.group_column!r}: {pack.kind} have no columns; remove it")
     if not data.class_names:
         return pack
     if pack.classes != tuple(map(str, range(len(pack.classes)))):
@@ -84,8 +86,15 @@ def load(found: DataRef | Source, recipe: Recipe, *, cache: bool, report: Progre
 
 
 def splits_of(pack: Pack, data: Data, seed: int) -> dict[str, Samples]:
-    """Return the splits of a pack; a missing validation split, or both splits, are taken from the training images."""
+    """Return the splits of a pack; a missing validation split, or both splits, are taken from the training images.
+
+    Where `data.fold` names a fold, it is the validation split, and the other folds are the training images.
+    """
     rows = {name: np.arange(start, stop) for name, (start, stop) in pack.splits.items()}
+    if data.fold:
+        pool, folds = folds_of(pack, data.folds, seed)
+        rows |= {"train": pool[folds != data.fold], "valid": pool[folds == data.fold]}
+        return _samples(pack, rows)
     wanted = {"test": data.test_fraction, "valid": data.valid_fraction}
     if len(rows) > 1:
         del wanted["test"]
@@ -95,9 +104,29 @@ def splits_of(pack: Pack, data: Data, seed: int) -> dict[str, Samples]:
     for name, fraction in wanted.items():
         # The fractions are of all training images, though the second split is taken from what the first left.
         left = rows["train"]
-        kept, taken = split_by_labels(pack.labels[left], fraction * total / len(left), seed, stream=name)
+        groups = None if pack.groups is None else pack.groups[left]
+        share = fraction * total / len(left)
+        kept, taken = split_by_labels(pack.labels[left], share, seed, stream=name, groups=groups)
         if len(taken):
             rows["train"], rows[name] = left[kept], left[taken]
+    return _samples(pack, rows)
+
+
+def folds_of(pack: Pack, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows that are divided into folds, those of the training and validation images, and their folds.
+
+    Both are int64 [N]; folds count from 1. A test split is in none.
+
+    Raises:
+        InputError: there are fewer images or groups than folds.
+    """
+    spans = [span for name, span in pack.splits.items() if name != "test"]
+    pool = np.concatenate([np.arange(start, stop) for start, stop in spans])
+    groups = None if pack.groups is None else pack.groups[pool]
+    return pool, divide(pack.labels[pool], count, seed, groups)
+
+
+def _samples(pack: Pack, rows: dict[str, np.ndarray]) -> dict[str, Samples]:
     rows = {name: rows[name] for name in SPLITS if name in rows}
     return {name: Samples(images=pack.images, rows=some, labels=pack.labels[some]) for name, some in rows.items()}
 

@@ -50,6 +50,7 @@ class Pack:
     Attributes:
         folder: its folder; None where it is in memory or has no name.
         images: uint8 or uint16 [N, H, W, C], mapped from the file, read-only.
+        groups: as in `Source`.
         resize: how images got their shape, as `data.resize`.
         skipped: file -> reason of the bad images that were left out.
         was_cached: whether it was found in the cache.
@@ -63,6 +64,7 @@ class Pack:
     task: str = "single-label"
     classes: tuple[str, ...]
     splits: dict[str, tuple[int, int]]
+    groups: np.ndarray | None = None
     resize: str
     kind: str
     notes: tuple[str, ...]
@@ -96,6 +98,7 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
         task=about.get("task", "single-label"),
         classes=tuple(about["classes"]),
         splits=splits,
+        groups=None if about.get("groups") is None else np.array(about["groups"], np.int64),
         resize="squash" if about["resize"] == "stretch" else about["resize"],  # its name in format 1
         kind=about["kind"],
         notes=tuple(about["notes"]),

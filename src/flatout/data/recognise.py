@@ -52,7 +52,7 @@ _EXPECTED = (
 )
 _OTHER_ARCHIVES = (".7z", ".rar", ".tar.zst", ".gz", ".bz2", ".xz", ".zst")
 # What else of a recipe determines what is read from given files.
-_OPTIONS = ("images", "file_column", "label_column", "label_pattern")
+_OPTIONS = ("images", "file_column", "label_column", "group_column", "label_pattern")
 
 
 def is_pack(path: Path) -> bool:
@@ -130,6 +130,7 @@ def _read_pack(path: Path) -> Source:
         labels=pack.labels,
         splits=pack.splits,
         images=pack.images,
+        groups=pack.groups,
         notes=pack.notes,
     )
 

@@ -28,6 +28,7 @@ class Source:
         splits: name -> (start, stop), contiguous and covering 0..N; "train" is always present.
         files: N encoded images, files or parts of containers, or None.
         images: uint8 or uint16 [N, H, W, C], or None.
+        groups: int64 [N], the group of each image, such as its patient, counted from 0; None where none are known.
         notes: sentences for the user about how the data was read.
 
     Raises:
@@ -42,6 +43,7 @@ class Source:
     splits: dict[str, tuple[int, int]]
     files: Sequence[Encoded] | None = None
     images: np.ndarray | None = None
+    groups: np.ndarray | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -99,6 +101,7 @@ class Source:
             self,
             files=EncodedList(compress(self.files, is_good)),
             labels=self.labels[is_good],
+            groups=None if self.groups is None else self.groups[is_good],
             splits={name: span for name, span in splits.items() if name not in emptied},
             notes=(*self.notes, *(f"All {name} images are bad, so there is no {name} split." for name in emptied)),
         )
@@ -157,6 +160,7 @@ def assemble(
     locate: Callable[[str, int], str] | None = None,
     subject: str = "",
     task: str = "auto",
+    groups: Sequence[str] | None = None,
 ) -> Source:
     """Return the source of split -> (images, labels); every format ends here.
 
@@ -166,6 +170,7 @@ def assemble(
         names, class_list: class names, or a file of them, if known; a label is then a name or an index.
         locate, subject: the place of a label (split, index) and of all labels, as the start of a message.
         task: that of the recipe; auto for the one that the labels show.
+        groups: the group of each image of all splits, if known.
 
     Raises:
         InputError: splits are empty, or images and labels do not fit together.
@@ -206,6 +211,7 @@ def assemble(
         splits=spans,
         files=EncodedList(*images) if is_files else None,
         images=None if is_files else _join(images, list(splits), where),
+        groups=None if groups is None else np.unique(list(groups), return_inverse=True)[1],
         notes=notes + found.notes,
     )
 

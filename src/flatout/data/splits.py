@@ -14,6 +14,8 @@ T = TypeVar("T")
 SPLITS = ("train", "valid", "test")
 # Numbers are divided alike by so many ranges.
 QUANTILES = 10
+# Groups are divided into so many parts, of which a split takes some.
+GROUP_PARTS = 20
 _WORDS = {
     **dict.fromkeys(("train", "training", "trn"), "train"),
     **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
@@ -76,17 +78,30 @@ def stratified_split(labels_N: np.ndarray, fraction: float, seed: int, *, stream
     return np.sort(by_class[~is_taken]), np.sort(by_class[is_taken])
 
 
-def split_by_labels(labels: np.ndarray, fraction: float, seed: int, *, stream: str) -> tuple[np.ndarray, np.ndarray]:
+def split_by_labels(
+    labels: np.ndarray, fraction: float, seed: int, *, stream: str, groups: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of samples kept and of samples taken, with labels of any task alike; see `stratified_split`.
 
-    Numbers are cut into `QUANTILES` of equally many samples, of each of which the same share is taken.
+    Numbers are cut into `QUANTILES` of equally many samples, of each of which the same share is taken. With groups,
+    int64 [N], whole groups are taken, about the fraction of the samples; see `divide`.
     """
+    if groups is not None:
+        parts = min(len(np.unique(groups)), GROUP_PARTS)
+        wanted = min(max(1, round(fraction * parts)), parts - 1) if fraction else 0
+        is_taken = divide(labels, parts, seed, groups) <= wanted
+        return np.flatnonzero(~is_taken), np.flatnonzero(is_taken)
     if labels.ndim == 2:
         return iterative_split(labels, fraction, seed, stream=stream)
-    if labels.dtype.kind == "f":
-        ranks = np.argsort(np.argsort(labels, kind="stable"), kind="stable")
-        labels = ranks * min(QUANTILES, len(labels)) // len(labels)
-    return stratified_split(labels, fraction, seed, stream=stream)
+    return stratified_split(_strata(labels), fraction, seed, stream=stream)
+
+
+def _strata(labels: np.ndarray) -> np.ndarray:
+    """Return what samples are divided alike by, int64 [N]: classes as they are, numbers by their quantile."""
+    if labels.dtype.kind != "f":
+        return labels
+    ranks = np.argsort(np.argsort(labels, kind="stable"), kind="stable")
+    return ranks * min(QUANTILES, len(labels)) // len(labels)
 
 
 def iterative_split(labels_NK: np.ndarray, fraction: float, seed: int, *, stream: str) -> tuple[np.ndarray, np.ndarray]:
@@ -121,3 +136,47 @@ def iterative_split(labels_NK: np.ndarray, fraction: float, seed: int, *, stream
     for sample in np.flatnonzero(is_left).tolist():
         assign(sample, lacking_2)
     return np.sort(order[~is_taken]), np.sort(order[is_taken])
+
+
+def divide(labels: np.ndarray, count: int, seed: int, groups: np.ndarray | None = None) -> np.ndarray:
+    """Return the fold of each sample, int64 [N] from 1 to `count`, for cross-validation.
+
+    The choice depends on the arguments alone. With one class each, folds differ by at most one sample, in all and of
+    every class; numbers are divided by `QUANTILES`. Several labels, and groups, are divided greedily: the group that
+    makes up most of its classes comes first, and goes to the fold that has least of these.
+
+    Args:
+        labels: of any task, as in `labels.Labels`.
+        count: the number of folds.
+        seed: decides between equals.
+        groups: int64 [N]; samples of a group share a fold.
+
+    Raises:
+        InputError: there are fewer samples or groups than folds.
+    """
+    units, members = np.arange(len(labels)) if groups is None else groups, "images"
+    if groups is not None:
+        units, members = np.unique(groups, return_inverse=True)[1], "groups of data.group_column"
+    total = int(units.max()) + 1
+    if total < count:
+        raise InputError(f"data.folds = {count}: there are only {total} {members}; at most as many folds are possible")
+    order = np.argsort(raw(seed, Stream.SPLIT, 2 * len(SPLITS), total), kind="stable")
+    folds = np.empty(total, np.int64)
+    if groups is None and labels.ndim == 1:
+        by_class = order[np.argsort(_strata(labels)[order], kind="stable")]
+        folds[by_class] = np.arange(total) % count
+        return folds + 1
+    if labels.ndim == 2:
+        counts_UK = np.zeros((total, labels.shape[1]))
+        np.add.at(counts_UK, units, labels)
+    else:
+        counts_UK = np.zeros((total, int(_strata(labels).max()) + 1))
+        np.add.at(counts_UK, (units, _strata(labels)), 1)
+    counts_UK = np.column_stack([counts_UK, np.bincount(units)])  # the last column counts samples
+    # The sum over folds of squared shares of each class grows least where a fold has least of the group's classes.
+    shares_UK = counts_UK / np.maximum(counts_UK.sum(axis=0), 1)
+    has_FK = np.zeros((count, shares_UK.shape[1]))
+    for unit in order[np.argsort(-np.square(shares_UK[order]).sum(axis=1), kind="stable")].tolist():
+        folds[unit] = fold = int(np.argmin(has_FK @ shares_UK[unit]))
+        has_FK[fold] += shares_UK[unit]
+    return folds[units] + 1

@@ -61,7 +61,8 @@ class _RankConsole(Console):
         super().open_log(path)
         sys.stdout.flush()
         with path.open("ab") as log:
-            log.write(self._output.read_bytes())
+            if not self._output.is_symlink():  # to an earlier log, as that of an earlier fold
+                log.write(self._output.read_bytes())
             log.flush()
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)

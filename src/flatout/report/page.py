@@ -37,6 +37,7 @@ TIME_PARTS = {
     "compile": ("compiling", "#8a6bbf"),
     "check": ("checks before training", "#b5838d"),
     "train": ("training", "#2f7fce"),
+    "folds": ("training and evaluating the folds", "#1f5f9e"),
     "evaluate": ("evaluation", "#7fb2e5"),
     "pictures": ("pictures", "#6fae5e"),
     "other": ("everything else", "#c3cbd3"),
@@ -123,6 +124,7 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
         "date": _date(files),
         "missing": files.missing,
         "headline": _headline(files),
+        "folds": _folds(summary, task) if summary.get("folds") else [],
         "facts": _facts(summary),
         "stopped": summary.get("stopped"),
         "verdict": [*(summary.get("verdict") or ()), *([remark] if unanswered else ())],
@@ -154,6 +156,9 @@ def _headline(files: RunFiles) -> tuple[str, str, str] | None:
     summary, task = files.summary, _task(files)
     metric, name = task.metric_names[0], task.metric_title[0].lower() + task.metric_title[1:]
     test, valid = finite(summary.get(f"test_{metric}")), finite(summary.get(f"valid_{metric}"))
+    if summary.get("folds") and valid is not None:
+        remark = f"{_spread(summary, f'valid_{metric}')} over {len(summary['folds'])} folds"
+        return f"{valid:.3f}", f"{name} on held-out images", remark
     if test is not None:
         digits = 4 if (summary.get("test_count") or 0) >= 1000 else 3
         return f"{test:.{digits}f}", f"test {name}", task.remark("test", summary)
@@ -165,6 +170,29 @@ def _headline(files: RunFiles) -> tuple[str, str, str] | None:
             name = task.step_metric.replace("_", " ")
             return f"{train:.3f}", f"training {name}, epoch {line['epoch']}", "there is no test or validation result"
     return None
+
+
+def _spread(summary: Mapping[str, Any], key: str) -> str:
+    """Return the mean of a metric over the folds and its standard deviation, as text."""
+    mean, std = (finite((summary.get(part) or {}).get(key)) for part in ("mean", "std"))
+    return "—" if mean is None or std is None else f"{mean:.4g} ± {std:.2g}"
+
+
+def _folds(summary: Mapping[str, Any], task: Task) -> list[tuple[str, str, list[str]]]:
+    """Return rows of a name, the report that it links to, and cells; the first row has the names of the columns."""
+    wanted = [f"{split}_{name}" for split in ("valid", "test") for name in ("loss", *task.metric_names)]
+    keys = [key for key in wanted if key in (summary.get("mean") or {})]
+    titles = [key.replace("valid_", "held-out ").replace("_", " ") for key in keys]
+    rows = [("fold", "", [*titles, "training images", "training time"])]
+    for fold in summary["folds"]:
+        cells = [f"{value:.4g}" if (value := finite(fold.get(key))) is not None else "—" for key in keys]
+        images, seconds = f"{fold.get('train_images', 0):,}", duration(fold.get("train_seconds") or 0.0)
+        rows.append((str(fold["fold"]), f"{fold['folder']}/{REPORT}", [*cells, images, seconds]))
+    together = {key: finite(summary.get(key)) for key in keys}
+    means = [_spread(summary, key) for key in keys]
+    rows.append(("mean ± standard deviation", "", [*means, "", ""]))
+    rows.append(("together", "", [*("—" if v is None else f"{v:.4g}" for v in together.values()), "", ""]))
+    return rows
 
 
 def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

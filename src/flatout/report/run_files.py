@@ -15,6 +15,8 @@ from flatout.files import write_atomically
 
 RECIPE, METRICS, SUMMARY, WEIGHTS = "recipe.toml", "metrics.jsonl", "summary.json", "weights.safetensors"
 PREDICTIONS, CHECKPOINTS, LOGS, REPORT = "predictions.npz", "checkpoints", "logs", "report.html"
+# The runs of a cross-validation, in its folder.
+FOLD = "fold-{}"
 PICTURES = ("predictions.png", "curves.png", "confusion.png")
 # The values that the report reads, by an example of their type. Each may be missing or null.
 _RECIPE_TYPES: dict[str, Any] = {"job": "", "task": "", "model": "", "data": {"path": ""}}
@@ -27,6 +29,8 @@ _SUMMARY_TYPES: dict[str, Any] = {
     **{key: [""] for key in ("classes", "verdict", "notes", "runs_on")},
     **{key: {"": ""} for key in ("versions", "skipped_images")},
     "machine": {},
+    "folds": [{}],
+    **{key: {"": 0.0} for key in ("mean", "std")},
     "time_seconds": {"": 0.0},
     "train_loss_by_step": [[0.0]],
 }
@@ -45,6 +49,9 @@ class Predictions:
         sample: int64 [M], the index of each kept image among the N.
         images: uint8 [M, H, W, 1 or 3], as they are shown.
         grid, mistakes: positions among the M.
+        row: int64 [N], the row of each image in the pack; None in runs of earlier versions.
+        fold: int64 [N], the fold of each image of a cross-validation, whose answer is that of the run without it.
+        test_probabilities: of a test split, in a cross-validation and its folds.
     """
 
     split: str
@@ -55,6 +62,9 @@ class Predictions:
     images: np.ndarray
     grid: np.ndarray
     mistakes: np.ndarray
+    row: np.ndarray | None = None
+    fold: np.ndarray | None = None
+    test_probabilities: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

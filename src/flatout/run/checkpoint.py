@@ -65,15 +65,7 @@ class Checkpoint:
         Raises:
             InputError: the classes differ, a key other than `FREE_KEYS` differs, or more epochs are done than wanted.
         """
-        before = self.recipe.flat()
-        for key, value in recipe.flat().items():
-            # In checkpoints of earlier versions.
-            is_left_to_data = before[key] == "auto" and (key == "task" or (key, value) == ("data.order", "full"))
-            if key not in FREE_KEYS and before[key] != value and not is_left_to_data:
-                raise InputError(
-                    f"--resume: the run has {key} = {before[key]!r}; {key} = {value!r} needs a new run. "
-                    f"Only {', '.join(FREE_KEYS)} can change"
-                )
+        check_same(self.recipe, recipe)
         if recipe.epochs < self.progress.epoch:
             raise InputError(f"--resume: epochs = {recipe.epochs}, but {self.progress.epoch} are done; give more")
         if not self.data:
@@ -85,6 +77,19 @@ class Checkpoint:
             )
         if changed := [name for name, value in data.items() if self.data.get(name) != value]:
             report(f"the data has changed since the run began: {', '.join(changed)} differ")
+
+
+def check_same(before: Recipe, now: Recipe) -> None:
+    """Raise InputError where a run is to go on with a recipe that differs in a key other than `FREE_KEYS`."""
+    flat = before.flat()
+    for key, value in now.flat().items():
+        # In checkpoints of earlier versions.
+        is_left_to_data = flat[key] == "auto" and (key == "task" or (key, value) == ("data.order", "full"))
+        if key not in FREE_KEYS and flat[key] != value and not is_left_to_data:
+            raise InputError(
+                f"--resume: the run has {key} = {flat[key]!r}; {key} = {value!r} needs a new run. "
+                f"Only {', '.join(FREE_KEYS)} can change"
+            )
 
 
 def load_newest(folder: Path, report: Callable[[str], None], since: float = 0.0) -> Checkpoint | None:

@@ -14,7 +14,7 @@ from flatout.report import run_files
 
 _LOCK = ".lock"
 # What --overwrite removes: the files that a run writes, before the folders that hold them.
-_OWN_FILES = (
+_FILES_OF_A_RUN = (
     f"{run_files.CHECKPOINTS}/epoch-*.safetensors",
     run_files.CHECKPOINTS,
     f"{run_files.LOGS}/rank-*.log",
@@ -28,6 +28,8 @@ _OWN_FILES = (
     run_files.PREDICTIONS,
     run_files.REPORT,
 )
+_FOLDS = run_files.FOLD.format("[1-9]*")
+_OWN_FILES = (*(f"{_FOLDS}/{name}" for name in _FILES_OF_A_RUN), _FOLDS, *_FILES_OF_A_RUN)
 
 
 @contextlib.contextmanager

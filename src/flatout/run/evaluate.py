@@ -1,5 +1,6 @@
 """Evaluate a finished run, on its own test data or on other data."""
 
+import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,9 @@ from flatout.errors import InputError
 if TYPE_CHECKING:
     from flatout.data.pack import Pack
     from flatout.dist.world import World
+    from flatout.engine.base import Evaluation
     from flatout.run.folder import Run
+    from flatout.tasks.base import Task
 
 
 def evaluate(
@@ -45,43 +48,65 @@ def _evaluate(
     other = data is not None
     if not other and not recipe.data.path:
         raise InputError(f"{run.path}: its data was given in Python; say what to evaluate on")
-    options = replace(recipe.data, images="") if other else recipe.data
+    options = replace(recipe.data, images="", group_column="") if other else recipe.data
 
     def load_alone() -> "Pack":
         found = find(data if other else recipe.data.path, options, recipe.task, console=console)
-        return load(found, recipe, cache=True, report=console)
+        return load(found, replace(recipe, data=options), cache=True, report=console)
 
     with world.heartbeat.alone("making the pack"):
         pack = load_once_per_host(world, load_alone)
     console.finish()
     console.note(pack.describe())
     labels = match_classes(pack, run.classes, where=data if other else recipe.data.path)
-    if other and len(pack.splits) == 1:
-        split, samples = "all", Samples(images=pack.images, rows=np.arange(len(labels)), labels=labels)
-    else:
-        splits = splits_of(pack, recipe.data, recipe.seed)
-        split = next((name for name in ("test", "valid") if name in splits), "train")
-        rows = splits[split].rows
+    results: list[Evaluation] = []
+    split, formats = "all", precisions(engine, world)
+    names: list[str] = []
+    for member in run.members:
+        recipe, rows = member.recipe, np.arange(len(labels))
+        if not other or len(pack.splits) > 1:
+            splits = splits_of(pack, replace(recipe.data, fold=0, folds=0) if other else recipe.data, recipe.seed)
+            split = next((name for name in ("test", "valid") if name in splits), "train")
+            rows = splits[split].rows
         samples = Samples(images=pack.images, rows=rows, labels=labels[rows])
-    # The engine trains nothing here, so what is frozen does not matter, and nothing is worth caching.
-    # It works on a copy, since it moves the model to a device and changes its mode.
-    model = copied(run.model)
-    formats = precisions(engine, world)
-    if formats and recipe.precision not in formats:
-        # Trained on other hardware.
-        recipe = recipe.override({"precision": "auto"})
-    recipe = recipe.override({"tta": tta})
-    built = make_engine(
-        model, recipe, engine=engine, devices=devices, world=world, report=console.note, cache_prefix=False
-    )
-    try:
-        result = built.place(samples).evaluate(tta=tta)
-    finally:
-        built.close()
+        # The engine trains nothing here, so what is frozen does not matter, and nothing is worth caching.
+        # It works on a copy, since it moves the model to a device and changes its mode.
+        model = copied(member.model)
+        if formats and recipe.precision not in formats:
+            # Trained on other hardware.
+            recipe = recipe.override({"precision": "auto"})
+        recipe = recipe.override({"tta": tta})
+        built = make_engine(
+            model, recipe, engine=engine, devices=devices, world=world, report=console.note, cache_prefix=False
+        )
+        with contextlib.closing(built):
+            results.append(built.place(samples).evaluate(tta=tta, with_probabilities=len(run.members) > 1))
+            names = built.device_names
     name, task = "valid" if split == "valid" else "test", run.task
-    figures = {"loss": result.loss, **task.metrics(result.predicted, labels := result.labels), "count": len(labels)}
+    loss, predicted, labels = _joined(results, task, own_parts=not other and split == "valid")
+    figures = {"loss": loss, **task.metrics(predicted, labels), "count": len(labels)}
     named = {f"{name}_{key}": value for key, value in figures.items()}
-    named["per_class"] = task.per_class(task.decided(result.predicted), labels, run.classes)
-    devices = spec_of([name for names in world.all_gather_object(built.device_names) for name in names])
-    about = {"run": str(run.path), "task": recipe.task, "split": split}
+    named["per_class"] = task.per_class(task.decided(predicted), labels, run.classes)
+    devices = spec_of([name for names in world.all_gather_object(names) for name in names])
+    about = {"run": str(run.path), "task": run.recipe.task, "split": split}
     return {**about, **named, "tta": tta, "devices": devices, "engine": engine}
+
+
+def _joined(
+    results: "list[Evaluation]", task: "Task", *, own_parts: bool
+) -> tuple[float | None, np.ndarray, np.ndarray]:
+    """Return loss, predictions and labels of a run, or of a cross-validation.
+
+    Args:
+        results: of the run, or of each fold.
+        task: of the run.
+        own_parts: whether each fold was evaluated on the images that it has not been trained on. Else all were on the
+            same images, and the mean of their probabilities is judged, which has no loss.
+    """
+    if len(results) == 1:
+        return results[0].loss, results[0].predicted, results[0].labels
+    if own_parts:
+        labels, predicted = (np.concatenate([getattr(r, name) for r in results]) for name in ("labels", "predicted"))
+        return sum(result.loss_sum for result in results) / len(labels), predicted, labels
+    mean = np.mean([p for result in results if (p := result.probabilities) is not None], axis=0)
+    return None, task.predicted_from(mean), results[0].labels

@@ -59,7 +59,9 @@ def finish(
     """
     if progress.best:
         engine.restore(progress.best)
-    shown = next((name for name in ("test", "valid") if name in placed), None)
+    is_fold = session.recipe.data.fold > 0
+    wanted = ("valid", "test") if is_fold else ("test", "valid")
+    shown = next((name for name in wanted if name in placed), None)
     results: dict[str, Evaluation] = {}
     began = time.perf_counter()
     if session.recipe.tta:
@@ -71,7 +73,8 @@ def finish(
         # Whoever terminates a run does not wait for an evaluation.
         if not (isinstance(failure, Stopped) and failure.signal_number == signal.SIGTERM):
             for name in [name for name in placed if name != "train"]:
-                results[name] = placed[name].evaluate(with_probabilities=name == shown, tta=session.recipe.tta)
+                with_probabilities = is_fold or name == shown
+                results[name] = placed[name].evaluate(with_probabilities=with_probabilities, tta=session.recipe.tta)
     except Stopped as stopped:
         failure = failure or stopped
         ended = ended or f"{stopped.how} during evaluation"
@@ -83,12 +86,14 @@ def finish(
         with session.world.heartbeat.alone("writing the report"):
             splits = {name: split.samples for name, split in placed.items()}
             task = engine.task
-            if "valid" in results:
+            # The images of a fold choose nothing.
+            if "valid" in results and not is_fold:
                 task = task.tuned(results["valid"].predicted, results["valid"].labels)
                 results = {name: dataclasses.replace(result, task=task) for name, result in results.items()}
             _write_weights(session, state, pack, task)
             if shown in results:
-                _write_predictions(session, shown, results[shown], splits[shown])
+                more = {"test_probabilities": results["test"].probabilities} if is_fold and "test" in results else {}
+                write_predictions(session, shown, results[shown], splits[shown], **more)
             summary = _summary(session, engine, pack, results, splits, progress, ended) | memory
             _write_report(session, summary, progress)
     # No process ends before the run is whole.
@@ -152,26 +157,30 @@ def _write_weights(session: "Session", state: dict[str, Any], pack: "Pack", task
     save_tensors(session.out / run_files.WEIGHTS, tensors, metadata)
 
 
-def _write_predictions(session: "Session", split: str, result: "Evaluation", samples: Samples) -> None:
-    """Keep all answers and the few images that the pictures show, so that a report needs no data."""
+def write_predictions(
+    session: "Session", split: str, result: "Evaluation", samples: Samples, **more: np.ndarray | None
+) -> None:
+    """Keep all answers and the few images that the pictures show, so that a report needs no data; `more` is added."""
     probabilities, labels, task = result.probabilities, result.labels, result.task
     assert probabilities is not None
     grid = np.sort(permutation(session.recipe.seed, Stream.PICTURES, 0, len(labels))[:PICTURES])
     mistakes = task.mistakes(result.predicted, labels, probabilities)[:PICTURES]
     sample, positions = np.unique(np.concatenate([grid, mistakes]), return_inverse=True)
     images = samples.read(sample, np.empty((len(sample), *samples.images.shape[1:]), samples.images.dtype))
+    arrays: dict[str, Any] = {
+        "split": np.array(split),
+        "probabilities": probabilities.astype(np.float32),
+        "labels": labels,
+        "predicted": task.decided(result.predicted),
+        "row": samples.rows,
+        "sample": sample,
+        "images": images,
+        "grid": positions[: len(grid)],
+        "mistakes": positions[len(grid) :],
+        **more,
+    }
     buffer = io.BytesIO()
-    np.savez_compressed(
-        buffer,
-        split=np.array(split),
-        probabilities=probabilities.astype(np.float32),
-        labels=labels,
-        predicted=task.decided(result.predicted),
-        sample=sample,
-        images=images,
-        grid=positions[: len(grid)],
-        mistakes=positions[len(grid) :],
-    )
+    np.savez_compressed(buffer, **{name: array for name, array in arrays.items() if array is not None})
     write_atomically(session.out / run_files.PREDICTIONS, buffer.getvalue())
 
 
@@ -241,7 +250,7 @@ def _summary(
         "skipped_images": pack.skipped,
         "machine": machine(),
         "runs_on": engine.describe(),
-        "versions": _versions(),
+        "versions": versions(),
     }
 
 
@@ -252,7 +261,8 @@ def _communication(progress: Progress) -> float | None:
     return progress.communication_seconds / progress.train_seconds
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of what determines results."""
     from importlib.metadata import version
 
     packages = ("torch", "numpy", "timm", "pillow", "simplejpeg", "safetensors")

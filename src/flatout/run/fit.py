@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flatout.console import Console
 from flatout.errors import InputError, Stopped
 from flatout.recipe import Recipe
-from flatout.run.folder import Run
+from flatout.run.folder import Ensemble, Run, load
 from flatout.run.session import Options, Session, check_batch
 from flatout.settings import in_python, python_words
 
@@ -46,7 +46,8 @@ def fit(
 
     A module or Keras model given is trained: afterwards it has the weights of the run, and a module is in evaluation
     mode on the CPU. This holds for several devices too. After an error or an interruption it is as it was before;
-    `flatout.load(out, model=model).model` then loads what was trained.
+    `flatout.load(out, model=model).model` then loads what was trained. With `folds=K` (cross-validation) copies are
+    trained, the model given stays as it was, and the run is an `Ensemble`.
 
     Args:
         model: a torch module, a Keras 3 model, one of our names, `timm:NAME`, `package.module:factory` or
@@ -129,8 +130,8 @@ def fit(
         raise KeyboardInterrupt from None
     finally:
         console.close()
-    run = Run(folder, model=None if isinstance(model, str) else model, allow_code=options.allow_code)
-    if module is not None:
+    run = load(folder, model=None if isinstance(model, str) else model, allow_code=options.allow_code)
+    if module is not None and not isinstance(run, Ensemble):
         _ = run.model  # loads the weights into the model given
     return run
 
@@ -160,6 +161,10 @@ def train_recipe(
     if options.hosts.most > 1 and options.out is None:
         # The first host's name is used by all, and again after a restart.
         options = dataclasses.replace(options, out=Path("runs") / f"{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}")
+    if recipe.data.folds and not recipe.data.fold:
+        from flatout.run.folds import cross_validate
+
+        return cross_validate(recipe, data, options, console, module)
     return run_session(Session(recipe, data, options, module), console, _run)
 
 

@@ -1,5 +1,6 @@
 """A run folder: what a training run leaves behind, read back as an object."""
 
+import copy
 import json
 from base64 import b64encode
 from functools import cached_property
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.errors import InputError
-from flatout.recipe import Recipe, load_recipe, with_known_bits
-from flatout.report.run_files import RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
+from flatout.recipe import Data, Recipe, load_recipe, with_known_bits
+from flatout.report.run_files import FOLD, RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
 from flatout.run.predict import Prediction, predict
 from flatout.settings import in_python
 
@@ -40,6 +41,11 @@ class Run:
         for name in (RECIPE, WEIGHTS):
             if not (self.path / name).is_file():
                 raise InputError(f"{self.path}: not a run folder with weights: {name} is missing")
+
+    @property
+    def members(self) -> "tuple[Run, ...]":
+        """The runs whose models answer together: this one."""
+        return (self,)
 
     def __repr__(self) -> str:
         name = self.task.metric_names[0]
@@ -205,6 +211,57 @@ class Run:
         return display(HTML(f'<div><iframe srcdoc="{page}" style="width:100%;height:50em;border:0"></iframe></div>'))
 
 
+class Ensemble(Run):
+    """A finished cross-validation: the answers are the means of the probabilities, or numbers, of its folds.
+
+    Args:
+        path, model, allow_code: as for `Run`; each fold gets a copy of the model.
+
+    Raises:
+        InputError: the folder is no cross-validation, or one of its runs is missing or has not finished.
+    """
+
+    def __init__(self, path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> None:
+        self.path = Path(path)
+        folders = [self.path / FOLD.format(number) for number in range(1, self.recipe.data.folds + 1)]
+        for name in (self.path / SUMMARY, *(folder / WEIGHTS for folder in folders)):
+            if not name.is_file():
+                resume = f"flatout train --resume --out {self.path}"
+                raise InputError(f"{self.path}: the cross-validation has not finished; continue with: {resume}")
+        self._members = tuple(Run(f, model=copy.deepcopy(model), allow_code=allow_code) for f in folders)
+
+    @property
+    def members(self) -> tuple[Run, ...]:
+        """The runs of the folds, in their order."""
+        return self._members
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:
+        """Class names, in the order of the outputs."""
+        return self.members[0].classes
+
+    @cached_property
+    def task(self) -> "Task":
+        """What the labels mean."""
+        from flatout.tasks import task_of
+
+        return task_of(self.recipe)
+
+    @property
+    def model(self) -> "nn.Module":
+        """There is none: each of `members` has its own."""
+        raise InputError(f"{self.path}: each fold has a model of its own: flatout.load(path).members[0].model")
+
+    def probabilities(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> np.ndarray:
+        """Return the mean of what `Run.probabilities` returns for each fold."""
+        return np.mean([run.probabilities(pixels_NHWC, tta=tta) for run in self.members], axis=0)
+
+
 def load(path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> Run:
-    """Read a run folder; its `model` is an ordinary torch module on the CPU, whatever it was trained on. See `Run`."""
-    return Run(path, model=model, allow_code=allow_code)
+    """Read a run folder; its `model` is an ordinary torch module on the CPU, whatever it was trained on.
+
+    That of a cross-validation is an `Ensemble`. See `Run` for the arguments.
+    """
+    recipe = Path(path) / RECIPE
+    data = load_recipe(recipe).data if recipe.is_file() else Data()
+    return (Ensemble if data.folds and not data.fold else Run)(path, model=model, allow_code=allow_code)

@@ -109,12 +109,17 @@ class Session:
     console: Console
     world: "World"
     out: Path
+    # The folder of the cross-validation that this run is a fold of.
+    whole: Path | None = None
 
     def __init__(
-        self, recipe: Recipe, data: "DataRef | Source", options: Options, module: "nn.Module | None" = None
+        self,
+        recipe: Recipe,
+        data: "DataRef | Source | Pack | SharedPack",
+        options: Options,
+        module: "nn.Module | None" = None,
     ) -> None:
-        self.recipe, self.options, self.module = recipe, options, module
-        self.data: DataRef | Source | Pack | SharedPack = data
+        self.recipe, self.options, self.module, self.data = recipe, options, module, data
         self.began = self._lap = options.began
         self._prepared_at = 0.0
         self.seconds: dict[str, float] = {}
@@ -246,8 +251,13 @@ class Session:
         if pack.skipped:
             self.note(f"{len(pack.skipped):,} unreadable images were left out")
         splits = splits_of(pack, self.recipe.data, self.recipe.seed)
-        if taken := [f"{name} {len(s):,}" for name, s in splits.items() if name not in pack.splits]:
+        taken = [f"{name} {len(s):,}" for name, s in splits.items() if name not in pack.splits]
+        if fold := self.recipe.data.fold:
+            held_out = f"train {len(splits['train']):,}, held out {len(splits['valid']):,}"
+            self.note(f"fold {fold} of {self.recipe.data.folds}: {held_out}")
+        elif taken:
             how = "the same share of all numbers" if pack.task == "regression" else "by class"
+            how += " and group" * (pack.groups is not None)
             self.note(f"taken from the training images, {how}: {', '.join(taken)}; train {len(splits['train']):,}")
         if len(splits) == 1:
             self.note("no held-out data: accuracy will not be measured")
@@ -365,7 +375,9 @@ class Session:
         freeze(backbone, "all-but-last-0")
         plain = replace(self.recipe, augment=Augment(), shard="none")
         with contextlib.closing(make(backbone, plain, report=lambda sentence: None)) as engine:
-            chosen = {name: samples for name, samples in splits.items() if name in ("train", "valid")}
+            # The images of a fold choose nothing.
+            names = ("train",) if self.recipe.data.fold else ("train", "valid")
+            chosen = {name: samples for name, samples in splits.items() if name in names}
             features = {name: engine.place(samples).features() for name, samples in chosen.items()}
         found = {name: values for name, values in features.items() if values is not None and values.ndim == 2}
         if head is None or len(found) < len(chosen) or found["train"].shape[1] != head.in_features:
@@ -524,7 +536,8 @@ class Session:
         if ended:
             self.note(ended)
         if isinstance(failure, Stopped):
-            self.console.note(f"continue with: flatout train --resume --out {shlex.quote(str(self.out))}")
+            folder = shlex.quote(str(self.whole or self.out))
+            self.console.note(f"continue with: flatout train --resume --out {folder}")
         return ended, failure
 
     def note(self, sentence: str) -> None:

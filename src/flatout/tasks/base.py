@@ -108,6 +108,10 @@ class Task(ABC):
         """Return what `metrics` needs of each sample: classes int64 [B], probabilities [B, K] or numbers [B]."""
 
     @abstractmethod
+    def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
+        """Return what `predicted` does, from `probabilities` [N, classes], such as means over several models."""
+
+    @abstractmethod
     def averaged(self, logits_VBK: "Tensor") -> "Tensor":
         """Return logits [B, K] whose probabilities, or numbers, are the mean of those of several views."""
 

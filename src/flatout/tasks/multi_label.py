@@ -90,6 +90,10 @@ class MultiLabel(Task):
         """See `Task.predicted`: the probabilities."""
         return self.probabilities(logits_BK)
 
+    def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
+        """See `Task.predicted_from`."""
+        return probabilities
+
     def averaged(self, logits_VBK: "Tensor") -> "Tensor":
         """See `Task.averaged`."""
         return averaged_sigmoid(logits_VBK.float())

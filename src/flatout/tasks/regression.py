@@ -79,6 +79,10 @@ class Regression(Task):
         """See `Task.predicted`."""
         return self.probabilities(logits_BK)[:, 0]
 
+    def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
+        """See `Task.predicted_from`."""
+        return probabilities[:, 0]
+
     def averaged(self, logits_VBK: "Tensor") -> "Tensor":
         """See `Task.averaged`."""
         return logits_VBK.float().mean(dim=0)

@@ -111,6 +111,10 @@ class SingleLabel(Task):
         best_B = (logits_BK[:, 0] > 0).long() if logits_BK.shape[1] == 1 else logits_BK.argmax(dim=1)
         return best_B.where(logits_BK.isfinite().all(dim=1), -1)
 
+    def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
+        """See `Task.predicted_from`."""
+        return np.where(np.isfinite(probabilities).all(axis=1), probabilities.argmax(axis=1), -1)
+
     def averaged(self, logits_VBK: "Tensor") -> "Tensor":
         """See `Task.averaged`."""
         logits = logits_VBK.float()

@@ -55,6 +55,7 @@ class _Row:
     file: str
     labels: tuple[str, ...]
     split: str
+    group: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ class _Columns:
     label_names: tuple[str, ...]
     split: int | None
     flag: str
+    group: int | None
 
 
 def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
@@ -150,6 +152,7 @@ def read(path: Path, files: dict[str, Path], class_list: Path | None, options: R
         locate=lambda split, i: f"{rows[split][i][0]}: line {rows[split][i][1].line}",
         subject=subject,
         task=options.task if len(names) == 1 or are_names else "multi-label",
+        groups=_groups(rows) if options.group_column else None,
     )
 
 
@@ -172,6 +175,18 @@ def _labels(rows: dict[str, list[tuple[Path, _Row]]]) -> tuple[dict[str, list[An
         lines = [f"{file}: line {row.line}: {cell or '(empty)'} in a column of 0 and 1" for file, row, cell in wrong]
         raise InputError(first_few(lines))
     return {split: ["|".join(filter(None, row.labels)) for _, row in some] for split, some in rows.items()}, False
+
+
+def _groups(rows: dict[str, list[tuple[Path, _Row]]]) -> list[str]:
+    """Return the groups of all rows, in the order of the splits.
+
+    Raises:
+        InputError: one is empty; ten lines are listed.
+    """
+    every = [(file, row) for some in rows.values() for file, row in some]
+    if empty := [f"{file}: line {row.line}: the group is empty" for file, row in every if not row.group]:
+        raise InputError(first_few(empty))
+    return [row.group or "" for _, row in every]
 
 
 def _read_text(path: Path) -> str:
@@ -254,7 +269,8 @@ def _read_rows(path: Path, split: str, options: ReadOptions) -> tuple[tuple[str,
         # Manifests written on Windows have backslashes.
         file = cells[columns.file].replace("\\", "/")
         labels = tuple(cells[column] for column in columns.labels)
-        rows.append(_Row(line=line, file=file, labels=labels, split=named or ""))
+        group = None if columns.group is None else cells[columns.group]
+        rows.append(_Row(line=line, file=file, labels=labels, split=named or "", group=group))
     return columns.label_names, rows
 
 
@@ -281,7 +297,8 @@ def _columns(path: Path, header: Sequence[str] | None, first: list[str], options
         file = _first_of(_FILE_COLUMNS, keys)
     if file is None:
         file = next((i for i, cell in enumerate(first[:width]) if is_image_name(cell)), 0)
-    left = tuple(i for i in range(width) if i not in (file, split))
+    group = next(iter(_given(path, header, "group_column", options)), None)
+    left = tuple(i for i in range(width) if i not in (file, split, group))
     if not labels and (found := _first_of(_LABEL_COLUMNS, keys)) is not None:
         labels = (found,)
     if not labels:
@@ -297,6 +314,7 @@ def _columns(path: Path, header: Sequence[str] | None, first: list[str], options
         label_names=tuple(repr(header[label]) if header else str(label + 1) for label in labels),
         split=split,
         flag=_FLAG_COLUMNS.get(keys[split], "") if split is not None and keys else "",
+        group=group,
     )
 
 

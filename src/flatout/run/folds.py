@@ -1,0 +1,278 @@
+"""Cross-validation: a run for each fold of the data, on all the devices, and what they say together."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout.console import Console
+from flatout.data.feed import Samples
+from flatout.data.labels import count_classes
+from flatout.errors import InputError, TrainingFailed
+from flatout.recipe import Recipe, load_recipe
+from flatout.report import run_files
+from flatout.run import claim
+from flatout.run.checkpoint import check_same
+from flatout.run.finish import versions, write_predictions
+from flatout.run.session import Options, Session
+from flatout.tasks import describe_metrics, task_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flatout.data.pack import Pack
+    from flatout.data.shared_pack import SharedPack
+    from flatout.data.source import DataRef, Source
+
+# Figures of a fold's summary that are in that of the cross-validation.
+_FIGURES = ("train_images", "epochs_trained", "train_loss", "train_seconds", "images_trained", "wall_seconds")
+
+
+def cross_validate(
+    recipe: Recipe, data: "DataRef | Source", options: Options, console: Console, module: "nn.Module | None"
+) -> Path:
+    """Train a run for each fold of `recipe.data.folds`, and return the folder that has them; as `train_recipe`.
+
+    Every fold is an ordinary run in `fold-1`, `fold-2` and so on: it is trained on the other folds and validated on its
+    own, which chooses nothing: neither an epoch, nor thresholds, nor a learning rate. Each is trained on one device, as
+    many at a time as there are devices; XLA's devices train one together. Folds that have finished are kept.
+
+    Raises:
+        InputError, TrainingFailed, Stopped: as `train_recipe`; an error of a fold begins with its number.
+    """
+    _check(recipe, options)
+    for key, value in (("keep", "last"), ("early_stopping", 0)):
+        if recipe.flat()[key] != value:
+            console.note(f"{key} = {value!r}: with folds, the held-out images choose nothing")
+            recipe = recipe.override({key: value})
+    session = Session(recipe, data, options, module)
+    with session.prepared(console) as pack:
+        recipe = session.recipe = session.recipe.override({"data.bits": session.recipe.data.bits or pack.bits})
+        folder = session.out
+        pool = _divide(pack, recipe, console)
+        # What is wrong with the model is known before an old run is removed.
+        session.build_model(pack)
+        if options.resume and (folder / run_files.RECIPE).is_file():
+            check_same(load_recipe(folder / run_files.RECIPE), recipe)
+        claim.begin(folder, recipe, overwrite=options.overwrite)
+        began = time.perf_counter()
+        _train_all(recipe, pack, replace(options, out=folder), console, module)
+        _finish(session, pack, pool, time.perf_counter() - began)
+    return folder
+
+
+def _check(recipe: Recipe, options: Options) -> None:
+    """Raise InputError for what cross-validation cannot do."""
+    from flatout.dist.env import launched
+
+    given = f"data.folds = {recipe.data.folds}"
+    if options.minutes is not None:
+        raise InputError(f"--minutes {options.minutes:g}: cannot be combined with {given}; give --epochs")
+    if options.hosts.most > 1 or launched() is not None:
+        raise InputError(f"{given}: folds are trained on the devices of one host; start flatout there alone")
+    if recipe.schedule.name == "plateau":
+        raise InputError(
+            f"schedule.name = 'plateau': with {given}, the held-out images must not set the learning rate; "
+            "choose another schedule"
+        )
+
+
+def _divide(pack: "Pack", recipe: Recipe, console: Console) -> np.ndarray:
+    """Return the rows that are divided into folds, and note classes that are not in every fold."""
+    from flatout.data.load import folds_of
+
+    rows, folds = folds_of(pack, recipe.data.folds, recipe.seed)
+    labels = pack.labels[rows]
+    counts = np.array([count_classes(labels[folds == fold], len(pack.classes)) for fold in np.unique(folds)])
+    if missing := [name for name, least in zip(pack.classes, counts.min(axis=0), strict=True) if not least]:
+        names = ", ".join(missing[:5]) + ", ..." * (len(missing) > 5)
+        console.note(f"{len(missing):,} of {len(pack.classes):,} classes have no images in some folds: {names}")
+    return rows
+
+
+def _train_all(recipe: Recipe, pack: "Pack", options: Options, console: Console, module: "nn.Module | None") -> None:
+    """Train the folds that have not finished, in this process or in one for each device."""
+    from flatout.data.shared_pack import share
+    from flatout.dist.launcher import spawn
+    from flatout.engine.devices import parse_devices
+    from flatout.engine.eager.device_setup import cpu_threads
+
+    devices = parse_devices(options.devices, options.engine)
+    specs = [options.devices] if options.engine == "xla" else list(devices.names[: recipe.data.folds])
+    if len(specs) == 1 and not options.restarts:
+        _train_share(console, recipe, pack, options, module, specs)
+        return
+    console.note(f"{recipe.data.folds} folds on {len(specs)} devices at a time; each has its log in its folder")
+    with share(pack) as shared:
+        call = (recipe, shared, options, module, specs)
+        threads = cpu_threads(len(specs))
+        restarts = options.restarts or 0
+        spawn(_train_share, call, names=specs, threads=threads, console=console, restarts=restarts)
+
+
+def _train_share(
+    console: Console,
+    recipe: Recipe,
+    pack: "Pack | SharedPack",
+    options: Options,
+    module: "nn.Module | None",
+    specs: Sequence[str],
+) -> None:
+    """Train this process's share of the folds, one after the other, on its device."""
+    import torch
+
+    from flatout.dist.env import launched
+    from flatout.dist.world import World
+
+    process = launched()
+    rank = process.rank if process else 0
+    assert options.out is not None
+    for fold in range(rank + 1, recipe.data.folds + 1, len(specs)):
+        out = options.out / run_files.FOLD.format(fold)
+        if _has_finished(out, recipe):
+            console.note(f"fold {fold} of {recipe.data.folds} has finished: {out}")
+            continue
+        own = replace(
+            options,
+            out=out,
+            devices=specs[rank],
+            resume=(out / run_files.RECIPE).is_file(),
+            overwrite=False,
+            began=time.perf_counter(),
+        )
+        session = Session(recipe.override({"data.fold": fold}), pack, own, module)
+        session.whole = options.out
+        world = World(device=torch.device("cpu" if options.engine == "xla" else specs[rank]))
+        # They share cores and memory.
+        world.local_size = len(specs)
+        try:
+            session.run(console, world)
+        except (InputError, TrainingFailed) as error:
+            error.args = (f"fold {fold}: {error}", *error.args[1:])
+            raise
+        finally:
+            console.close()  # the next fold has its own log
+
+
+def _has_finished(out: Path, recipe: Recipe) -> bool:
+    """Return whether a fold was trained to the end of its recipe."""
+    summary = run_files.read_summary(out, {})
+    length = ("epochs", recipe.epochs), ("stopped", None)
+    is_whole = bool(summary) and all(summary.get(key) == value for key, value in length)
+    return is_whole and load_recipe(out / run_files.RECIPE).max_steps == recipe.max_steps
+
+
+def _finish(session: Session, pack: "Pack", pool: np.ndarray, seconds: float) -> None:
+    """Write predictions, summary and report of all folds together; `pool` has the rows of their images."""
+    from flatout.engine.base import Evaluation
+    from flatout.report.page import draw_all
+
+    recipe, folder = session.recipe, session.out
+    numbers = range(1, recipe.data.folds + 1)
+    names = [run_files.FOLD.format(number) for number in numbers]
+    summaries = [run_files.read_summary(folder / name, {}) for name in names]
+    saved = [_read_predictions(folder / name) for name in names]
+    order = np.argsort(np.concatenate([arrays["row"] for arrays in saved]), kind="stable")
+    rows, labels, probabilities = (
+        np.concatenate([arrays[key] for arrays in saved])[order] for key in ("row", "labels", "probabilities")
+    )
+    if not (np.array_equal(rows, pool) and np.array_equal(labels, pack.labels[pool])):
+        raise InputError(f"{folder}: the data has changed since some of its folds were trained; train with --overwrite")
+    task = task_of(recipe)
+    losses = [s["valid_loss"] * s["valid_count"] if s["valid_loss"] is not None else np.nan for s in summaries]
+    held_out = Evaluation(
+        task=task,
+        loss_sum=float(np.sum(losses)),
+        predicted=task.predicted_from(probabilities),
+        labels=labels,
+        probabilities=probabilities,
+    )
+    figures = {"loss": held_out.loss, **held_out.metrics, "count": len(labels)}
+    summary = {f"valid_{key}": value for key, value in figures.items()}
+    more = {"fold": np.repeat(numbers, [len(arrays["row"]) for arrays in saved])[order]}
+    if all("test_probabilities" in arrays for arrays in saved):
+        start, stop = pack.splits["test"]
+        more["test_probabilities"] = np.mean([arrays["test_probabilities"] for arrays in saved], axis=0)
+        metrics = task.metrics(task.predicted_from(more["test_probabilities"]), pack.labels[start:stop])
+        summary |= {f"test_{key}": value for key, value in ({**metrics, "count": stop - start}).items()}
+    write_predictions(session, "held-out", held_out, Samples(images=pack.images, rows=rows, labels=labels), **more)
+    summary = _summary(session, pack, summaries, seconds) | summary
+    run_files.write_json(folder / run_files.SUMMARY, summary)
+    draw_all(folder)
+    _say(session, summary)
+
+
+def _read_predictions(folder: Path) -> dict[str, np.ndarray]:
+    path = folder / run_files.PREDICTIONS
+    try:
+        with np.load(path) as arrays:
+            return dict(arrays)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"{path}: cannot be read: {error}; remove {folder} and continue with --resume") from None
+
+
+def _summary(session: Session, pack: "Pack", folds: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """Return what `summary.json` says beside the results on all images together; `folds` are the folds' summaries."""
+    from flatout.engine.devices import machine
+
+    recipe, task = session.recipe, task_of(session.recipe)
+    metrics = [f"{split}_{name}" for split in ("valid", "test") for name in ("loss", *task.metric_names, "count")]
+    metrics = [key for key in metrics if all(fold.get(key) is not None for fold in folds)]
+    spread = [key for key in metrics if not key.endswith(("_correct", "_count"))]
+    total = {key: sum(fold[key] for fold in folds) for key in ("images_trained", "train_seconds")}
+    pool = np.concatenate([pack.labels[a:b] for name, (a, b) in pack.splits.items() if name != "test"])
+    return {
+        "job": recipe.job,
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "model": recipe.model,
+        "engine": session.options.engine,
+        "devices": session.options.devices,
+        "batch_size": recipe.batch_size,
+        "epochs": recipe.epochs,
+        "tta": recipe.tta,
+        "task": recipe.task,
+        "seed": recipe.seed,
+        "parameters": folds[0]["parameters"],
+        "trained_parameters": folds[0]["trained_parameters"],
+        "classes": list(pack.classes),
+        "train_images": len(pool),
+        **({"test_images": folds[0]["test_images"]} if "test_images" in folds[0] else {}),
+        "train_class_counts": count_classes(pool, len(pack.classes)).tolist(),
+        **total,
+        "images_per_second": total["images_trained"] / total["train_seconds"] if total["train_seconds"] else None,
+        "wall_seconds": time.perf_counter() - session.began,
+        "folds": [
+            {
+                "fold": number,
+                "folder": run_files.FOLD.format(number),
+                **{key: fold[key] for key in (*_FIGURES, *metrics)},
+            }
+            for number, fold in enumerate(folds, start=1)
+        ],
+        "mean": {key: statistics.fmean(fold[key] for fold in folds) for key in spread},
+        "std": {key: statistics.stdev(fold[key] for fold in folds) for key in spread},
+        "stopped": None,
+        "notes": session.notes,
+        "time_seconds": session.seconds | {"folds": seconds},
+        "pack_was_cached": pack.was_cached,
+        "skipped_images": pack.skipped,
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def _say(session: Session, summary: dict[str, Any]) -> None:
+    name = task_of(session.recipe).metric_names[0]
+    mean, std = (summary[key][f"valid_{name}"] for key in ("mean", "std"))
+    session.console.note(
+        f"{len(summary['folds'])} folds: {name.replace('_', ' ')} {mean:.4f} ± {std:.4f} on the held-out images"
+    )
+    session.console.note(describe_metrics("valid", summary).replace("valid", "all held-out images:", 1))
+    if "test_count" in summary:
+        session.console.note(f"{describe_metrics('test', summary)}, the folds together")
+    session.console.note(f"report: {session.out / run_files.REPORT}")

@@ -1,0 +1,264 @@
+"""Cross-validation: every image is held out once, and the folds answer together."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score, mean_absolute_error, r2_score
+from torch import nn
+
+import flatout
+from flatout.cli import main
+from flatout.models.weights import read_weights
+from flatout.report.page import draw_all
+from tests.system.launchers import eventually
+
+SETTINGS: dict[str, Any] = {
+    "epochs": 2,
+    "batch_size": 16,
+    "lr": 0.05,
+    "image_size": 8,
+    "devices": "cpu",
+    "quiet": True,
+    "schedule": "constant",
+}
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
+def squares(count: int = 60, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return grey images uint8 [N, 8, 8] of three classes, which differ by their brightness."""
+    rng, labels = np.random.default_rng(seed), np.arange(count) % 3
+    return (rng.integers(0, 120, (count, 8, 8)) + 60 * labels[:, None, None]).astype(np.uint8), labels
+
+
+def splits() -> dict[str, Any]:
+    return {"train": squares(), "valid": squares(12, 1), "test": squares(15, 2)}
+
+
+def net(outputs: int = 3) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, outputs))
+
+
+def fit(out: Path, data: Any, outputs: int = 3, **changes: Any) -> flatout.Run:
+    settings: dict[str, Any] = SETTINGS | {"folds": 3} | changes
+    return flatout.fit(net(outputs), data, out=out, **settings)
+
+
+def saved(run: flatout.Run) -> dict[str, np.ndarray]:
+    with np.load(run.path / "predictions.npz") as arrays:
+        return dict(arrays)
+
+
+def loaded(run: flatout.Run, outputs: int = 3) -> flatout.Run:
+    return flatout.load(run.path, model=net(outputs))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> flatout.Run:
+    """Return a cross-validation of data with all three splits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatout.report.page.draw_all", lambda run: None)
+        return fit(tmp_path_factory.mktemp("folds") / "run", splits())
+
+
+def test_every_image_is_held_out_once_and_the_test_images_never(finished: flatout.Run) -> None:
+    arrays = saved(finished)
+    assert arrays["row"].tolist() == list(range(72))  # of training and validation images
+    sizes = []
+    for number in (1, 2, 3):
+        fold = saved(flatout.load(finished.path / f"fold-{number}"))
+        mine = arrays["fold"] == number
+        assert np.array_equal(np.sort(fold["row"]), arrays["row"][mine])
+        assert np.array_equal(fold["probabilities"][np.argsort(fold["row"])], arrays["probabilities"][mine])
+        sizes.append(np.bincount(arrays["labels"][mine]).tolist())
+    assert sizes == [[8, 8, 8]] * 3
+    assert [fold["train_images"] for fold in finished.summary["folds"]] == [48] * 3
+    assert (finished.summary["valid_count"], finished.summary["test_count"]) == (72, 15)
+
+
+def test_the_figures_are_those_of_the_saved_predictions(finished: flatout.Run) -> None:
+    arrays, summary = saved(finished), finished.summary
+    assert summary["valid_accuracy"] == accuracy_score(arrays["labels"], arrays["predicted"])
+    balanced = balanced_accuracy_score(arrays["labels"], arrays["predicted"])
+    assert summary["valid_balanced_accuracy"] == pytest.approx(balanced)
+    single = [json.loads((finished.path / f"fold-{i}" / "summary.json").read_text()) for i in (1, 2, 3)]
+    for key in ("valid_accuracy", "valid_loss", "test_accuracy", "test_loss"):
+        assert [fold[key] for fold in summary["folds"]] == [fold[key] for fold in single]
+        assert summary["mean"][key] == pytest.approx(np.mean([fold[key] for fold in single]))
+        assert summary["std"][key] == pytest.approx(np.std([fold[key] for fold in single], ddof=1))
+    assert summary["valid_loss"] == pytest.approx(summary["mean"]["valid_loss"])  # of folds of one size
+    assert [fold["kept_epoch"] for fold in single] == [2, 2, 2]
+
+
+def test_the_folds_answer_together(finished: flatout.Run) -> None:
+    run, (images, labels) = loaded(finished), squares(15, 2)
+    assert isinstance(run, flatout.Ensemble)
+    single = [member.probabilities(images[..., None]) for member in run.members]
+    mean = run.probabilities(images[..., None])
+    assert not np.allclose(single[0], single[1])
+    assert np.allclose(mean, np.mean(single, axis=0))
+    assert np.allclose(mean, saved(run)["test_probabilities"], atol=1e-6)
+    assert [p.classes[0] for p in run.predict(images)] == [str(i) for i in mean.argmax(axis=1)]
+    result = run.evaluate(splits(), devices="cpu")
+    assert result["test_accuracy"] == run.summary["test_accuracy"] == accuracy_score(labels, mean.argmax(axis=1))
+    assert (result["split"], result["test_loss"]) == ("test", None)
+    with pytest.raises(flatout.InputError, match="each fold has a model of its own"):
+        _ = run.model
+
+
+def test_the_report_leads_to_those_of_the_folds(finished: flatout.Run) -> None:
+    draw_all(finished.path)
+    page = (finished.path / "report.html").read_text()
+    assert 'href="fold-2/report.html"' in page
+    name = "valid_accuracy"
+    mean, std = finished.summary["mean"][name], finished.summary["std"][name]
+    assert f"{mean:.4g} ± {std:.2g} over 3 folds" in page
+    assert "No problems found" not in page
+    assert (finished.path / "confusion.png").is_file()
+
+
+def test_two_devices_train_the_same_folds(finished: flatout.Run, tmp_path: Path) -> None:
+    both = fit(tmp_path / "run", splits(), devices="2xcpu")
+    for number in (1, 2, 3):
+        one, other = (read_weights(run.path / f"fold-{number}" / "weights.safetensors") for run in (finished, both))
+        assert all(np.array_equal(one[0][name], other[0][name]) for name in one[0])
+    assert np.array_equal(saved(finished)["probabilities"], saved(both)["probabilities"])
+    log = (both.path / "fold-3" / "logs" / "rank-0.log").read_text()
+    assert "fold 3 of 3" in log
+    assert "fold 1 of 3" not in log
+
+
+def photos(folder: Path, *, patients: int = 0) -> Path:
+    """Write 36 images and a list of them, with patients of three images each if there are any."""
+    images, labels = squares(36)
+    folder.mkdir()
+    rows = ["file,label,patient"]
+    for i, (image, label) in enumerate(zip(images, labels, strict=True)):
+        Image.fromarray(image).save(folder / f"{i}.png")
+        rows.append(f"{i}.png,{'abc'[label]},{f'p{i % patients}' if patients else '-'}")
+    (folder / "list.csv").write_text("\n".join(rows))
+    return folder / "list.csv"
+
+
+def command(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+def test_no_group_is_in_two_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listed, out = photos(tmp_path / "photos", patients=12), tmp_path / "run"
+    flags = ("--model", "fashion-cnn", "--epochs", 1, "--devices", "cpu", "--set", "image_size=28")
+    groups = ("--set", "data.group_column=patient", "--set", "data.label_column=label")
+    assert command("train", listed, "--folds", 4, *flags, *groups, "--out", out) == 0
+    arrays = saved(flatout.load(out))
+    folds_of = [set(arrays["fold"][arrays["row"] % 12 == patient].tolist()) for patient in range(12)]
+    assert all(len(folds) == 1 for folds in folds_of)
+    assert np.bincount(arrays["fold"])[1:].tolist() == [9, 9, 9, 9]
+    capsys.readouterr()
+    assert command("evaluate", out, "--devices", "cpu", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["valid_accuracy"] == flatout.load(out).summary["valid_accuracy"]
+    assert result["valid_loss"] == pytest.approx(flatout.load(out).summary["valid_loss"], rel=1e-5)
+    assert command("train", listed, "--folds", 13, *flags, *groups, "--out", tmp_path / "more") == 2
+    assert "data.folds = 13: there are only 12 groups of data.group_column" in capsys.readouterr().err
+    assert not (tmp_path / "more").exists()
+
+
+@pytest.mark.filterwarnings("ignore:No positive class", "ignore:.*ill-defined")
+def test_several_labels_and_numbers(tmp_path: Path) -> None:
+    images, classes = squares()
+    present = np.eye(3, dtype=np.uint8)[classes] | np.eye(3, dtype=np.uint8)[(classes * classes) % 3]
+    run = fit(tmp_path / "labels", (images, present))
+    arrays = saved(run)
+    assert np.array_equal(arrays["predicted"], arrays["probabilities"] >= 0.5)  # no thresholds were tuned
+    assert run.summary["valid_f1_macro"] == pytest.approx(f1_score(present, arrays["predicted"], average="macro"))
+    run = fit(tmp_path / "numbers", (images, classes + images[:, 0, 0] / 1000), outputs=1)
+    arrays = saved(run)
+    assert run.summary["valid_mae"] == pytest.approx(mean_absolute_error(arrays["labels"], arrays["predicted"]))
+    assert run.summary["valid_r2"] == pytest.approx(r2_score(arrays["labels"], arrays["predicted"]))
+    together = [member.predict(images[0])[0].value or 0.0 for member in loaded(run, 1).members]
+    assert loaded(run, 1).predict(images[0])[0].value == pytest.approx(np.mean(together), rel=1e-5)
+
+
+class Dying(nn.Module):
+    """A net that ends its process in a step of the second fold, once."""
+
+    def __init__(self, marker: Path) -> None:
+        super().__init__()
+        self.marker, self.steps, self.net = marker, 0, net()
+
+    def forward(self, x: Any) -> Any:
+        self.steps += self.training
+        if self.steps == 10 and (self.marker.parent / "run" / "fold-2").exists() and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGINT)
+        return self.net(x)
+
+
+def test_an_interrupted_run_resumes(tmp_path: Path, finished: flatout.Run) -> None:
+    settings: dict[str, Any] = SETTINGS | {"folds": 3, "out": tmp_path / "run", "epochs": 4}
+    elsewhere: dict[str, Any] = settings | {"out": tmp_path / "whole"}
+    whole = flatout.fit(Dying(finished.path), squares(), **elsewhere)
+    with pytest.raises(KeyboardInterrupt):
+        flatout.fit(Dying(tmp_path / "marker"), squares(), **settings)
+    assert not (tmp_path / "run" / "summary.json").exists()
+    with pytest.raises(flatout.InputError, match="the cross-validation has not finished"):
+        flatout.load(tmp_path / "run")
+    first = (tmp_path / "run" / "fold-1" / "weights.safetensors").stat()
+    with pytest.raises(flatout.InputError, match=r"the run has optimizer.lr = 0.05; optimizer.lr = 0.1"):
+        faster: dict[str, Any] = settings | {"lr": 0.1}
+        flatout.fit(Dying(tmp_path / "marker"), squares(), **faster, resume=True)
+    resumed = flatout.fit(Dying(tmp_path / "marker"), squares(), **settings, resume=True)
+    assert (tmp_path / "run" / "fold-1" / "weights.safetensors").stat() == first
+    assert np.array_equal(saved(resumed)["probabilities"], saved(whole)["probabilities"])
+
+
+def test_a_killed_run_resumes(tmp_path: Path) -> None:
+    listed, out = photos(tmp_path / "photos"), tmp_path / "run"
+    flags = ["--model", "fashion-cnn", "--epochs", "30", "--devices", "cpu", "--set", "image_size=28"]
+    words = ["train", str(listed), "--folds", "2", *flags, "--set", "data.label_column=label", "--out", str(out)]
+    with subprocess.Popen([sys.executable, "-m", "flatout", *words], stdout=subprocess.DEVNULL) as process:
+        assert eventually(lambda: (out / "fold-1" / "metrics.jsonl").exists(), 60)
+        process.kill()
+    assert command(*words, "--resume") == 0
+    summary = flatout.load(out).summary
+    assert [fold["epochs_trained"] for fold in summary["folds"]] == [30, 30]
+    assert command("predict", out, tmp_path / "photos" / "0.png") == 0
+
+
+def test_a_fold_that_fails_is_named(tmp_path: Path) -> None:
+    with pytest.raises(flatout.TrainingFailed, match=r"^fold 1: training diverged"):
+        fit(tmp_path / "run", squares(), lr=1e30)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"folds": 1}, "data.folds = 1: must be 0 or at least 2"),
+        ({"folds": 61}, "data.folds = 61: there are only 60 images"),
+        ({"schedule": "plateau"}, "schedule.name = 'plateau': with data.folds = 3, the held-out images must not"),
+        ({"minutes": 1}, "minutes=1: cannot be combined with data.folds = 3"),
+        ({"data.group_column": "patient"}, "data.group_column = 'patient': arrays have no columns"),
+    ],
+)
+def test_what_cannot_be(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(flatout.InputError, match=message):
+        fit(tmp_path / "run", squares(), **changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_overwriting_removes_the_folds(tmp_path: Path) -> None:
+    fit(tmp_path / "run", squares())
+    (tmp_path / "run" / "fold-2" / "mine.txt").touch()
+    fit(tmp_path / "run", squares(), folds=0, overwrite=True)
+    assert [path.name for path in (tmp_path / "run").glob("fold-*/*")] == ["mine.txt"]
+    assert flatout.load(tmp_path / "run", model=net()).summary["test_count"] == 6
