@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flatout.cli import main
+from flatout.data import near
 from flatout.data.check import Sizes, check
 from flatout.data.digests import digest_files
 from flatout.data.formats.npy import from_arrays
@@ -133,14 +135,92 @@ def test_arrays_by_their_pixels():
     assert (result.modes, result.path, result.unreadable) == ({"RGB": 7}, None, ())
 
 
+def scene(seed: int, height: int = 90, width: int = 120) -> Image.Image:
+    """Return a smooth colour image, as photos are."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def test_nearly_identical_images_in_different_splits(tmp_path: Path):
+    for split, start in (("train", 0), ("test", 100)):
+        for i in range(start, start + 40):
+            path = tmp_path / split / "ab"[i % 2] / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scene(i).save(path)
+    scene(0).save(tmp_path / "test" / "a" / "quality.jpg", quality=50)
+    scene(1).resize((60, 45)).save(tmp_path / "test" / "a" / "half.jpg")
+    darker = Image.fromarray((np.asarray(scene(2)) * 0.9).astype(np.uint8))
+    darker.save(tmp_path / "test" / "b" / "darker.png")
+    copy(tmp_path / "train" / "b" / "3.png", tmp_path / "test" / "b" / "identical.png")
+    scene(5).save(tmp_path / "train" / "b" / "within.jpg", quality=50)
+    for split, colour in (("train", "white"), ("test", "#fefefe")):
+        Image.new("RGB", (50, 50), colour).save(tmp_path / split / "a" / "blank.png")
+    result = check(recognise(tmp_path).read())
+    found = {(one.name, other.name) for one, other in result.near_duplicates}
+    pairs = {0: "a/quality.jpg", 1: "a/half.jpg", 2: "b/darker.png"}
+    assert found == {(f"train/{'ab'[i % 2]}/{i}.png", f"test/{name}") for i, name in pairs.items()}
+    lines = result.lines()
+    assert "nearly identical images in different splits: 3" in lines
+    assert "  train/b/1.png (train, b) = test/a/half.jpg (test, a)" in lines
+    assert len(result.across_splits) == 1
+
+
+def test_pairs_are_those_of_comparing_every_image_with_every_other():
+    """An oracle without tables: all pairs of 2,000 hashes of few bits, so that many are similar."""
+    rng = np.random.default_rng(0)
+    hashes = np.where(rng.random((2000, 64)) < 0.06, 1, 0)
+    packed = np.packbits(hashes.astype(bool), axis=1).view(np.uint64)[:, 0]
+    thumbnails = np.tile(np.arange(324, dtype=np.uint16).astype(np.uint8), (2000, 1))
+    parts = rng.integers(0, 3, 2000)
+    distances = hashes @ (1 - hashes).T + (1 - hashes) @ hashes.T
+    one, other = np.nonzero((distances <= near.MOST_BITS) & (parts[:, None] < parts))
+    found = near.pairs_across(near.Looks(packed, thumbnails), parts)
+    assert len(one) > 1000
+    assert found.tolist() == np.stack([one, other], axis=1).tolist()
+
+
+def test_groups_in_several_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = ["file,label,split,patient"]
+    for i in range(12):
+        photo(tmp_path / f"{i}.png")
+        rows.append(f"{i}.png,{'ab'[i % 2]},{'test' if i < 4 else 'train'},p{i % 6 if i != 5 else 3}")
+    (tmp_path / "list.csv").write_text("\n".join(rows))
+    assert main(["check", str(tmp_path / "list.csv"), "--set", "data.group_column=patient", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    shared = {f"p{i}": {"train": 1 + (i == 3), "test": 1} for i in range(4)}
+    assert result["divided_groups"] == shared
+    assert main(["check", str(tmp_path / "list.csv"), "--set", "data.group_column=patient"]) == 0
+    text = capsys.readouterr().out
+    assert "groups in more than one split: 4\n  p0 (train 1, test 1)\n" in text
+    assert "classes with fewer than 10 training images: 2\n  a (4)\n  b (4)\n" in text
+    assert main(["check", str(tmp_path / "list.csv"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["divided_groups"] == {}
+    assert main(["check", str(tmp_path / "list.csv"), "--set", "data.group_column=ward"]) == 2
+    assert "has no column 'ward', which data.group_column names" in capsys.readouterr().err
+
+
+def test_extreme_images(tmp_path: Path):
+    for i in range(10):
+        photo(tmp_path / "a" / f"{i}.png", 40, 30)
+        photo(tmp_path / "b" / f"{i}.png", 30, 40)
+    photo(tmp_path / "a" / "strip.png", 100, 20)
+    photo(tmp_path / "b" / "icon.png", 8, 8)
+    photo(tmp_path / "b" / "large.png", 160, 150)
+    result = check(recognise(tmp_path).read())
+    assert set(result.extreme) == {"a/strip.png (100x20)", "b/icon.png (8x8)", "b/large.png (160x150)"}
+    assert result.small_classes == {}
+
+
 @pytest.mark.parametrize("name", ["oct", "cats-dogs"])
 def test_real_files_are_sound(shared_data: Path, name: str):
     result = check(recognise(shared_data / name).read())
     assert result.unreadable == ()
     assert result.duplicates == ()
+    assert result.near_duplicates == ()
     assert result.widths is not None
 
 
+@pytest.mark.slow
 def test_real_arrays_against_numpy(shared_data: Path):
     source = recognise(shared_data / "fashion-mnist").read()
     assert source.images is not None
@@ -148,3 +228,6 @@ def test_real_arrays_against_numpy(shared_data: Path):
     result = check(source)
     assert sum(len(group) - 1 for group in result.duplicates) == 70000 - distinct
     assert set(result.counts["test"].values()) == {1000}
+    assert len(result.near_duplicates) < 50
+    names_of = {frozenset((one.name, other.name)) for one, other in result.near_duplicates}
+    assert frozenset(("train[9362]", "test[5767]")) in names_of  # differ by less than a grey level on average

@@ -117,7 +117,7 @@ def _in_memory(source: Source, settings: PackSettings) -> Pack:
         task=source.task,
         classes=source.classes,
         splits=source.splits,
-        groups=source.groups,
+        groups=source.group_numbers,
         resize=settings.resize,
         kind=source.kind,
         notes=source.notes,
@@ -168,7 +168,7 @@ def _key(data: DataRef | Source, settings: PackSettings, memo: Path | None, repo
         parts.append(json.dumps([data.kind, __version__, data.options, *task, *names]).encode())
         return combined_digest([*parts, *digest_files(data.inputs, memo=memo, report=report)])
     parts += [data.labels.tobytes(), json.dumps([data.classes, data.splits]).encode()]
-    parts += [] if data.groups is None else [b"groups", data.groups.tobytes()]
+    parts += [] if (groups := data.group_numbers) is None else [b"groups", groups.tobytes()]
     if data.images is None:
         assert data.files is not None
         return combined_digest([*parts, *digest_files(data.files, memo=memo, report=report)])
@@ -262,7 +262,7 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
             "task": kept.task,
             "classes": list(kept.classes),
             "splits": kept.splits,
-            "groups": None if kept.groups is None else kept.groups.tolist(),
+            "groups": None if (groups := kept.group_numbers) is None else groups.tolist(),
             "notes": list(kept.notes),
             "skipped": skipped,
             "key": key,

@@ -1,6 +1,7 @@
-"""Look for problems in a data set before training: counts, sizes, unreadable and duplicate images."""
+"""Look for problems in a data set before training: counts, sizes, unreadable, duplicate and leaked images."""
 
 import hashlib
+import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -9,14 +10,21 @@ from dataclasses import asdict, dataclass
 from statistics import median_low
 from typing import Any
 
+import numpy as np
+
+from flatout.data import near
 from flatout.data.members import Encoded
 from flatout.data.source import Source, describe
+from flatout.data.splits import SPLITS
 from flatout.files import printable
 from flatout.host import usable_cores
 
 _LISTED, _SHAPES = 20, 5
-# Decoding to a small image lets JPEG skip work, but still reads the file to its end.
-_DECODED_SIZE = 64
+# Classes with fewer training images are listed.
+_FEW_IMAGES = 10
+# Images are listed with one side this many times the other, or as much larger or smaller than the median image.
+_EXTREME = 4.0
+_IMAGES_AT_ONCE = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +67,10 @@ class CheckResult:
         unreadable: the files that are no usable images.
         duplicates: groups of identical images, by bytes for files and by pixels for arrays.
         across_splits, conflicts: those groups that have images in more than one split, or of more than one class.
+        near_duplicates: pairs of images in different splits that look the same but are not identical; see `near`.
+        divided_groups: group -> split -> number of images, for those of `data.group_column` in more than one split.
+        extreme: images of an extreme shape or size, as "name (WIDTHxHEIGHT)".
+        small_classes: class -> number of training images, where these are few.
     """
 
     kind: str
@@ -75,6 +87,10 @@ class CheckResult:
     duplicates: tuple[tuple[Sample, ...], ...]
     across_splits: tuple[tuple[Sample, ...], ...]
     conflicts: tuple[tuple[Sample, ...], ...]
+    near_duplicates: tuple[tuple[Sample, Sample], ...]
+    divided_groups: dict[str, dict[str, int]]
+    extreme: tuple[str, ...]
+    small_classes: dict[str, int]
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,8 +126,23 @@ class CheckResult:
             ("groups of identical images", self.duplicates),
             ("identical images in more than one split", self.across_splits),
             (f"identical images with different {'classes' if classes else 'labels'}", self.conflicts),
+            ("nearly identical images in different splits", self.near_duplicates),
         ):
             sections[title] = [" = ".join(f"{s.name} ({s.split}, {s.class_name})" for s in group) for group in groups]
+        # The rest is said only where there is something to say.
+        divided = [
+            f"{name} ({', '.join(f'{n} {count:,}' for n, count in of.items())})"
+            for name, of in self.divided_groups.items()
+        ]
+        small = [f"{name} ({count:,})" for name, count in self.small_classes.items()]
+        more = {
+            "groups in more than one split": divided,
+            f"images with a side {_EXTREME:g} times the other, or {_EXTREME:g} times as large or small as usual": [
+                *self.extreme
+            ],
+            f"classes with fewer than {_FEW_IMAGES} training images": small,
+        }
+        sections |= {title: items for title, items in more.items() if items}
         for title, items in sections.items():
             lines.append(f"{title}: {f'{len(items):,}' if items else 'none'}")
             lines += [f"  {item}" for item in items[:_LISTED]]
@@ -126,6 +157,7 @@ class _Look:
     width: int
     height: int
     mode: str
+    near: near.Looks
 
 
 def check(source: Source) -> CheckResult:
@@ -138,11 +170,15 @@ def check(source: Source) -> CheckResult:
         height, width, channels = source.images.shape[1:]
         mode = {(1, 1): "L", (3, 1): "RGB"}.get((channels, source.images.itemsize))
         mode = mode or f"{channels} x {source.images.dtype}"
-        looks = [_Look(_digest(image.tobytes()), width, height, mode) for image in source.images]
+        looks = [
+            _Look(_digest(image.tobytes()), width, height, mode, seen)
+            for image, seen in zip(source.images, _look_at_arrays(source.images), strict=True)
+        ]
     readable = [look for look in looks if isinstance(look, _Look)]
     groups: dict[bytes, list[Sample]] = defaultdict(list)
     unreadable: list[Unreadable] = []
-    for sample, look in zip(_samples(source), looks, strict=True):
+    samples = list(_samples(source))
+    for sample, look in zip(samples, looks, strict=True):
         if isinstance(look, _Look):
             groups[look.digest].append(sample)
         else:
@@ -163,6 +199,10 @@ def check(source: Source) -> CheckResult:
         duplicates=duplicates,
         across_splits=tuple(group for group in duplicates if len({sample.split for sample in group}) > 1),
         conflicts=tuple(group for group in duplicates if len({sample.class_name for sample in group}) > 1),
+        near_duplicates=_near_duplicates(samples, looks),
+        divided_groups=_divided_groups(source),
+        extreme=tuple(_extreme(samples, looks)),
+        small_classes={name: n for name, n in source.class_counts("train").items() if n < _FEW_IMAGES},
         notes=source.notes,
     )
 
@@ -174,10 +214,58 @@ def _look_at(path: Encoded) -> _Look | str:
     try:
         data = read_file(path)
         header = read_header(data)
-        decode_image(data, size=_DECODED_SIZE, channels=header.channels, resize="squash", bits=header.bits)
+        # Decoding to a small image lets JPEG skip work, but still reads the file to its end.
+        image = decode_image(data, size=near.SIZE, channels=header.channels, resize="squash", bits=header.bits)
     except BadImage as error:
         return str(error)
-    return _Look(_digest(data), header.width, header.height, header.mode)
+    return _Look(_digest(data), header.width, header.height, header.mode, near.look(image[None]))
+
+
+def _look_at_arrays(images: np.ndarray) -> Iterator[near.Looks]:
+    from flatout.data.decode import resize_images
+
+    how = {"size": near.SIZE, "channels": images.shape[-1], "resize": "squash", "bits": 8 * images.itemsize}
+    for start in range(0, len(images), _IMAGES_AT_ONCE):
+        seen = near.look(resize_images(images[start : start + _IMAGES_AT_ONCE], **how))
+        yield from map(near.Looks, seen.hashes[:, None], seen.thumbnails[:, None])
+
+
+def _near_duplicates(samples: list[Sample], looks: list[_Look | str]) -> tuple[tuple[Sample, Sample], ...]:
+    """Return the pairs across splits; of identical images in one split the first one stands for all."""
+    first: dict[tuple[bytes, str], int] = {}
+    for i, look in enumerate(looks):
+        if isinstance(look, _Look):
+            first.setdefault((look.digest, samples[i].split), i)
+    places = list(first.values())
+    chosen = [look for i in places if isinstance(look := looks[i], _Look)]
+    if not chosen:
+        return ()
+    seen = near.Looks(
+        *(np.concatenate([getattr(look.near, key) for look in chosen]) for key in ("hashes", "thumbnails"))
+    )
+    found = near.pairs_across(seen, np.array([SPLITS.index(samples[i].split) for i in places])).tolist()
+    return tuple((samples[places[i]], samples[places[j]]) for i, j in found if chosen[i].digest != chosen[j].digest)
+
+
+def _divided_groups(source: Source) -> dict[str, dict[str, int]]:
+    if source.groups is None:
+        return {}
+    counts = {split: Counter(source.groups[start:stop].tolist()) for split, (start, stop) in source.splits.items()}
+    found = {
+        name: {s: of[name] for s, of in counts.items() if name in of} for name in np.unique(source.groups).tolist()
+    }
+    return {name: of for name, of in found.items() if len(of) > 1}
+
+
+def _extreme(samples: list[Sample], looks: list[_Look | str]) -> Iterator[str]:
+    """Yield images of an extreme aspect ratio, or whose size (the root of their area) is far from the median."""
+    readable = [(sample, look) for sample, look in zip(samples, looks, strict=True) if isinstance(look, _Look)]
+    sizes = [math.sqrt(look.width * look.height) for _, look in readable]
+    usual = median_low(sizes) if sizes else 0.0
+    for (sample, look), size in zip(readable, sizes, strict=True):
+        ratios = (look.width / look.height, size / usual)
+        if any(not 1 / _EXTREME < ratio < _EXTREME for ratio in ratios):
+            yield f"{sample.name} ({look.width}x{look.height})"
 
 
 def _digest(content: bytes) -> bytes:

@@ -50,7 +50,7 @@ class Pack:
     Attributes:
         folder: its folder; None where it is in memory or has no name.
         images: uint8 or uint16 [N, H, W, C], mapped from the file, read-only.
-        groups: as in `Source`.
+        groups: as `Source.group_numbers`.
         resize: how images got their shape, as `data.resize`.
         skipped: file -> reason of the bad images that were left out.
         was_cached: whether it was found in the cache.

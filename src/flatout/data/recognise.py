@@ -130,7 +130,7 @@ def _read_pack(path: Path) -> Source:
         labels=pack.labels,
         splits=pack.splits,
         images=pack.images,
-        groups=pack.groups,
+        groups=None if pack.groups is None else pack.groups.astype(str),
         notes=pack.notes,
     )
 

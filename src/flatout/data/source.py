@@ -28,7 +28,7 @@ class Source:
         splits: name -> (start, stop), contiguous and covering 0..N; "train" is always present.
         files: N encoded images, files or parts of containers, or None.
         images: uint8 or uint16 [N, H, W, C], or None.
-        groups: int64 [N], the group of each image, such as its patient, counted from 0; None where none are known.
+        groups: text [N], the group of each image, such as its patient; None where none are known.
         notes: sentences for the user about how the data was read.
 
     Raises:
@@ -105,6 +105,11 @@ class Source:
             splits={name: span for name, span in splits.items() if name not in emptied},
             notes=(*self.notes, *(f"All {name} images are bad, so there is no {name} split." for name in emptied)),
         )
+
+    @property
+    def group_numbers(self) -> np.ndarray | None:
+        """The groups as a pack has them, int64 [N], counted from 0."""
+        return None if self.groups is None else np.unique(self.groups, return_inverse=True)[1]
 
     def class_counts(self, split: str) -> dict[str, int]:
         """Return the number of images of each class in a split, in the order of the classes."""
@@ -211,7 +216,7 @@ def assemble(
         splits=spans,
         files=EncodedList(*images) if is_files else None,
         images=None if is_files else _join(images, list(splits), where),
-        groups=None if groups is None else np.unique(list(groups), return_inverse=True)[1],
+        groups=None if groups is None else np.array(groups),
         notes=notes + found.notes,
     )
 
