@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from statistics import median_low
@@ -230,7 +230,7 @@ def _look_at_arrays(images: np.ndarray) -> Iterator[near.Looks]:
         yield from map(near.Looks, seen.hashes[:, None], seen.thumbnails[:, None])
 
 
-def _near_duplicates(samples: list[Sample], looks: list[_Look | str]) -> tuple[tuple[Sample, Sample], ...]:
+def _near_duplicates(samples: list[Sample], looks: Sequence[_Look | str]) -> tuple[tuple[Sample, Sample], ...]:
     """Return the pairs across splits; of identical images in one split the first one stands for all."""
     first: dict[tuple[bytes, str], int] = {}
     for i, look in enumerate(looks):
@@ -257,7 +257,7 @@ def _divided_groups(source: Source) -> dict[str, dict[str, int]]:
     return {name: of for name, of in found.items() if len(of) > 1}
 
 
-def _extreme(samples: list[Sample], looks: list[_Look | str]) -> Iterator[str]:
+def _extreme(samples: list[Sample], looks: Sequence[_Look | str]) -> Iterator[str]:
     """Yield images of an extreme aspect ratio, or whose size (the root of their area) is far from the median."""
     readable = [(sample, look) for sample, look in zip(samples, looks, strict=True) if isinstance(look, _Look)]
     sizes = [math.sqrt(look.width * look.height) for _, look in readable]
