@@ -44,7 +44,7 @@ def splits() -> dict[str, Any]:
 
 
 def net(outputs: int = 3) -> nn.Module:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Flatten(), nn.Linear(64, outputs))
 
