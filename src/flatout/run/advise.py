@@ -43,7 +43,7 @@ PIXELS_OF_SHIFT = 1
 SECONDS, TRAINING_SHARE = 600.0, 0.85
 
 # By the number of training images: epochs that are enough, the most that are useful, and the batch size.
-ENOUGH_EPOCHS = ((5_000, 60), (20_000, 20), (2**63, 5))
+ENOUGH_EPOCHS = ((5_000, 30), (20_000, 20), (2**63, 5))
 MOST_EPOCHS = ((5_000, 120), (20_000, 60), (100_000, 20), (2**63, 10))
 BATCHES = ((5_000, 32), (20_000, 128), (2**63, 256))
 # The same for models that the user names, and for fine-tuning.
