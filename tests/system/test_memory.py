@@ -22,7 +22,7 @@ def peak_bytes(folder: Path, count: int, order: str) -> int:
     images.flush()
     np.save(folder / "labels.npy", np.arange(count) % 3)
     command = [sys.executable, "-m", "flatout", "train", str(folder), "--model", "parallel-cnn", "--epochs", "1"]
-    changes = ["--set", "data.placement=disk", f"data.order={order}", "--batch-size", "32"]
+    changes = ["--set", "data.placement=disk", "--set", f"data.order={order}", "--batch-size", "32"]
     where = ["--devices", "cpu", "--out", str(folder / "run")]
     result = subprocess.run([*command, *changes, *where], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
