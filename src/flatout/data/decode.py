@@ -65,6 +65,8 @@ EXIF_ORIENTATION = 0x0112
 # The orientations of images whose rows are stored as columns.
 TURNED = (5, 6, 7, 8)
 _EXIF_WITHIN_BYTES = 2**18
+# The headers of most files are no longer; those of JPEG files with a thumbnail are.
+_HEADER_BYTES = 4096
 HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1")
 
 # libjpeg's warnings that mean lost pixels. The others (an odd JFIF version, stray bytes between segments) do not, and
@@ -123,10 +125,12 @@ def read_header(path: "Encoded | bytes") -> ImageHeader:
         BadImage: the file cannot be read, is no image, or too large.
     """
     if isinstance(path, Path):
-        start = read_file(path, length=512)
+        start = read_file(path, length=_HEADER_BYTES)
+        if header := _usual_jpeg_header(start):
+            return header
     else:
         path = path if isinstance(path, bytes) else read_file(path)
-        start = path[:512]
+        start = path[:_HEADER_BYTES]
     with io.BytesIO(path) if isinstance(path, bytes) else path.open("rb") as file, _STRICT_PILLOW:
         found = bands.read_header(file, start)
         if found and (not found.is_picture or found.type.itemsize == 2):
@@ -142,6 +146,28 @@ def read_header(path: "Encoded | bytes") -> ImageHeader:
             is_grey = image.mode in ("1", "L", "LA", "La") or image.mode.startswith("I")
             bits = 16 if image.mode.startswith("I") else 8
             return ImageHeader(width=width, height=height, mode=image.mode, channels=1 if is_grey else 3, bits=bits)
+
+
+def _usual_jpeg_header(start: bytes) -> ImageHeader | None:
+    """Return the header of a JPEG file from its first bytes, several times as fast as Pillow; None if they are too few.
+
+    The EXIF orientation comes before the size, so that it is among them.
+    """
+    import simplejpeg
+
+    if not start.startswith(JPEG_START):
+        return None
+    try:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(start)
+    except ValueError:
+        return None
+    mode = {"Gray": "L", "YCbCr": "RGB", "RGB": "RGB"}.get(colorspace)
+    if mode is None:
+        return None
+    _refuse_bomb(width, height)
+    if _jpeg_orientation(start) in TURNED:
+        width, height = height, width
+    return ImageHeader(width=width, height=height, mode=mode, channels=1 if mode == "L" else 3, bits=8)
 
 
 def read_headers(paths: "Sequence[Encoded]") -> list[ImageHeader]:

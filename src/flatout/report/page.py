@@ -1,12 +1,8 @@
 """The report of a run: a single page that loads nothing, filled in from the files of the run folder.
 
-Its only script, which filters a table, is allowed by its hash. The template escapes all text from data (class names,
-paths, notes). Missing or damaged files are named in their place.
+Missing or damaged files are named in their place.
 """
 
-import base64
-import hashlib
-import io
 import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -16,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from flatout.console import duration
-from flatout.files import write_atomically
 from flatout.report import pictures
+from flatout.report.html import SMOOTH_FROM_PIXELS, data_uri, thumbnail, write_page
 from flatout.report.run_files import METRICS, REPORT, SUMMARY, Predictions, RunFiles, read_run
-from flatout.style import finite, shorten
+from flatout.style import finite
 from flatout.tasks import task_named
 from flatout.tasks.base import Task
 from flatout.tasks.single_label import NUMBERS_UP_TO_CLASSES, SingleLabel, confusion
 
-THUMBNAIL_PIXELS = 192  # twice the width of an image on the page, for dense screens
 CLASSES_SHOWN, PAIRS_SHOWN, SKIPPED_SHOWN = 20, 10, 100
 SPLIT_NAMES = {"test": "test", "valid": "validation"}
 TIME_PARTS = {
@@ -46,13 +41,6 @@ OTHER_COLOUR = TIME_PARTS["other"][1]
 # Files with lines "class, readable name", for classes that are called n01440764 or the like.
 NAME_FILES = ("class_names.csv", "class_names.txt", "classes.txt", "labels.csv", "LOC_synset_mapping.txt")
 NAME_FILE_BYTES = 10_000_000
-FILTER_SCRIPT = """
-document.querySelector("input[type=search]").addEventListener("input", event => {
-  const wanted = event.target.value.toLowerCase();
-  for (const row of document.querySelectorAll("#all-classes tbody tr"))
-    row.hidden = !row.textContent.toLowerCase().includes(wanted);
-});
-"""
 
 
 def draw_all(run: Path) -> None:
@@ -61,8 +49,6 @@ def draw_all(run: Path) -> None:
     Raises:
         InputError: `run` is no run folder, a value in it has the wrong type, or a file cannot be written.
     """
-    import jinja2
-
     files = read_run(Path(run))
     names, shown = _readable_names(files), files.predictions
     if files.metrics:
@@ -74,16 +60,7 @@ def draw_all(run: Path) -> None:
             files.run / "predictions.png", shown.images[shown.grid], actual, predicted, names, task
         )
         task.draw(files.run / "confusion.png", shown.predicted, shown.labels, names)
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("flatout.report", package_path=""),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"duration": duration, "breakable": _breakable, "shorten": shorten}
-    html = environment.get_template("page.html.j2").render(_content(files, names))
-    write_atomically(files.run / REPORT, html.encode())
+    write_page(files.run / REPORT, "page.html.j2", _content(files, names))
 
 
 def _task(files: RunFiles) -> Task:
@@ -136,7 +113,7 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
         "picture": [text.format(split=split) for text in task.picture],
         "columns": list(task.table_columns),
         "metric": task.metric_title,
-        "confusion": _data_uri("image/png", (files.run / "confusion.png").read_bytes()) if shown else "",
+        "confusion": data_uri("image/png", (files.run / "confusion.png").read_bytes()) if shown else "",
         "pairs": _confused_pairs(shown, names) if shown and isinstance(task, SingleLabel) else [],
         "worst": rows[:CLASSES_SHOWN],
         "all_classes": sorted(rows) if len(rows) > CLASSES_SHOWN else [],
@@ -146,8 +123,6 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
         "notes": [*(summary.get("runs_on") or ()), *(summary.get("notes") or ())],
         "skipped": list((summary.get("skipped_images") or {}).items()),
         "skipped_shown": SKIPPED_SHOWN,
-        "script": FILTER_SCRIPT,
-        "script_hash": base64.b64encode(hashlib.sha256(FILTER_SCRIPT.encode()).digest()).decode(),
     }
 
 
@@ -214,8 +189,8 @@ def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Ta
         actual, predicted = shown.labels[index], shown.predicted[index]
         tiles.append(
             {
-                "image": _thumbnail(shown.images[position]),
-                "tiny": max(shown.images.shape[1:3]) < pictures.SMOOTH_FROM_PIXELS,
+                "image": thumbnail(shown.images[position]),
+                "tiny": max(shown.images.shape[1:3]) < SMOOTH_FROM_PIXELS,
                 "actual": task.text(actual, names),
                 "predicted": task.text(predicted, names),
                 "colour": "" if right is None else "right" if right[index] else "wrong",
@@ -223,24 +198,6 @@ def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Ta
             }
         )
     return tiles
-
-
-def _thumbnail(image_HWC: np.ndarray) -> str:
-    """Return a data URI: PNG for tiny images, every pixel exact; JPEG for photographs, a tenth of the size."""
-    from PIL import Image
-
-    image = Image.fromarray(image_HWC[..., 0] if image_HWC.shape[-1] == 1 else image_HWC)
-    buffer = io.BytesIO()
-    if max(image.size) < pictures.SMOOTH_FROM_PIXELS:
-        image.save(buffer, format="png", optimize=True)
-        return _data_uri("image/png", buffer.getvalue())
-    image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
-    image.save(buffer, format="jpeg", quality=88)
-    return _data_uri("image/jpeg", buffer.getvalue())
-
-
-def _data_uri(kind: str, content: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def _confused_pairs(shown: Predictions, names: list[str]) -> list[tuple[str, str, int, int]]:
@@ -292,13 +249,6 @@ def _text(value: object) -> str:
 def _bytes(value: object) -> str | None:
     size = finite(value)
     return None if not size else f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
-
-
-def _breakable(text: str) -> Any:
-    """Return the text escaped; a line may end after the characters that join words in names of files and classes."""
-    from markupsafe import Markup, escape
-
-    return Markup(re.sub(r"(?<=[_/.-])(?=\w)", "<wbr>", str(escape(text))))
 
 
 def _date(files: RunFiles) -> str:

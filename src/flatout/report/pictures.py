@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout import style
+from flatout.report.html import SMOOTH_FROM_PIXELS
 from flatout.style import finite, shorten
 from flatout.tasks import task_named
 from flatout.tasks.base import Task
@@ -26,7 +27,6 @@ SHARES = ("accuracy", "map")  # in 0..1
 LINES = {"train": ("#7c8894", "-"), "valid": (style.RIGHT, "-"), "test": (style.ORANGE, (0, (4, 1.6)))}
 
 GRID_COLUMNS, CELL_INCHES = 5, 1.5
-SMOOTH_FROM_PIXELS = 96  # smaller images are enlarged by whole pixels, so that the reader sees what the model saw
 LOG_LOSS_FROM_RATIO = 50.0  # beyond this, a linear axis shows one spike and a flat line
 # An axis that shows less than this makes noise look like a trend: in units of accuracy, and as a share of the loss.
 LEAST_ACCURACY_SPAN, LEAST_LOSS_SPAN = 0.1, 0.25

@@ -1,0 +1,76 @@
+"""Pages that load nothing: templates beside this file, filled in, with pictures inside.
+
+The only script, which filters a table, is allowed by its hash. Templates escape all text from data (class names, paths,
+notes).
+"""
+
+import base64
+import hashlib
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatout.console import duration
+from flatout.files import write_atomically
+from flatout.style import shorten
+
+THUMBNAIL_PIXELS = 192  # twice the width of an image on the page, for dense screens
+SMOOTH_FROM_PIXELS = 96  # smaller images are enlarged by whole pixels, so that the reader sees what the model saw
+FILTER_SCRIPT = """
+document.querySelector("input[type=search]").addEventListener("input", event => {
+  const wanted = event.target.value.toLowerCase();
+  for (const row of document.querySelectorAll("#all-classes tbody tr"))
+    row.hidden = !row.textContent.toLowerCase().includes(wanted);
+});
+"""
+
+
+def page(template: str, content: Mapping[str, Any]) -> str:
+    """Return a template of this folder, such as `page.html.j2`, filled in."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("flatout.report", package_path=""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"duration": duration, "breakable": _breakable, "shorten": shorten}
+    digest = base64.b64encode(hashlib.sha256(FILTER_SCRIPT.encode()).digest()).decode()
+    return environment.get_template(template).render(**content, script=FILTER_SCRIPT, script_hash=digest)
+
+
+def write_page(path: Path, template: str, content: Mapping[str, Any]) -> None:
+    """Write a page. Raises InputError where it cannot be written."""
+    write_atomically(path, page(template, content).encode())
+
+
+def thumbnail(image_HWC: np.ndarray) -> str:
+    """Return a data URI: PNG for tiny images, every pixel exact; JPEG for photographs, a tenth of the size."""
+    from PIL import Image
+
+    image = Image.fromarray(image_HWC[..., 0] if image_HWC.shape[-1] == 1 else image_HWC)
+    buffer = io.BytesIO()
+    if max(image.size) < SMOOTH_FROM_PIXELS:
+        image.save(buffer, format="png", optimize=True)
+        return data_uri("image/png", buffer.getvalue())
+    image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    image.save(buffer, format="jpeg", quality=88)
+    return data_uri("image/jpeg", buffer.getvalue())
+
+
+def data_uri(kind: str, content: bytes) -> str:
+    """Return a file as an address that holds it."""
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _breakable(text: str) -> Any:
+    """Return the text escaped; a line may end after the characters that join words in names of files and classes."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"(?<=[_/.-])(?=\w)", "<wbr>", str(escape(text))))
