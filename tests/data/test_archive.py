@@ -86,14 +86,13 @@ def test_folders_may_not_be_too_deep(tmp_path: Path):
 
 
 def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(members, "EXPANSION_SLACK_BYTES", 1 << 16)
-    monkeypatch.setattr(archive, "EXPANSION_SLACK_BYTES", 1 << 16)
+    monkeypatch.setattr(members, "_EXPANSION_SLACK_BYTES", 1 << 16)
     path = zip_with(tmp_path / "a.zip", "train/cat/x.bmp", content=bytes(1 << 24))
     with pytest.raises(InputError, match=r"member train/cat/x\.bmp: expands from \d\d,\d{3} to 16,777,216 bytes"):
         recognise(path).read()
     with tarfile.open(tmp_path / "a.tar.bz2", "w:bz2") as out:
         add_member(out, "train/cat/x.bmp", bytes(1 << 24))
-    with pytest.raises(InputError, match=r"a\.tar\.bz2: expands to more than \d\d,\d{3} bytes"):
+    with pytest.raises(InputError, match=r"a\.tar\.bz2: expands from \d+ to 1,048,576 bytes or more"):
         recognise(tmp_path / "a.tar.bz2").read()
 
 

@@ -245,6 +245,24 @@ def test_refused_files(tmp_path: Path):
     refused("holds Python objects|damaged or no NumPy file")
 
 
+def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("flatout.data.members._EXPANSION_SLACK_BYTES", 1 << 16)
+    np.savez_compressed(tmp_path / "set.npz", x=np.zeros((1 << 12, 64, 64), np.uint8), y=np.arange(1 << 12) % 2)
+    with pytest.raises(InputError, match=r"set\.npz: x: expands from \d\d,\d{3} to 16,777,\d{3} bytes"):
+        recognise(tmp_path / "set.npz").read()
+
+
+def test_headers_that_numpy_cannot_parse(tmp_path: Path):
+    """On these, NumPy raises errors of Python's own parsers."""
+    np.save(tmp_path / "x.npy", np.zeros((4, 4, 4), np.uint8))
+    np.save(tmp_path / "y.npy", np.arange(4) % 2)
+    content = (tmp_path / "x.npy").read_bytes()
+    for damaged in (content.replace(b"{", b"\0"), content.replace(b"'descr'", b"{{{[]:0")):
+        (tmp_path / "x.npy").write_bytes(damaged)
+        with pytest.raises(InputError, match=r"x\.npy: is damaged or no NumPy file"):
+            recognise(tmp_path).read()
+
+
 def test_truncated_npy(tmp_path: Path):
     np.save(tmp_path / "images.npy", IMAGES)
     np.save(tmp_path / "labels.npy", LABELS)

@@ -130,6 +130,16 @@ def test_damaged(tmp_path: Path, change, message: str):
     assert "train-" in str(caught.value)
 
 
+def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """However much its header promises, it is not decompressed."""
+    monkeypatch.setattr("flatout.data.members._EXPANSION_SLACK_BYTES", 1 << 16)
+    monkeypatch.setattr("flatout.data.formats.idx._BLOCK_BYTES", 1 << 16)
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    path.write_bytes(gzip.compress(struct.pack(">BBBB3I", 0, 0, 8, 3, 1 << 12, 64, 64) + bytes(1 << 24)))
+    with pytest.raises(InputError, match=r"idx3-ubyte\.gz: expands from \d\d,\d{3} to [34],\d{3},\d{3} bytes or more"):
+        read_idx(path)
+
+
 def test_missing_files(tmp_path: Path):
     write_set(tmp_path, *small(), "t10k")
     with pytest.raises(InputError, match="no training split"):

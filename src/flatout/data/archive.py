@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flatout.data.members import EXPANSION_SLACK_BYTES, MAX_EXPANSION, Container, Slice, ZipPart
+from flatout.data.members import Container, Slice, ZipPart, refuse_bomb
 from flatout.errors import InputError
 from flatout.files import printable
 
@@ -188,11 +188,7 @@ def _zip_parts(container: Container) -> Iterator[tuple[str, ZipPart | None]]:
             raise InputError(f"{where}: is encrypted; unpack the archive and give the folder")
         if info.compress_type not in _METHODS:
             raise InputError(f"{where}: is compressed by a method other than Deflate; unpack it and give the folder")
-        if info.file_size > MAX_EXPANSION * info.compress_size + EXPANSION_SLACK_BYTES:
-            raise InputError(
-                f"{where}: expands from {info.compress_size:,} to {info.file_size:,} bytes; if it is no decompression "
-                "bomb, unpack it and give the folder"
-            )
+        refuse_bomb(where, info.compress_size, info.file_size)
         part = ZipPart(
             container=container,
             name=f"member {name}",

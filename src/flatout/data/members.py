@@ -22,11 +22,24 @@ from flatout.errors import DiskFull, InputError
 from flatout.files import NO_SPACE
 
 # What is larger than its compressed form by more than this is taken for a decompression bomb.
-MAX_EXPANSION = 200
-EXPANSION_SLACK_BYTES = 1 << 26
+_MAX_EXPANSION = 200
+_EXPANSION_SLACK_BYTES = 1 << 26
 _BLOCK_BYTES = 1 << 20
 _COMPRESSIONS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 _ERRORS_OF_STREAMS = (EOFError, OSError, zlib.error, lzma.LZMAError)
+
+
+def refuse_bomb(where: object, compressed: int, expanded: int) -> None:
+    """Refuse what expands from `compressed` bytes to far more; called with what is known, or read so far.
+
+    Raises:
+        InputError: it looks like a decompression bomb.
+    """
+    if expanded > _MAX_EXPANSION * compressed + _EXPANSION_SLACK_BYTES:
+        raise InputError(
+            f"{where}: expands from {compressed:,} to {expanded:,} bytes or more; if it is no decompression bomb, "
+            "unpack it first"
+        )
 
 
 class Encoded(Protocol):
@@ -91,17 +104,12 @@ class Container:
             self.size = self._decompress(opener, self._file)
 
     def _decompress(self, opener, file: IO[bytes]) -> int:
-        limit = MAX_EXPANSION * self.size + EXPANSION_SLACK_BYTES
         written = 0
         try:
             with opener(self.path) as stream:
                 while block := stream.read(_BLOCK_BYTES):
                     written += len(block)
-                    if written > limit:
-                        raise InputError(
-                            f"{self.path}: expands to more than {limit:,} bytes, {MAX_EXPANSION} times its size; if it "
-                            "is no decompression bomb, unpack it and give the folder"
-                        )
+                    refuse_bomb(self.path, self.size, written)
                     file.write(block)
             file.flush()
         except _ERRORS_OF_STREAMS as error:

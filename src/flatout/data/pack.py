@@ -6,13 +6,16 @@ A pack is a folder of `images.npy`, `labels.npy` and `pack.json` (see `pack_file
 import hashlib
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from flatout.data import pack_files
 from flatout.data.source import describe
+from flatout.data.splits import SPLITS
+from flatout.errors import InputError, first_line
 from flatout.settings import Size, sides
 
 
@@ -89,8 +92,24 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
     Raises:
         InputError: it is damaged, or was written by a newer flatout; names the file and the fix.
     """
-    about, images, labels = pack_files.read_pack(folder, verify)
+    try:
+        return _opened(folder, *pack_files.read_pack(folder, verify))
+    except InputError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        what = f"its content is not that of a pack: {type(error).__name__}: {first_line(error)}"
+        raise pack_files.damaged(folder / pack_files.DESCRIPTION, what) from None
+
+
+def _opened(folder: Path, about: dict[str, Any], images: np.ndarray, labels: np.ndarray) -> Pack:
     splits = {name: (start, stop) for name, (start, stop) in about["splits"].items()}
+    bounds = [0, *(stop for _, stop in splits.values())]
+    if list(splits) != [name for name in SPLITS if name in splits] or list(splits.values()) != list(pairwise(bounds)):
+        raise ValueError(f"splits {splits}")
+    if bounds[-1] != len(labels) or "train" not in splits:
+        raise ValueError(f"splits {splits} of {len(labels):,} images")
+    if labels.dtype == np.int64 and (labels.min() < 0 or labels.max() >= len(about["classes"])):
+        raise ValueError(f"a label outside the {len(about['classes'])} classes")
     return Pack(
         folder=folder,
         images=images,

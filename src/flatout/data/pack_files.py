@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.errors import InputError
+from flatout.errors import InputError, first_line
 from flatout.host import usable_cores
 from flatout.settings import Size, sides, typed
 
@@ -245,20 +245,20 @@ def read_pack(folder: Path, verify: bool) -> tuple[dict[str, Any], np.ndarray, n
     try:
         labels = np.load(path := labels_path)
         images = np.load(path := images_path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise _damaged(path, str(error)) from None
+    except Exception as error:  # NumPy raises nearly every built-in error on a damaged header
+        raise damaged(path, first_line(error)) from None
     if (
         labels.dtype != LABEL_TYPES.get(description.get("task", "single-label"))
         or zlib.crc32(labels.data) != description["labels_crc32"]
     ):
-        raise _damaged(labels_path, "its content has changed")
+        raise damaged(labels_path, "its content has changed")
     height, width = sides(typed(description["size"], Size, "size"))
     shape = (description["images"], height, width, description["channels"])
     dtype = type_of(description.get("bits", 8))
     if images.dtype != dtype or images.shape != shape or not images.flags.c_contiguous:
-        raise _damaged(images_path, f"{images.dtype} {images.shape} instead of {dtype} {shape}")
+        raise damaged(images_path, f"{images.dtype} {images.shape} instead of {dtype} {shape}")
     if images_path.stat().st_size != len(npy_header(shape, dtype)) + images.nbytes or len(labels) != len(images):
-        raise _damaged(images_path, "its size has changed")
+        raise damaged(images_path, "its size has changed")
     if verify:
         _verify_images(images_path, description["blocks"], images[:1].nbytes)
     return description, images, labels
@@ -269,11 +269,11 @@ def _read_description(path: Path) -> dict[str, Any]:
         description = json.loads(path.read_text(encoding="utf-8"))
         version, crc32 = description["format_version"], description.pop("crc32")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+        raise damaged(path, f"{type(error).__name__}: {error}") from None
     if version not in READABLE_VERSIONS:
         raise InputError(f"{path}: has format {version}, this flatout reads {FORMAT_VERSION}; update flatout")
     if crc32 != _json_crc32(description):
-        raise _damaged(path, "its content has changed")
+        raise damaged(path, "its content has changed")
     return description
 
 
@@ -289,7 +289,7 @@ def _verify_images(path: Path, blocks: list[list[int]], row_bytes: int) -> None:
     with ThreadPoolExecutor(usable_cores()) as pool:
         for number, intact in zip(checked, pool.map(is_intact, checked), strict=True):
             if not intact:
-                raise _damaged(path, f"images {starts[number]:,} to {blocks[number][0] - 1:,} have changed")
+                raise damaged(path, f"images {starts[number]:,} to {blocks[number][0] - 1:,} have changed")
 
 
 def _crc32_of(path: Path, offset: int, length: int) -> int | None:
@@ -307,5 +307,6 @@ def _json_crc32(description: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(description, sort_keys=True).encode())
 
 
-def _damaged(path: Path, what: str) -> DamagedPack:
+def damaged(path: Path, what: str) -> DamagedPack:
+    """Return the error of a file of a pack."""
     return DamagedPack(f"{path}: is damaged ({what}); delete {path.parent} and pack the data again")

@@ -5,6 +5,7 @@ Two zero bytes, a type code, the number of dimensions, each dimension as a big-e
 
 import gzip
 import math
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from flatout.data.formats.folders import visible
+from flatout.data.members import refuse_bomb
 from flatout.data.pixels import channels_last
 from flatout.data.source import DataRef, Source, assemble
 from flatout.data.splits import in_order, split_within
@@ -101,15 +103,29 @@ def read_idx(path: Path) -> np.ndarray:
     return np.frombuffer(content, dtype=dtype).astype(dtype.newbyteorder("="), copy=False).reshape(shape)
 
 
+class _Bounded:
+    """A compressed stream that refuses to expand far beyond the size of its file."""
+
+    def __init__(self, stream: gzip.GzipFile, path: Path, compressed: int) -> None:
+        self._stream, self._path, self._compressed, self._expanded = stream, path, compressed, 0
+
+    def read(self, size: int) -> bytes:
+        """Return up to so many bytes; raises InputError."""
+        data = self._stream.read(size)
+        self._expanded += len(data)
+        refuse_bomb(self._path, self._compressed, self._expanded)
+        return data
+
+
 @contextmanager
-def open_maybe_compressed(path: Path) -> Iterator[BufferedIOBase]:
+def open_maybe_compressed(path: Path) -> Iterator[BufferedIOBase | _Bounded]:
     """Open a file that may be compressed with gzip; errors of reading it are an InputError."""
     try:
         with path.open("rb") as raw:
-            is_compressed = raw.read(2) == b"\x1f\x8b"
+            is_compressed, size = raw.read(2) == b"\x1f\x8b", raw.seek(0, os.SEEK_END)
             raw.seek(0)
             with gzip.open(raw) if is_compressed else raw as stream:
-                yield stream
+                yield _Bounded(stream, path, size) if is_compressed else stream
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{path}: is a damaged gzip file ({error}); get it again") from None
     except OSError as error:

@@ -1,7 +1,5 @@
 """Images and labels as arrays: `.npz` and `.npy` files, arrays and tensors in Python, scikit-learn's digits."""
 
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,16 +8,16 @@ import numpy as np
 
 from flatout.data.archive import Member
 from flatout.data.formats.folders import visible
+from flatout.data.members import refuse_bomb
 from flatout.data.pixels import channels_last, range_of, to_pixels
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import SPLITS, in_order, split_within, words_of
-from flatout.errors import InputError
+from flatout.errors import InputError, first_line
 
 KIND = "NumPy arrays"
 _IMAGE_WORDS = {"x", "image", "images", "img", "imgs", "data", "pixels"}
 _LABEL_WORDS = {"y", "label", "labels", "target", "targets"}
 _NAMES = "x_train, y_train, x_test, y_test, or images and labels"
-_LOAD_ERRORS = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
@@ -67,13 +65,17 @@ def read_npz(path: Path, class_list: Path | None, options: ReadOptions) -> Sourc
             raise InputError(f"{path}: is one array, not an .npz archive; name it .npy")
         with archive:
             roles = _roles(archive.files, path)
-            member = {
-                key: _loaded(f"{path}: {key}", lambda key=key: archive[key]) for pair in roles.values() for key in pair
-            }
+            member = {key: _array_of(archive, key, path) for pair in roles.values() for key in pair}
             unused = [key for key in archive.files if key not in member]
     notes = (f"ignored the arrays {', '.join(unused)}",) if unused else ()
     splits = {split: (member[x], member[y]) for split, (x, y) in roles.items()}
     return _source(splits, KIND, path, class_list, notes, options.task)
+
+
+def _array_of(archive: Any, key: str, path: Path) -> np.ndarray:
+    info = next(info for info in archive.zip.infolist() if info.filename in (key, f"{key}.npy"))
+    refuse_bomb(f"{path}: {key}", info.compress_size, info.file_size)
+    return _loaded(f"{path}: {key}", lambda: archive[key])
 
 
 def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:
@@ -125,11 +127,12 @@ def _labels_beside(path: Path) -> Path:
 def _loaded(where: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
-    except _LOAD_ERRORS as error:
+    except Exception as error:  # NumPy raises nearly every built-in error on a damaged header
         if "allow_pickle" in str(error) or "Python objects" in str(error):
             what = "holds Python objects, which could run code when read; save plain numbers or text"
         else:
-            what = f"is damaged or no NumPy file ({getattr(error, 'strerror', None) or error}); get or save it again"
+            reason = getattr(error, "strerror", None) or first_line(error)
+            what = f"is damaged or no NumPy file ({reason}); get or save it again"
         raise InputError(f"{where}: {what}") from None
 
 

@@ -1,0 +1,239 @@
+"""Damaged files of the formats that are no containers, and damaged images: data, one InputError, or a bad image.
+
+See `test_fuzz` for runs at length.
+"""
+
+import gzip
+import io
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flatout.data.build import build_pack
+from flatout.data.decode import BadImage, decode_image, read_header
+from flatout.data.pack import PackSettings
+from flatout.data.recognise import recognise
+from flatout.errors import InputError
+from flatout.recipe import Data
+from tests.data.containers import write
+from tests.data.damage import read_damaged
+from tests.data.test_equal_packs import Silent
+
+EXAMPLES = 1500
+SIDE, CLASSES = 4, ("cat", "dog")
+PIXELS = np.random.default_rng(0).integers(0, 256, (8, SIDE, SIDE), np.uint8)
+LABELS = np.arange(8) % 2
+
+
+def png(number: int) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(PIXELS[number]).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def pictures(folder: Path) -> None:
+    for i in range(8):
+        write(folder / "images" / f"{i}.png", png(i))
+
+
+def csv(folder: Path, rows: list[str]) -> Path:
+    pictures(folder)
+    write(folder / "list.csv", "\n".join(rows))
+    return folder / "list.csv"
+
+
+def csv_of_classes(folder: Path) -> Path:
+    splits = ("train", "train", "valid", "test")
+    rows = (f"images/{i}.png,{CLASSES[i % 2]},{splits[i // 2]}" for i in range(8))
+    return csv(folder, ["file,label,split", *rows])
+
+
+def csv_of_several(folder: Path) -> Path:
+    return csv(folder, ["image;tags", *(f'{i};"{("cat", "cat|dog", "dog")[i % 3]}"' for i in range(8))])
+
+
+def csv_of_columns(folder: Path) -> Path:
+    return csv(folder, ["id,cat,dog", *(f"{i},{i % 2},{i // 4}" for i in range(8))])
+
+
+def csv_of_numbers(folder: Path) -> Path:
+    return csv(folder, ["file,label", *(f"images/{i}.png,{i / 3:.3f}" for i in range(8))])
+
+
+def json_lines(folder: Path) -> Path:
+    pictures(folder)
+    rows = ({"file_name": f"images/{i}.png", "label": CLASSES[i % 2]} for i in range(8))
+    write(folder / "metadata.jsonl", "\n".join(map(json.dumps, rows)))
+    return folder / "metadata.jsonl"
+
+
+def lists(folder: Path) -> Path:
+    pictures(folder)
+    write(folder / "label_list.txt", "0 cat\n1 dog\n")
+    write(folder / "test_list.txt", "images/6.png 0\nimages/7.png 1\n")
+    write(folder / "train_list.txt", "".join(f"images/{i}.png {i % 2}\n" for i in range(6)))
+    return folder / "train_list.txt"
+
+
+def class_list(folder: Path) -> Path:
+    csv_of_classes(folder)
+    write(folder / "classes.txt", "cat\ndog\n")
+    return folder / "classes.txt"
+
+
+def idx(folder: Path, compress: Callable[[bytes], bytes] = bytes) -> Path:
+    suffix = ".gz" if compress is not bytes else ""
+    for role, array in (("labels", LABELS.astype(np.uint8)), ("images", PIXELS)):
+        header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+        write(folder / f"train-{role}-idx{array.ndim}-ubyte{suffix}", compress(header + array.tobytes()))
+    return folder / f"train-images-idx3-ubyte{suffix}"
+
+
+def npy(folder: Path) -> Path:
+    np.save(folder / "y.npy", LABELS)
+    np.save(folder / "x.npy", PIXELS)
+    return folder / "x.npy"
+
+
+def npy_labels(folder: Path) -> Path:
+    npy(folder)
+    np.save(folder / "y.npy", np.array(CLASSES)[LABELS])
+    return folder / "y.npy"
+
+
+def npz(folder: Path, save: Callable[..., None] = np.savez) -> Path:
+    save(folder / "set.npz", x_train=PIXELS, y_train=LABELS)
+    return folder / "set.npz"
+
+
+def triples(folder: Path, compress: Callable[[bytes], bytes] = bytes) -> Path:
+    pair = [(PIXELS.reshape(8, -1) / 255).round(2).tolist(), LABELS.tolist()]
+    file = folder / ("set.json" if compress is bytes else "set.json.gz")
+    write(file, compress(json.dumps([pair, pair, pair]).encode()))
+    return file
+
+
+def cifar(folder: Path) -> Path:
+    record = bytes(3 * 32 * 32)
+    write(folder / "batches.meta.txt", "cat\ndog\n")
+    write(folder / "test_batch.bin", b"\0" + record + b"\1" + record)
+    write(folder / "data_batch_1.bin", b"\0" + record + b"\1" + record)
+    return folder / "data_batch_1.bin"
+
+
+def pack(folder: Path, file: str) -> Path:
+    settings = PackSettings(size=SIDE, channels=1, resize="squash", on_bad_image="stop", max_bad_share=0.0)
+    npy(folder)
+    build_pack(recognise(folder), settings, folder / "pack", Silent())
+    return folder / "pack" / file
+
+
+def with_crc(content: bytes) -> bytes:
+    """Return a description of a pack with the right checksum, so that what it says is believed."""
+    try:
+        table = json.loads(content)
+        del table["crc32"]
+        return json.dumps({**table, "crc32": zlib.crc32(json.dumps(table, sort_keys=True).encode())}).encode()
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return content
+
+
+@dataclass(frozen=True)
+class Set:
+    """A data set: `build` returns the file to damage; the data is its folder, or itself."""
+
+    build: Callable[[Path], Path]
+    is_file: bool = True
+    repair: Callable[[bytes], bytes] = bytes
+    options: Data | None = None
+
+
+SETS = {
+    "CSV, classes": Set(csv_of_classes),
+    "CSV, several classes": Set(csv_of_several),
+    "CSV, columns of 0 and 1": Set(csv_of_columns),
+    "CSV, numbers": Set(csv_of_numbers),
+    "class list": Set(class_list, is_file=False),
+    "JSON lines": Set(json_lines),
+    "PaddleClas": Set(lists, is_file=False),
+    "IDX": Set(idx, is_file=False),
+    "IDX, compressed": Set(lambda folder: idx(folder, gzip.compress), is_file=False),
+    "npy": Set(npy, is_file=False),
+    "npy, labels": Set(npy_labels, is_file=False),
+    "npz": Set(npz),
+    "npz, compressed": Set(lambda folder: npz(folder, np.savez_compressed)),
+    "JSON triples": Set(triples),
+    "JSON triples, compressed": Set(lambda folder: triples(folder, gzip.compress)),
+    "CIFAR": Set(cifar, is_file=False),
+    "pack": Set(lambda folder: pack(folder, "pack.json"), is_file=False),
+    "pack, right checksum": Set(lambda folder: pack(folder, "pack.json"), is_file=False, repair=with_crc),
+    "pack, labels": Set(lambda folder: pack(folder, "labels.npy"), is_file=False),
+    "pack, images": Set(lambda folder: pack(folder, "images.npy"), is_file=False),
+}
+IMAGES = ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "TIFF, bands", "BMP", "PPM", "npy")
+
+
+def check(name: str, examples: int, tmp_path: Path, *, at_length: bool = False) -> None:
+    how = SETS[name]
+    file = how.build(tmp_path)
+    content, data = file.read_bytes(), file if how.is_file else file.parent
+
+    def read(content: bytes) -> None:
+        file.write_bytes(how.repair(content))
+        try:
+            recognise(data, how.options).read()
+        except InputError as error:
+            assert str(tmp_path) in str(error)
+            assert "\n" not in str(error)
+
+    read_damaged(name, examples, content, read, at_length=at_length)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_damaged_files(name: str, tmp_path: Path):
+    check(name, 30, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETS)
+def test_damaged_files_at_length(name: str, tmp_path: Path):
+    check(name, EXAMPLES, tmp_path, at_length=True)
+
+
+def image_of(name: str) -> bytes:
+    stream = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (24, 16, 5 if "bands" in name else 3), np.uint8)
+    if name == "npy":
+        np.save(stream, noise)
+    elif "bands" in name:
+        tifffile = pytest.importorskip("tifffile")
+        tifffile.imwrite(stream, noise, photometric="minisblack", planarconfig="contig")
+    else:
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        Image.fromarray(noise).save(stream, name, **({} if name in ("BMP", "GIF", "PPM") else {"exif": exif}))
+    return stream.getvalue()
+
+
+def decode(content: bytes) -> None:
+    """Read the header and decode, as the packing of class folders does."""
+    for channels in (1, 3, 5):
+        try:
+            found = read_header(content)
+            assert found.width > 0
+            decode_image(content, size=(8, 8), channels=channels, resize="crop", bits=found.bits)
+        except BadImage as error:
+            assert str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IMAGES)
+def test_damaged_images_at_length(name: str):
+    read_damaged(name, EXAMPLES, image_of(name), decode, at_length=True)
