@@ -198,7 +198,7 @@ def check(name: str, examples: int, tmp_path: Path, *, at_length: bool = False) 
 
 @pytest.mark.parametrize("name", SETS)
 def test_damaged_files(name: str, tmp_path: Path):
-    check(name, 30, tmp_path)
+    check(name, 10, tmp_path)
 
 
 @pytest.mark.slow

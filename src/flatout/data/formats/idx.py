@@ -106,7 +106,7 @@ def read_idx(path: Path) -> np.ndarray:
 class _Bounded:
     """A compressed stream that refuses to expand far beyond the size of its file."""
 
-    def __init__(self, stream: gzip.GzipFile, path: Path, compressed: int) -> None:
+    def __init__(self, stream: BufferedIOBase, path: Path, compressed: int) -> None:
         self._stream, self._path, self._compressed, self._expanded = stream, path, compressed, 0
 
     def read(self, size: int) -> bytes:
