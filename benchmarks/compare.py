@@ -1,4 +1,4 @@
-"""A hand-written loop against flatout, alternately in one go, every run a fresh process; prints a table, writes JSON.
+"""Other loops and libraries against flatout, alternately, each run a fresh process; prints a table, writes JSON.
 
     python benchmarks/compare.py fashion-mnist --data-root FOLDER [--epochs 5] [--repeats 3]
 
@@ -62,66 +62,78 @@ BETTER: dict[str, Callable[..., float] | None] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A job of flatout and the loop written by hand for it.
+    """A job of flatout and the loops that do the same without it.
 
     Attributes:
-        job: a built-in job of flatout.
+        job: a built-in job of flatout; None for a recipe generated from the data.
         data: the data set in the data root.
-        script: the loop.
-        variants: name -> further flags of the loop; the fastest is the yardstick.
+        variants: name -> a script and its flags; the fastest is the yardstick.
         epochs: epochs of the full job.
-        split: the split on which the loop gives its accuracy.
+        split: the split on which the loops give their accuracy.
         flags: further flags of flatout.
     """
 
-    job: str
+    job: str | None
     data: str
-    script: str
     variants: dict[str, tuple[str, ...]]
     epochs: int
     split: str
     flags: tuple[str, ...] = ()
 
 
-IN_PROCESS, WITH_WORKERS = {"plain": ("--workers", "0")}, {"plain, 2 workers": ("--workers", "2")}
-FASHION: dict[str, Any] = {
-    "job": "fashion-mnist",
-    "data": "fashion-mnist",
-    "script": "plain_fashion_mnist.py",
-    "split": "test",
-}
+def with_and_without_workers(script: str) -> dict[str, tuple[str, ...]]:
+    return {"plain": (script, "--workers", "0"), "plain, 2 workers": (script, "--workers", "2")}
+
+
+FASHION: dict[str, Any] = {"job": "fashion-mnist", "data": "fashion-mnist", "split": "test", "epochs": 50}
+FASHION_LOOPS = with_and_without_workers("plain_fashion_mnist.py")
+KERAS, RANKS = "keras_fashion_mnist.py", ("--devices", "2xcpu")
 COMPARISONS = {
-    "fashion-mnist": Comparison(**FASHION, variants=IN_PROCESS | WITH_WORKERS, epochs=50),
+    "fashion-mnist": Comparison(**FASHION, variants=FASHION_LOOPS),
     "fashion-mnist-same-batch": Comparison(
         **FASHION,
         variants={
-            f"{name}, batch 1024": (*flags, "--batch-size", "1024", "--lr", "0.08")
-            for name, flags in (IN_PROCESS | WITH_WORKERS).items()
+            f"{name}, batch 1024": (*command, "--batch-size", "1024", "--lr", "0.08")
+            for name, command in FASHION_LOOPS.items()
         },
-        epochs=50,
     ),
-    "fashion-mnist-xla": Comparison(
-        job="fashion-mnist",
-        data="fashion-mnist",
-        script="keras_fashion_mnist.py",
-        variants={"Keras on JAX": ()},
-        epochs=50,
+    "fashion-mnist-peers": Comparison(
+        **FASHION,
+        variants={
+            "plain": FASHION_LOOPS["plain"],
+            "Lightning": ("lightning_fashion_mnist.py",),
+            "Lightning, in memory": ("lightning_fashion_mnist.py", "--in-memory"),
+            "Keras on JAX": (KERAS,),
+            "Keras on torch": (KERAS, "--backend", "torch"),
+        },
+        flags=RANKS,
+    ),
+    "fashion-mnist-xla": Comparison(**FASHION, variants={"Keras on JAX": (KERAS,)}, flags=("--engine", "xla")),
+    "resnet18": Comparison(
+        job=None,
+        data="cats-dogs",
+        variants={
+            "plain, fp32": ("plain_resnet18.py", "--precision", "fp32"),
+            "plain, autocast": ("plain_resnet18.py", "--precision", "bf16"),
+        },
+        epochs=30,
         split="test",
-        flags=("--engine", "xla"),
+        flags=(
+            *("--devices", "auto", "--model", "timm:resnet18", "--no-pretrained", "--batch-size", "64"),
+            *("--set", "image_size=160"),
+        ),
     ),
     "caltech101": Comparison(
         job="caltech101",
         data="caltech101",
-        script="plain_caltech101.py",
-        variants=IN_PROCESS | WITH_WORKERS,
+        variants=with_and_without_workers("plain_caltech101.py"),
         epochs=50,
         split="valid",
     ),
     "mnist-parallel": Comparison(
         job="mnist-parallel",
         data="mnist.json.gz",
-        script="plain_mnist_parallel.py",
-        variants={"plain": ()},
+        variants={"plain": ("plain_mnist_parallel.py",)},
         epochs=2,
         split="test",
     ),
@@ -144,12 +156,13 @@ def full_job(process_seconds: float, later_epoch_seconds: float, epochs: int, fu
 
 
 def run_plain(comparison: Comparison, variant: str, data: Path, epochs: int, threads: int) -> Figures:
-    """Run the loop; its last line of output is its figures."""
-    command = [sys.executable, str(HERE / comparison.script), "--data", str(data), "--epochs", str(epochs)]
-    seconds, printed = run_process([*command, *comparison.variants[variant]], threads)
+    """Run a loop; its last line of output is its figures."""
+    script, *flags = comparison.variants[variant]
+    command = [sys.executable, str(HERE / script), "--data", str(data), "--epochs", str(epochs), *flags]
+    seconds, printed = run_process(command, threads)
     result = json.loads(printed.splitlines()[-1])
     if result["threads"] != threads:
-        sys.exit(f"{comparison.script} ran on {result['threads']} threads, not {threads}")
+        sys.exit(f"{script} ran on {result['threads']} threads, not {threads}")
     later = statistics.mean(result["epoch_train_seconds"][1:]) + statistics.mean(result["epoch_evaluate_seconds"][1:])
     return Figures(
         process_seconds=seconds,
@@ -159,9 +172,10 @@ def run_plain(comparison: Comparison, variant: str, data: Path, epochs: int, thr
     )
 
 
-def flatout_command(job: str, data: Path, epochs: int, out: Path) -> list[str]:
-    flags = ["--data", str(data), "--devices", "cpu", "--epochs", str(epochs), "--out", str(out), "--no-cache"]
-    return [sys.executable, "-m", "flatout", "train", job, *flags]
+def flatout_command(job: str | None, data: Path, epochs: int, out: Path) -> list[str]:
+    what = [job, "--data", str(data)] if job else [str(data)]
+    flags = ["--devices", "cpu", "--epochs", str(epochs), "--out", str(out), "--no-cache"]
+    return [sys.executable, "-m", "flatout", "train", *what, *flags]
 
 
 def run_flatout(comparison: Comparison, data: Path, epochs: int, threads: int) -> Figures:

@@ -82,8 +82,14 @@ def autocast(accelerator: Accelerator, precision: str) -> contextlib.AbstractCon
 
 
 def cpu_threads(ranks_here: int = 1) -> int:
-    """Return the threads of one of several processes on this host; OMP_NUM_THREADS takes precedence."""
-    return wanted_threads() or max(1, physical_cores() // ranks_here)
+    """Return the threads of one of several processes on this host: OMP_NUM_THREADS, or an equal share of the cores.
+
+    Several processes take no more than their shares: with more threads than cores, those that wait for each other are
+    several times slower.
+    """
+    share = max(1, physical_cores() // ranks_here)
+    wanted = wanted_threads() or share
+    return wanted if ranks_here == 1 else min(wanted, share)
 
 
 def placement(nbytes: int, accelerator: Accelerator, wanted: str, *, ranks_here: int = 1) -> Place:
