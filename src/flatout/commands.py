@@ -196,13 +196,14 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
     return result, lines
 
 
-@_command("RUN FILE...", "--run --top --tta --allow-code --json", "predict runs/first cat.jpg more-photos/")
+@_command("RUN FILE...", "--run --top --coverage --tta --allow-code --json", "predict runs/first cat.jpg more-photos/")
 def do_predict(args: Namespace, console: Console) -> Output:
     """Classify images with a run."""
     from flatout.run.folder import load
     from flatout.run.predict import predict
 
-    predictions = predict(load(args.run, allow_code=args.allow_code), args.files, top=args.top, tta=args.tta)
+    run = load(args.run, allow_code=args.allow_code)
+    predictions = predict(run, args.files, top=args.top, tta=args.tta, coverage=args.coverage)
     return {"run": str(args.run), "predictions": [p.to_dict() for p in predictions]}, list(map(str, predictions))
 
 

@@ -42,6 +42,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--clear": {"action": "store_true", "help": "remove all that is not in use"},
     "--json": {"action": "store_true", "help": "print one JSON object and nothing else"},
     "--top": {"type": int, "default": 5, "metavar": "K", "help": "classes per image (5)"},
+    "--coverage": {"type": float, "metavar": "P", "help": "add the set that holds the right class with probability P"},
     "--tta": {"action": "store_true", "help": "test-time augmentation: average over views of each image"},
     "--size": {"required": True, "metavar": "N|HxW", "help": "height and width in pixels"},
     "--channels": {"type": int, "metavar": "C", "help": "default: as the images have"},

@@ -1,7 +1,7 @@
 """The engine protocol: all that the training loop knows of devices, one or a thousand."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +24,8 @@ class Evaluation:
             finite; or probabilities float32 [N, K]; or numbers float32 [N].
         labels: as those of a pack.
         probabilities: as `Task.probabilities` returns it, float32 [N, K], if they were requested.
+        logits: float32 [N, outputs], if they were requested.
+        features: what the head of the network reads, float32 [N, F], with the logits; None where that is not known.
     """
 
     task: Task
@@ -31,6 +33,17 @@ class Evaluation:
     predicted: np.ndarray
     labels: np.ndarray
     probabilities: np.ndarray | None
+    logits: np.ndarray | None = None
+    features: np.ndarray | None = None
+
+    def of_task(self, task: Task) -> "Evaluation":
+        """Return the results with what a task has chosen since: thresholds, and a temperature for probabilities."""
+        probabilities = self.probabilities
+        if self.logits is not None and probabilities is not None:
+            import torch
+
+            probabilities = task.probabilities(torch.from_numpy(self.logits)).numpy()
+        return replace(self, task=task, probabilities=probabilities)
 
     @property
     def loss(self) -> float:
@@ -61,7 +74,7 @@ class DeviceSplit(Protocol):
     def train_step(self, inputs: Any, learning_rate: float, seed: int) -> None:
         """Update the engine's state from one batch; `seed` determines dropout."""
 
-    def evaluate(self, *, with_probabilities: bool = False, tta: bool = False) -> Evaluation:
+    def evaluate(self, *, with_probabilities: bool = False, with_logits: bool = False, tta: bool = False) -> Evaluation:
         """Run the model over the split, or over views of its images (`augment.tta_views`), and wait for the result."""
         ...
 

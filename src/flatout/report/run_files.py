@@ -4,7 +4,7 @@ import contextlib
 import json
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ class Predictions:
     """The model's answers on N images of one split, and M of these images, kept to show them.
 
     Attributes:
-        split: "test" or "valid".
-        probabilities: as `Task.probabilities` returns them, float32 [N, K].
+        split: "test", "valid", or "held-out" in a cross-validation.
+        probabilities: as `Task.probabilities` returns them, with the run's temperature, float32 [N, K].
         labels: as those of a pack.
         predicted: as labels; a class is -1 where the probabilities are not finite.
         sample: int64 [M], the index of each kept image among the N.
@@ -52,6 +52,9 @@ class Predictions:
         row: int64 [N], the row of each image in the pack; None in runs of earlier versions.
         fold: int64 [N], the fold of each image of a cross-validation, whose answer is that of the run without it.
         test_probabilities: of a test split, in a cross-validation and its folds.
+        classes: their names, text [K].
+        brightness: of some images, to know them again: the mean values, float32 in 0..1.
+        unknown: how unlike the training images each image is, float32 [N]; None where the run does not know.
     """
 
     split: str
@@ -65,6 +68,9 @@ class Predictions:
     row: np.ndarray | None = None
     fold: np.ndarray | None = None
     test_probabilities: np.ndarray | None = None
+    classes: np.ndarray | None = None
+    brightness: np.ndarray | None = None
+    unknown: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -186,7 +192,8 @@ def _read_predictions(path: Path, K: int, missing: dict[str, str]) -> Prediction
             finite_N = np.isfinite(content["probabilities"]).all(axis=1)
             content["predicted"] = np.where(finite_N, content["probabilities"].argmax(axis=1), -1)
         content["split"], content["images"] = str(content["split"]), _visible(content["images"])
-        return Predictions(**content)
+        # A later version may add arrays.
+        return Predictions(**{f.name: content[f.name] for f in fields(Predictions) if f.name in content})
     except FileNotFoundError:
         missing[path.name] = "There was no test data, or the run ended before the model was tested."
     except Exception as error:  # NumPy and zipfile raise a dozen types for a damaged archive; the page names it

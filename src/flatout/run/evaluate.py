@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from flatout.dist.world import World
     from flatout.engine.base import Evaluation
     from flatout.run.folder import Run
-    from flatout.tasks.base import Task
 
 
 def evaluate(
@@ -43,6 +42,7 @@ def _evaluate(
     from flatout.engine.devices import spec_of
     from flatout.engine.factory import make_engine, precisions
     from flatout.models.load import copied
+    from flatout.run.finish import scores_of
 
     recipe = run.recipe
     other = data is not None
@@ -80,33 +80,34 @@ def _evaluate(
             model, recipe, engine=engine, devices=devices, world=world, report=console.note, cache_prefix=False
         )
         with contextlib.closing(built):
-            results.append(built.place(samples).evaluate(tta=tta, with_probabilities=len(run.members) > 1))
+            placed = built.place(samples)
+            results.append(placed.evaluate(tta=tta, with_probabilities=True, with_logits=run.trust is not None))
             names = built.device_names
     name, task = "valid" if split == "valid" else "test", run.task
-    loss, predicted, labels = _joined(results, task, own_parts=not other and split == "valid")
-    figures = {"loss": loss, **task.metrics(predicted, labels), "count": len(labels)}
+    loss, result = _joined([one.of_task(task) for one in results], own_parts=not other and split == "valid")
+    figures = {"loss": loss, **result.metrics, "count": len(result.labels)}
     named = {f"{name}_{key}": value for key, value in figures.items()}
-    named["per_class"] = task.per_class(task.decided(predicted), labels, run.classes)
+    named |= scores_of(name, result, run.classes, run.trust)
     devices = spec_of([name for names in world.all_gather_object(names) for name in names])
     about = {"run": str(run.path), "task": run.recipe.task, "split": split}
     return {**about, **named, "tta": tta, "devices": devices, "engine": engine}
 
 
-def _joined(
-    results: "list[Evaluation]", task: "Task", *, own_parts: bool
-) -> tuple[float | None, np.ndarray, np.ndarray]:
-    """Return loss, predictions and labels of a run, or of a cross-validation.
+def _joined(results: "list[Evaluation]", *, own_parts: bool) -> "tuple[float | None, Evaluation]":
+    """Return the loss and the results of a run, or of a cross-validation.
 
     Args:
-        results: of the run, or of each fold.
-        task: of the run.
+        results: of the run, or of each fold, with probabilities.
         own_parts: whether each fold was evaluated on the images that it has not been trained on. Else all were on the
             same images, and the mean of their probabilities is judged, which has no loss.
     """
+    first = results[0]
     if len(results) == 1:
-        return results[0].loss, results[0].predicted, results[0].labels
+        return first.loss, first
     if own_parts:
-        labels, predicted = (np.concatenate([getattr(r, name) for r in results]) for name in ("labels", "predicted"))
-        return sum(result.loss_sum for result in results) / len(labels), predicted, labels
+        names = ("labels", "predicted", "probabilities")
+        parts: dict[str, Any] = {name: np.concatenate([getattr(r, name) for r in results]) for name in names}
+        joined = replace(first, **parts, loss_sum=sum(result.loss_sum for result in results))
+        return joined.loss, joined
     mean = np.mean([p for result in results if (p := result.probabilities) is not None], axis=0)
-    return None, task.predicted_from(mean), results[0].labels
+    return None, replace(first, probabilities=mean, predicted=first.task.predicted_from(mean))

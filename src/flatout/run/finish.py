@@ -6,6 +6,7 @@ import json
 import platform
 import signal
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from flatout.files import write_atomically
 from flatout.numerics.augment import tta_views
 from flatout.numerics.random import Stream, permutation
 from flatout.report import run_files
+from flatout.run import trust
 from flatout.run.progress import Progress
 from flatout.settings import one_or_both
 from flatout.tasks import describe_metrics
@@ -28,10 +30,13 @@ if TYPE_CHECKING:
     from flatout.data.pack import Pack
     from flatout.engine.base import DeviceSplit, Engine, Evaluation
     from flatout.run.session import Session
+    from flatout.run.trust import Trust
     from flatout.tasks.base import Task
 
 # The pictures of a report: a grid of 5x5 chosen at random, and as many of the most confident mistakes.
 PICTURES = 25
+# By the brightness of so many images, two runs know that they were tested on the same ones.
+COMPARED_IMAGES = 500
 
 
 def finish(
@@ -64,6 +69,10 @@ def finish(
     shown = next((name for name in wanted if name in placed), None)
     results: dict[str, Evaluation] = {}
     began = time.perf_counter()
+    is_trusted = session.recipe.task == "single-label" and not is_fold and "valid" in placed
+    if reason := trust.missing(session.recipe, placed):
+        is_trusted = False
+        session.note(reason)
     if session.recipe.tta:
         session.note(f"test-time augmentation: evaluated on {len(tta_views(session.recipe))} views of each image")
     if isinstance(failure, Stopped):
@@ -73,8 +82,9 @@ def finish(
         # Whoever terminates a run does not wait for an evaluation.
         if not (isinstance(failure, Stopped) and failure.signal_number == signal.SIGTERM):
             for name in [name for name in placed if name != "train"]:
-                with_probabilities = is_fold or name == shown
-                results[name] = placed[name].evaluate(with_probabilities=with_probabilities, tta=session.recipe.tta)
+                results[name] = placed[name].evaluate(
+                    with_probabilities=is_fold or name == shown, with_logits=is_trusted, tta=session.recipe.tta
+                )
     except Stopped as stopped:
         failure = failure or stopped
         ended = ended or f"{stopped.how} during evaluation"
@@ -86,15 +96,19 @@ def finish(
         with session.world.heartbeat.alone("writing the report"):
             splits = {name: split.samples for name, split in placed.items()}
             task = engine.task
+            found = trust.fit(results["valid"]) if is_trusted and "valid" in results else None
             # The images of a fold choose nothing.
             if "valid" in results and not is_fold:
                 task = task.tuned(results["valid"].predicted, results["valid"].labels)
-                results = {name: dataclasses.replace(result, task=task) for name, result in results.items()}
-            _write_weights(session, state, pack, task)
+                task = dataclasses.replace(task, temperature=found.temperature if found else 1.0)
+                results = {name: result.of_task(task) for name, result in results.items()}
+            _write_weights(session, state, pack, task, found)
+            scores: dict[str, Any] = {}
             if shown in results:
                 more = {"test_probabilities": results["test"].probabilities} if is_fold and "test" in results else {}
-                write_predictions(session, shown, results[shown], splits[shown], **more)
-            summary = _summary(session, engine, pack, results, splits, progress, ended) | memory
+                write_predictions(session, shown, results[shown], splits[shown], pack.classes, **more)
+                scores = scores_of(shown, results[shown], pack.classes, found)
+            summary = _summary(session, engine, pack, results, splits, progress, ended) | memory | scores
             _write_report(session, summary, progress)
     # No process ends before the run is whole.
     session.world.barrier()
@@ -124,7 +138,30 @@ def _memory(session: "Session", engine: "Engine") -> dict[str, int | None]:
     return {"peak_rss_bytes": sum(host for host, _ in peaks), "peak_device_bytes": max(device) if device else None}
 
 
-def _write_weights(session: "Session", state: dict[str, Any], pack: "Pack", task: "Task") -> None:
+def scores_of(split: str, result: "Evaluation", classes: Sequence[str], found: "Trust | None") -> dict[str, Any]:
+    """Return the figures of `summary.json` and `evaluate` that are computed once, after training.
+
+    Args:
+        split: `test` or `valid`, whose name is in front of single figures.
+        result: with probabilities; with logits where `found` is given.
+        classes: their names.
+        found: what the validation images say about the answers.
+    """
+    task, labels = result.task, result.labels
+    assert result.probabilities is not None
+    answers = task.decided(result.predicted)
+    scores = task.scores(result.predicted, labels, result.probabilities)
+    return {
+        **{f"{split}_{name}": value for name, value in scores.items()},
+        "per_class": task.per_class(answers, labels, classes),
+        "confused_pairs": task.confused_pairs(answers, labels, classes),
+        "trust": found.figures(result) if found else None,
+    }
+
+
+def _write_weights(
+    session: "Session", state: dict[str, Any], pack: "Pack", task: "Task", found: "Trust | None"
+) -> None:
     from flatout.models.weights import save_tensors
 
     recipe = session.recipe
@@ -153,14 +190,23 @@ def _write_weights(session: "Session", state: dict[str, Any], pack: "Pack", task
         "thresholds": json.dumps(task.thresholds),
         "label_mean": str(task.label_mean),
         "label_std": str(task.label_std),
+        **(found.metadata() if found else {}),
     }
     save_tensors(session.out / run_files.WEIGHTS, tensors, metadata)
 
 
 def write_predictions(
-    session: "Session", split: str, result: "Evaluation", samples: Samples, **more: np.ndarray | None
+    session: "Session",
+    split: str,
+    result: "Evaluation",
+    samples: Samples,
+    classes: Sequence[str],
+    **more: np.ndarray | None,
 ) -> None:
-    """Keep all answers and the few images that the pictures show, so that a report needs no data; `more` is added."""
+    """Keep all answers and the few images that the pictures show, so that a report needs no data; `more` is added.
+
+    The arrays are those of `run_files.Predictions`.
+    """
     probabilities, labels, task = result.probabilities, result.labels, result.task
     assert probabilities is not None
     grid = np.sort(permutation(session.recipe.seed, Stream.PICTURES, 0, len(labels))[:PICTURES])
@@ -169,10 +215,12 @@ def write_predictions(
     images = samples.read(sample, np.empty((len(sample), *samples.images.shape[1:]), samples.images.dtype))
     arrays: dict[str, Any] = {
         "split": np.array(split),
+        "classes": np.array(classes),
         "probabilities": probabilities.astype(np.float32),
         "labels": labels,
         "predicted": task.decided(result.predicted),
         "row": samples.rows,
+        "brightness": _brightness(samples),
         "sample": sample,
         "images": images,
         "grid": positions[: len(grid)],
@@ -182,6 +230,14 @@ def write_predictions(
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **{name: array for name, array in arrays.items() if array is not None})
     write_atomically(session.out / run_files.PREDICTIONS, buffer.getvalue())
+
+
+def _brightness(samples: Samples) -> np.ndarray:
+    """Return the mean value of images spread evenly over a split, float32 in 0..1: it hardly depends on their size."""
+    positions = np.linspace(0, len(samples) - 1, min(len(samples), COMPARED_IMAGES)).astype(np.int64)
+    shape, dtype = samples.images.shape[1:], samples.images.dtype
+    means = [samples.read(some, np.empty((1, *shape), dtype)).mean() for some in positions[:, None]]
+    return (np.array(means) / np.iinfo(dtype).max).astype(np.float32)
 
 
 def _summary(
@@ -246,6 +302,7 @@ def _summary(
         "stopped": ended or None,
         "notes": session.notes,
         "time_seconds": seconds,
+        "pack": str(pack.folder) if pack.folder else None,
         "pack_was_cached": pack.was_cached,
         "skipped_images": pack.skipped,
         "machine": machine(),

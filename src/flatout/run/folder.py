@@ -13,7 +13,8 @@ import numpy as np
 from flatout.errors import InputError
 from flatout.recipe import Data, Recipe, load_recipe, with_known_bits
 from flatout.report.run_files import FOLD, RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
-from flatout.run.predict import Prediction, predict
+from flatout.run.predict import Outputs, Prediction, predict
+from flatout.run.trust import Trust
 from flatout.settings import in_python
 
 if TYPE_CHECKING:
@@ -83,7 +84,13 @@ class Run:
         """What the labels mean, with the thresholds of the run."""
         from flatout.tasks import task_of
 
-        return task_of(self.recipe, tuple(json.loads(self._weights[1].get("thresholds", "[]"))))
+        thresholds = tuple(json.loads(self._weights[1].get("thresholds", "[]")))
+        return task_of(self.recipe, thresholds, self.trust.temperature if self.trust else 1.0)
+
+    @cached_property
+    def trust(self) -> Trust | None:
+        """What the validation images say about the answers; None where there were none."""
+        return Trust.of(self._weights[1])
 
     @cached_property
     def _weights(self) -> tuple[dict[str, Any], dict[str, str]]:
@@ -137,7 +144,9 @@ class Run:
         return evaluate(self, data, devices=devices, engine=engine, console=Console(), tta=tta)
 
     @in_python
-    def predict(self, images: Any, *, top: int = 5, tta: bool = False) -> list[Prediction]:
+    def predict(
+        self, images: Any, *, top: int = 5, tta: bool = False, coverage: float | None = None
+    ) -> list[Prediction]:
         """Return the `top` most probable classes of each image; all that reach their thresholds; or its number.
 
         Args:
@@ -146,11 +155,12 @@ class Run:
                 numbers in 0..1 or 0..255. Images of another size are resized.
             top: how many classes.
             tta: as for `evaluate`.
+            coverage: add the set of classes that contains the right one with this probability, such as 0.95.
 
         Raises:
-            InputError: an image is missing or cannot be read.
+            InputError: an image is missing or cannot be read; the run has no prediction sets of this coverage.
         """
-        return predict(self, images, top=top, tta=tta)
+        return predict(self, images, top=top, tta=tta, coverage=coverage)
 
     def probabilities(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> np.ndarray:
         """Return class probabilities, float32 [N, K], of images of the size and bits that they are decoded to.
@@ -158,21 +168,31 @@ class Run:
         In regression they are the numbers, [N, 1].
         With `tta`, or if the recipe has it, they are averaged over views of each image.
         """
+        return self.outputs(pixels_NHWC, tta=tta).probabilities
+
+    def outputs(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> Outputs:
+        """Return all that the model says of images; arguments as for `probabilities`."""
         import torch
 
+        from flatout.models.features import caught
         from flatout.numerics import augment, pixels
 
         views = augment.tta_views(self.recipe) if tta or self.recipe.tta else []
         mean, std = (torch.tensor(values) for values in (self.recipe.data.mean, self.recipe.data.std))
-        results, model = [], self.model.eval()
-        with torch.no_grad():
+        results, seen, model = [], [], self.model.eval()
+        with torch.no_grad(), caught(model, model) as features:
             for start in range(0, len(pixels_NHWC), self.recipe.batch_size):
                 batch = torch.from_numpy(np.ascontiguousarray(pixels_NHWC[start : start + self.recipe.batch_size]))
                 images = augment.apply(batch, None, 1 / (255 * std), -mean / std, self.recipe.eval_sides)
-                seen = [model(pixels.view(torch, images, *view)) for view in views]
-                logits = self.task.averaged(torch.stack(seen)) if seen else model(images)
-                results.append(self.task.probabilities(logits).numpy())
-        return np.concatenate(results)
+                each = [model(pixels.view(torch, images, *view)) for view in views]
+                results.append((self.task.averaged(torch.stack(each)) if each else model(images)).float())
+                seen.append(features.take())
+        logits = torch.cat(results)
+        return Outputs(
+            probabilities=self.task.probabilities(logits).numpy(),
+            logits=logits.numpy(),
+            features=None if seen[0] is None else torch.cat([one for one in seen if one is not None]).numpy(),
+        )
 
     def _repr_html_(self) -> str:
         """Return the figures of the run and its pictures, for notebooks."""
@@ -252,9 +272,14 @@ class Ensemble(Run):
         """There is none: each of `members` has its own."""
         raise InputError(f"{self.path}: each fold has a model of its own: flatout.load(path).members[0].model")
 
-    def probabilities(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> np.ndarray:
-        """Return the mean of what `Run.probabilities` returns for each fold."""
-        return np.mean([run.probabilities(pixels_NHWC, tta=tta) for run in self.members], axis=0)
+    @property
+    def trust(self) -> None:
+        """There is none: the held-out images of a fold choose nothing."""
+
+    def outputs(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> Outputs:
+        """Return the mean of the probabilities of the folds."""
+        found = [run.probabilities(pixels_NHWC, tta=tta) for run in self.members]
+        return Outputs(probabilities=np.mean(found, axis=0))
 
 
 def load(path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> Run:

@@ -18,7 +18,7 @@ from flatout.recipe import Recipe, load_recipe
 from flatout.report import run_files
 from flatout.run import claim
 from flatout.run.checkpoint import check_same
-from flatout.run.finish import versions, write_predictions
+from flatout.run.finish import scores_of, versions, write_predictions
 from flatout.run.session import Options, Session
 from flatout.tasks import describe_metrics, task_of
 
@@ -200,7 +200,9 @@ def _finish(session: Session, pack: "Pack", pool: np.ndarray, seconds: float) ->
         more["test_probabilities"] = np.mean([arrays["test_probabilities"] for arrays in saved], axis=0)
         metrics = task.metrics(task.predicted_from(more["test_probabilities"]), pack.labels[start:stop])
         summary |= {f"test_{key}": value for key, value in ({**metrics, "count": stop - start}).items()}
-    write_predictions(session, "held-out", held_out, Samples(images=pack.images, rows=rows, labels=labels), **more)
+    samples = Samples(images=pack.images, rows=rows, labels=labels)
+    write_predictions(session, "held-out", held_out, samples, pack.classes, **more)
+    summary |= scores_of("valid", held_out, pack.classes, None)
     summary = _summary(session, pack, summaries, seconds) | summary
     run_files.write_json(folder / run_files.SUMMARY, summary)
     draw_all(folder)

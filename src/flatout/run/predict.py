@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.errors import InputError
+from flatout.numerics.calibration import LEAST_COVERAGE, MOST_COVERAGE, highest_coverage, set_threshold
 
 if TYPE_CHECKING:
     from flatout.recipe import Recipe
@@ -20,31 +21,65 @@ _MOST_AT_ONCE = 256  # decoded images in memory
 
 
 @dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What a model says of N images.
+
+    Attributes:
+        probabilities: as `Task.probabilities` returns them, float32 [N, K].
+        logits: float32 [N, outputs]; None for several models.
+        features: what the head of the network reads, float32 [N, F]; None where that is not known.
+    """
+
+    probabilities: np.ndarray
+    logits: np.ndarray | None = None
+    features: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The classes of one image with their probabilities, best first; or in regression its number, `value`."""
+    """The classes of one image with their probabilities, best first; or in regression its number, `value`.
+
+    `unknown` says whether the image is unlike the training images; None where the run does not know. `classes_in_set`
+    are the classes of the prediction set with the wanted `coverage`.
+    """
 
     file: str
     classes: tuple[str, ...] = ()
     probabilities: tuple[float, ...] = ()
     value: float | None = None
+    unknown: bool | None = None
+    coverage: float | None = None
+    classes_in_set: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        if self.value is not None:
+            return f"{self.file}: {self.value:.6g}"
         pairs = zip(self.classes, self.probabilities, strict=True)
         classes = ", ".join(f"{name} {probability:.3f}" for name, probability in pairs) or "none"
-        return f"{self.file}: {classes if self.value is None else format(self.value, '.6g')}"
+        text = f"{self.file}: {'unknown; most like ' if self.unknown else ''}{classes}"
+        if self.coverage is not None:
+            text += f"; {100 * self.coverage:g} % set: {', '.join(self.classes_in_set) or 'empty'}"
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         if self.value is not None:
             return {"file": self.file, "value": self.value}
         pairs = zip(self.classes, self.probabilities, strict=True)
-        return {"file": self.file, "predictions": [{"class": c, "probability": p} for c, p in pairs]}
+        found: dict[str, Any] = {
+            "file": self.file,
+            "predictions": [{"class": c, "probability": p} for c, p in pairs],
+        }
+        found |= {} if self.unknown is None else {"unknown": self.unknown}
+        return found | ({} if self.coverage is None else {"coverage": self.coverage, "set": list(self.classes_in_set)})
 
 
-def predict(run: "Run", images: Any, *, top: int, tta: bool = False) -> list[Prediction]:
+def predict(run: "Run", images: Any, *, top: int, tta: bool = False, coverage: float | None = None) -> list[Prediction]:
     """See `Run.predict`."""
     if not top >= 1:
         raise InputError(f"--top {top}: must be at least 1")
+    if coverage is not None:
+        check_coverage(run, coverage)
     named = _named(images, run.recipe)
     results, bad = [], []
     with ThreadPoolExecutor() as pool:
@@ -53,13 +88,46 @@ def predict(run: "Run", images: Any, *, top: int, tta: bool = False) -> list[Pre
             bad += [error for error in decoded if isinstance(error, str)]
             if bad:  # the rest is decoded only to name every bad file
                 continue
-            for (name, _), row in zip(batch, run.probabilities(np.stack(decoded), tta=tta), strict=True):
-                results.append(Prediction(file=name, **run.task.answer(row, run.classes, top)))
+            outputs = run.outputs(np.stack(decoded), tta=tta)
+            more = _more(run, outputs, coverage)
+            for (name, _), row, fields in zip(batch, outputs.probabilities, more, strict=True):
+                results.append(Prediction(file=name, **run.task.answer(row, run.classes, top), **fields))
     if bad:
         raise InputError("\n".join(["these images cannot be read:", *bad]))
     if not results:
         raise InputError("no image to classify: name files or folders")
     return results
+
+
+def check_coverage(run: "Run", coverage: float) -> None:
+    """Raise InputError where a run has no prediction sets of a coverage."""
+    flag = f"--coverage {coverage:g}"
+    if not LEAST_COVERAGE <= coverage <= MOST_COVERAGE:
+        raise InputError(f"{flag}: must be from {LEAST_COVERAGE} to {MOST_COVERAGE}, such as 0.95")
+    if run.task.name != "single-label":
+        raise InputError(f"{flag}: prediction sets are for one class for each image; {run.path} is {run.task.name}")
+    if run.trust is None:
+        reason = "a cross-validation has none" if len(run.members) > 1 else "it had too few validation images for them"
+        raise InputError(
+            f"{flag}: {run.path} has no prediction sets: {reason}; train a run with --set data.valid_fraction=0.1"
+        )
+    if set_threshold(run.trust.set_thresholds, coverage) is None:
+        raise InputError(
+            f"{flag}: too high for the {run.trust.images:,} validation images of {run.path}; the highest is "
+            f"{highest_coverage(run.trust.set_thresholds):g}, or train with more validation images"
+        )
+
+
+def _more(run: "Run", outputs: Outputs, coverage: float | None) -> list[dict[str, Any]]:
+    """Return the fields of each `Prediction` that the run's `Trust` adds."""
+    fields: list[dict[str, Any]] = [{} for _ in outputs.probabilities]
+    if run.trust is None or outputs.logits is None:
+        return fields
+    if coverage is not None and (inside := run.trust.in_set(outputs.logits, coverage)) is not None:
+        for one, logits, is_in in zip(fields, outputs.probabilities, inside, strict=True):
+            best = [int(k) for k in np.argsort(-logits, kind="stable") if is_in[k]]
+            one |= {"coverage": coverage, "classes_in_set": tuple(run.classes[k] for k in best)}
+    return fields
 
 
 def _named(images: Any, recipe: "Recipe") -> Iterator[tuple[str, Any]]:

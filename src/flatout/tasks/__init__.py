@@ -10,7 +10,7 @@ from flatout.tasks.multi_label import MultiLabel
 from flatout.tasks.regression import Regression
 from flatout.tasks.single_label import SingleLabel
 
-TASKS: dict[str, type[Task]] = {"single-label": SingleLabel, "multi-label": MultiLabel, "regression": Regression}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (SingleLabel, MultiLabel, Regression)}
 
 
 def task_named(name: object) -> Task:
@@ -18,7 +18,7 @@ def task_named(name: object) -> Task:
     return TASKS.get(str(name), SingleLabel)()
 
 
-def task_of(recipe: Recipe, thresholds: tuple[float, ...] = ()) -> Task:
+def task_of(recipe: Recipe, thresholds: tuple[float, ...] = (), temperature: float = 1.0) -> Task:
     """Return the task of a recipe; one that is left to the data is taken for single-label."""
     return TASKS["single-label" if recipe.task == "auto" else recipe.task](
         loss=recipe.loss,
@@ -27,6 +27,7 @@ def task_of(recipe: Recipe, thresholds: tuple[float, ...] = ()) -> Task:
         label_mean=recipe.data.label_mean,
         label_std=recipe.data.label_std or 1.0,
         thresholds=thresholds,
+        temperature=temperature,
     )
 
 

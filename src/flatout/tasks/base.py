@@ -28,6 +28,8 @@ class Task(ABC):
         loss, label_smoothing: as in the recipe; `is_balanced` is its `class_weights = "balanced"`.
         label_mean, label_std: by which numbers are standardised.
         thresholds: the least probability of each class that is predicted; empty for 1/2.
+        temperature: what logits are divided by before they become probabilities; see `numerics.calibration`.
+        name: as the recipe's `task`.
         losses: the recipe's choices of `loss`, the default first.
         metric_names: the keys of `metrics`; the first one is drawn and printed.
         step_metric: the name of what `step_metrics` returns, on average.
@@ -43,7 +45,9 @@ class Task(ABC):
     label_mean: float = 0.0
     label_std: float = 1.0
     thresholds: tuple[float, ...] = ()
+    temperature: float = 1.0
 
+    name: ClassVar[str]
     losses: ClassVar[tuple[str, ...]]
     metric_names: ClassVar[tuple[str, ...]]
     metric_title: ClassVar[str]
@@ -150,6 +154,18 @@ class Task(ABC):
         """Return `class`, `precision`, `recall`, `f1` and `support` of each class; empty where there are none."""
         return []
 
+    def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
+        """Return the metrics that are computed only once, after training; of finite `probabilities`."""
+        return {}
+
+    def confused_pairs(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the most frequent mistakes: `actual`, `predicted`, `count`, and `of`, the actual class's images."""
+        return []
+
+    def curves(self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]) -> "list[Curve]":
+        """Return the ROC and precision-recall curves; empty where there are none."""
+        return []
+
     @abstractmethod
     def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
         """Return the fields of a `Prediction` for one row of `probabilities`."""
@@ -189,18 +205,48 @@ def refuse(recipe: Recipe, task: str, reasons: dict[str, tuple[Any, str]]) -> No
             raise InputError(f"{key} = {flat[key]!r}: {reason}; a {task} task needs {key} = {value!r}")
 
 
-def class_rows(
-    classes: Sequence[str], correct_K: np.ndarray, predicted_K: np.ndarray, support_K: np.ndarray
-) -> list[dict[str, Any]]:
-    """Return precision, recall and F1 of each class from counts; 0 where they are not defined."""
-    rows = zip(classes, correct_K.tolist(), predicted_K.tolist(), support_K.tolist(), strict=True)
-    return [
-        {
-            "class": name,
-            "precision": correct / predicted if predicted else 0.0,
-            "recall": correct / support if support else 0.0,
-            "f1": 2 * correct / (predicted + support) if predicted + support else 0.0,
-            "support": support,
-        }
-        for name, correct, predicted, support in rows
-    ]
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """An ROC curve and a precision-recall curve of one class, or of all decisions together.
+
+    Attributes:
+        name: of the class.
+        false_positive_rate, true_positive_rate, roc_auc: as `roc_curve` and `roc_auc_score` of scikit-learn have them.
+        recall, precision, average_precision: as `precision_recall_curve` and `average_precision_score`.
+    """
+
+    name: str
+    false_positive_rate: np.ndarray
+    true_positive_rate: np.ndarray
+    roc_auc: float
+    recall: np.ndarray
+    precision: np.ndarray
+    average_precision: float
+
+
+def curve(name: str, labels_N: np.ndarray, probabilities_N: np.ndarray) -> Curve:
+    """Return the curves of labels 0 and 1, both of which must be present."""
+    from sklearn.metrics import average_precision_score, precision_recall_curve, roc_auc_score, roc_curve
+
+    false_positive_rate, true_positive_rate, _ = roc_curve(labels_N, probabilities_N)
+    precision, recall, _ = precision_recall_curve(labels_N, probabilities_N)
+    return Curve(
+        name=name,
+        false_positive_rate=false_positive_rate,
+        true_positive_rate=true_positive_rate,
+        roc_auc=float(roc_auc_score(labels_N, probabilities_N)),
+        recall=recall,
+        precision=precision,
+        average_precision=float(average_precision_score(labels_N, probabilities_N)),
+    )
+
+
+def class_rows(answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
+    """Return precision, recall and F1 of each class, as scikit-learn has them; 0 where they are not defined."""
+    from sklearn.metrics import precision_recall_fscore_support
+
+    every = list(range(len(classes)))
+    columns = precision_recall_fscore_support(labels, answers, labels=every, zero_division=0)  # pyright: ignore
+    keys = ("precision", "recall", "f1", "support")
+    rows = zip(*(np.asarray(column).tolist() for column in columns), strict=True)
+    return [{"class": name, **dict(zip(keys, row, strict=True))} for name, row in zip(classes, rows, strict=True)]

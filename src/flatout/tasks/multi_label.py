@@ -15,7 +15,7 @@ from flatout import style
 from flatout.errors import InputError
 from flatout.recipe import Recipe
 from flatout.style import finite, shorten
-from flatout.tasks.base import Task, class_rows
+from flatout.tasks.base import Curve, Task, class_rows, curve
 from flatout.tasks.single_label import LABEL_WIDTH, averaged_sigmoid
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ CLASSES_DRAWN = 40
 class MultiLabel(Task):
     """See the module."""
 
+    name = "multi-label"
     losses = ("binary-cross-entropy",)
     metric_names = ("map", "f1_macro", "f1_micro")
     step_metric = "exact_match"
@@ -104,13 +105,13 @@ class MultiLabel(Task):
         As `average_precision_score` and `f1_score` of scikit-learn compute them; a class without images counts 0.
         """
         answers = self.decided(predicted)
-        correct, given, actual = ((answers * labels).sum(), answers.sum(dtype=np.int64), labels.sum(dtype=np.int64))
+        correct_K = (answers * labels).sum(axis=0, dtype=np.int64)
+        either_K = answers.sum(axis=0, dtype=np.int64) + labels.sum(axis=0, dtype=np.int64)
         precisions = [average_precision(p, y) for p, y in zip(predicted.T, labels.T, strict=True)]
-        rows = self.per_class(answers, labels, [""] * labels.shape[1])
         return {
             "map": float(np.mean(precisions)),
-            "f1_macro": float(np.mean([row["f1"] for row in rows])),
-            "f1_micro": float(2 * correct / max(1, given + actual)),
+            "f1_macro": float(np.mean(2 * correct_K / np.maximum(1, either_K))),
+            "f1_micro": float(2 * correct_K.sum() / max(1, either_K.sum())),
         }
 
     def guessing_loss(self, classes: int) -> float:
@@ -144,8 +145,20 @@ class MultiLabel(Task):
 
     def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
         """See `Task.per_class`."""
-        counts = [some.sum(axis=0, dtype=np.int64) for some in (answers * labels, answers, labels)]
-        return class_rows(classes, *counts)
+        return class_rows(answers, labels, classes)
+
+    def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
+        """Return the mean area under the ROC curves of the classes that have one."""
+        _, *found = self.curves(labels, probabilities, [""] * labels.shape[1]) or [None]
+        return {"roc_auc": float(np.mean([one.roc_auc for one in found]))} if found else {}
+
+    def curves(self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]) -> list[Curve]:
+        """Return those of all decisions together, and of each class with and without images."""
+        is_finite = np.isfinite(probabilities).all(axis=1)
+        labels, probabilities = labels[is_finite], probabilities[is_finite]
+        columns = [(name, labels[:, k], probabilities[:, k]) for k, name in enumerate(classes)]
+        columns = [("all decisions", labels.ravel(), probabilities.ravel()), *columns]
+        return [curve(*column) for column in columns if len(np.unique(column[1])) == 2]
 
     def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
         """Return the classes whose probabilities reach their thresholds, the most probable first."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class Regression(Task):
     """See the module."""
 
+    name = "regression"
     losses = ("mse", "huber")
     metric_names = ("mae", "r2")
     step_metric = "mae"

@@ -12,9 +12,10 @@ import numpy as np
 
 from flatout import style
 from flatout.errors import InputError
+from flatout.numerics.calibration import wilson
 from flatout.recipe import Recipe
 from flatout.style import shorten
-from flatout.tasks.base import Task, class_rows
+from flatout.tasks.base import Curve, Task, class_rows, curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,11 +24,14 @@ if TYPE_CHECKING:
 # Up to so many classes, the cells of a confusion matrix have numbers.
 NUMBERS_UP_TO_CLASSES = 15
 LABELS_AT_MOST, LABEL_WIDTH = 51, 20
+# The k of the top-k accuracy, and so many confused pairs are listed at most.
+TOP, PAIRS = 5, 20
 
 
 class SingleLabel(Task):
     """See the module."""
 
+    name = "single-label"
     losses = ("cross-entropy", "binary-cross-entropy")
     metric_names = ("accuracy", "correct", "balanced_accuracy")
     step_metric = "accuracy"
@@ -100,7 +104,7 @@ class SingleLabel(Task):
         """See `Task.probabilities`; a single logit becomes two classes."""
         import torch
 
-        logits = logits_BK.float()
+        logits = logits_BK.float() / self.temperature
         if logits.shape[1] == 1:
             positive = logits.sigmoid()
             return torch.cat([1 - positive, positive], dim=1)
@@ -154,9 +158,43 @@ class SingleLabel(Task):
 
     def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
         """See `Task.per_class`."""
-        given = (labels[answers == labels], answers[answers >= 0], labels)
-        correct_K, predicted_K, support_K = (np.bincount(some, minlength=len(classes)) for some in given)
-        return class_rows(classes, correct_K, predicted_K, support_K)
+        return class_rows(answers, labels, classes)
+
+    def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
+        """Return the interval of the accuracy; of more than five classes the top-5 accuracy; of two the areas."""
+        from sklearn.metrics import top_k_accuracy_score
+
+        K = probabilities.shape[1]
+        found: dict[str, Any] = {"accuracy_interval": list(wilson(int((predicted == labels).sum()), len(labels)))}
+        is_finite = np.isfinite(probabilities).all(axis=1)
+        if K > TOP:
+            right = is_finite.any() and top_k_accuracy_score(
+                labels[is_finite], probabilities[is_finite], k=TOP, labels=np.arange(K), normalize=False
+            )
+            found["top5_accuracy"] = float(right) / len(labels)
+        if binary := self.curves(labels, probabilities, [""] * K):
+            found |= {"roc_auc": binary[0].roc_auc, "average_precision": binary[0].average_precision}
+        return found
+
+    def confused_pairs(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
+        """See `Task.confused_pairs`; mistakes that were made once are left out."""
+        matrix_KK = confusion(answers, labels, len(classes))
+        count_K = matrix_KK.sum(axis=1) + np.bincount(labels[answers < 0], minlength=len(classes))
+        np.fill_diagonal(matrix_KK, 0)
+        most = np.argsort(-matrix_KK, axis=None, kind="stable")[:PAIRS].tolist()
+        cells = [(a, p, int(matrix_KK[a, p])) for a, p in (divmod(cell, len(classes)) for cell in most)]
+        return [
+            {"actual": classes[a], "predicted": classes[p], "count": count, "of": int(count_K[a])}
+            for a, p, count in cells
+            if count > 1
+        ]
+
+    def curves(self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]) -> list[Curve]:
+        """Return those of the second of two classes, where both have images."""
+        is_finite = np.isfinite(probabilities).all(axis=1)
+        if len(classes) != 2 or len(np.unique(labels[is_finite])) != 2:
+            return []
+        return [curve(classes[1], labels[is_finite], probabilities[is_finite, 1])]
 
     def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
         """Return the `top` most probable classes, best first."""

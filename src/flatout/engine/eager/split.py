@@ -3,6 +3,7 @@
 Shape letters: N samples of the split, B samples of this rank in a batch, K outputs.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from flatout.data.order import Batch, block_size, evaluation_batches, part
 from flatout.engine.base import Evaluation
 from flatout.engine.eager.accelerator import Accelerator
 from flatout.engine.eager.device_setup import allocate, placement
+from flatout.models.features import caught
 from flatout.numerics import augment
 from flatout.tasks.base import Task
 
@@ -271,16 +273,19 @@ class TorchSplit:
         engine.train_step(source, inputs, learning_rate, seed)
 
     @torch.no_grad()
-    def evaluate(self, *, with_probabilities: bool = False, tta: bool = False) -> Evaluation:
+    def evaluate(self, *, with_probabilities: bool = False, with_logits: bool = False, tta: bool = False) -> Evaluation:
         """See `DeviceSplit.evaluate`. Losses are those of the recipe, without class weights."""
         # What a frozen prefix computes of moved images is not cached.
         engine, source = self._engine, self._images if tta else self._view(NOT_AUGMENTED, {})
         task, world, accelerator = engine.task, engine.world, engine.setup.accelerator
         engine.synchronise_buffers()
         loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
-        predicted: list[tuple[slice, torch.Tensor]] = []
-        probabilities: list[tuple[slice, torch.Tensor]] = []
-        with engine.evaluation_network() as network:
+        rows: dict[str, list[tuple[slice, torch.Tensor]]] = {"predicted": []}
+        rows |= {"probabilities": []} if with_probabilities else {}
+        rows |= {"logits": [], "features": []} if with_logits else {}
+        with contextlib.ExitStack() as stack:
+            network = stack.enter_context(engine.evaluation_network())
+            features = stack.enter_context(caught(engine.model, network)) if with_logits else None
             for inputs in self._batches(source, equally_many=engine.is_sharded):
                 start, real = int(inputs.batch.samples[0]), inputs.batch.count
                 with engine.setup.autocast():
@@ -288,23 +293,28 @@ class TorchSplit:
                     logits = engine.view_logits(network, images) if tta else network(engine.network_input(images))
                     logits = logits[:real]
                 loss_sum += task.per_sample(logits, source.targets.index_select(0, inputs.samples[:real])).sum()
-                rows = slice(start, start + real)
-                predicted.append((rows, task.predicted(logits)))
+                where = slice(start, start + real)
+                rows["predicted"].append((where, task.predicted(logits)))
                 if with_probabilities:
-                    probabilities.append((rows, task.probabilities(logits)))
+                    rows["probabilities"].append((where, task.probabilities(logits)))
+                if features is not None:
+                    rows["logits"].append((where, logits.float()))
+                    found = features.take()
+                    rows["features"] += [] if found is None else [(where, found[:real])]
+        tables: dict[str, Any] = {name: self._gather(own) for name, own in rows.items()}
         return Evaluation(
+            **{"probabilities": None, **tables},
             task=task,
             loss_sum=float(world.all_reduce(loss_sum)),
-            predicted=self._gather(predicted),
             labels=self.samples.labels,
-            probabilities=self._gather(probabilities) if with_probabilities else None,
         )
 
-    def _gather(self, rows: list[tuple[slice, torch.Tensor]]) -> np.ndarray:
-        """Return the rows of all ranks, [N, ...] in the order of the split."""
+    def _gather(self, rows: list[tuple[slice, torch.Tensor]]) -> np.ndarray | None:
+        """Return the rows of all ranks, [N, ...] in the order of the split; None where the first rank has none."""
         world = self._engine.world
-        # The first rank has rows.
         found: Any = world.broadcast_object((rows[0][1].shape[1:], rows[0][1].dtype) if rows else None)
+        if found is None:
+            return None
         shape, dtype = found
         table = torch.zeros((len(self.samples), *shape), dtype=dtype, device=world.device)
         for where, values in rows:

@@ -459,7 +459,7 @@ class XlaSplit:
         self._read_view(NOT_AUGMENTED, None)
         return self._read.images
 
-    def evaluate(self, *, with_probabilities: bool = False, tta: bool = False) -> Evaluation:
+    def evaluate(self, *, with_probabilities: bool = False, with_logits: bool = False, tta: bool = False) -> Evaluation:
         """See `DeviceSplit.evaluate`."""
         engine, count = self._engine, len(self.samples)
         engine.flush()
@@ -473,14 +473,21 @@ class XlaSplit:
             results.append((engine.evaluate(self, program, group, tta=tta), group.batches[0].count))
             if len(results) > RUN_AHEAD:
                 results[-RUN_AHEAD - 1][0].predicted.block_until_ready()
-        rows = [np.asarray(result.probabilities)[:number] for result, number in results] if with_probabilities else None
-        predicted = np.concatenate([np.asarray(r.predicted)[:number] for r, number in results])
+        names = ["predicted"] + ["probabilities"] * with_probabilities + ["logits", "features"] * with_logits
+        rows = {
+            name: np.concatenate([np.asarray(getattr(r, name))[:number] for r, number in results])
+            for name in names
+            if getattr(results[0][0], name) is not None
+        }
+        predicted = rows["predicted"]
         return Evaluation(
             task=engine.task,
             loss_sum=sum(float(result.loss_sum) for result, _ in results),
             predicted=predicted.astype(np.int64) if predicted.dtype.kind == "i" else predicted,
             labels=self.samples.labels,
-            probabilities=np.concatenate(rows) if rows else None,
+            probabilities=rows.get("probabilities"),
+            logits=rows.get("logits"),
+            features=rows.get("features"),
         )
 
 

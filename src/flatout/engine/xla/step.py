@@ -21,6 +21,7 @@ from flatout.engine.xla.augment import Augmentation, mix, reduced
 from flatout.engine.xla.function import Function
 from flatout.engine.xla.keras import KerasFunction
 from flatout.engine.xla.lowerings import SampleMask
+from flatout.models.features import caught
 from flatout.models.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.models.keras import KerasModule
 from flatout.models.layers import learning_rate_scales, set_train_mode
@@ -86,11 +87,13 @@ class Inputs(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """Of one evaluation batch: loss sum [] without padding, and what `Task` calls so of each sample."""
+    """Of one evaluation batch: loss sum [] without padding, and the rest of each sample, as `Evaluation` has it."""
 
     loss_sum: jax.Array
     predicted: jax.Array
     probabilities: jax.Array
+    logits: jax.Array
+    features: jax.Array | None
 
 
 class LossHead(nn.Module):
@@ -191,10 +194,18 @@ class Program:
 
     @functools.cached_property
     def _evaluation(self) -> "_Network":
-        self._model.eval()
+        network, shape = self._model.eval(), (self._recipe.channels, *self._recipe.eval_sides)
         if self._cut:
-            return self._network(self._cut.eval_suffix, (self.evaluation_batch, *self._read))
-        return self._network(self._model, (self.evaluation_batch, self._recipe.channels, *self._recipe.eval_sides))
+            network, shape = self._cut.eval_suffix, self._read
+        # What the head reads becomes a second result.
+        with caught(self._model, network) as features:
+            hook = network.register_forward_hook(
+                lambda module, images, logits: logits if (found := features.take()) is None else (logits, found)
+            )
+            try:
+                return self._network(network, (self.evaluation_batch, *shape))
+            finally:
+                hook.remove()
 
     def _network(
         self, model: nn.Module, shape: tuple[int, ...], class_weights: tuple[float, ...] | None = None
@@ -331,19 +342,22 @@ class Program:
         x = self._input(_images(images, table), None, is_training=False)
         weights = state.average or state
 
-        def logits_of(x: jax.Array) -> jax.Array:
-            return self._evaluation.model({**weights.trained, **state.frozen}, weights.buffers, x)[0]
+        def outputs_of(x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+            found = self._evaluation.model({**weights.trained, **state.frozen}, weights.buffers, x)[0]
+            return found if isinstance(found, tuple) else (found, None)
 
         if tta:
-            views = augment.tta_views(self._recipe)
-            logits_VBK = jnp.stack([logits_of(pixels.view(jnp, x, *view)) for view in views]).astype(jnp.float32)
+            views = [outputs_of(pixels.view(jnp, x, *view)) for view in augment.tta_views(self._recipe)]
+            logits_VBK = jnp.stack([logits for logits, _ in views]).astype(jnp.float32)
             logits = Function(Averaged(self.task), (_example(*logits_VBK.shape),), name="views")({}, {}, logits_VBK)[0]
+            seen = [features for _, features in views if features is not None]
+            features = jnp.stack(seen).mean(axis=0) if seen else None
         else:
-            logits = logits_of(x)
+            logits, features = outputs_of(x)
         losses, _, predicted, probabilities = self._evaluation.results(logits, targets)
         # A prediction of NaN for padding must not reach the sums.
         loss_sum = jnp.where(mask > 0, losses, 0).sum()
-        return Evaluated(loss_sum, predicted, probabilities)
+        return Evaluated(loss_sum, predicted, probabilities, logits.astype(jnp.float32), features)
 
 
 class FrozenPrefix:
