@@ -24,6 +24,8 @@ import torch
 from flatout.engine.devices import machine
 from plain_resnet18 import decode, normalise
 
+NO_AUGMENTATION = ("augment.flip=false", "augment.shift=0", "augment.zoom=0")
+
 
 def train_head(args: argparse.Namespace) -> dict[str, Any]:
     """Train the head alone with flatout, and return figures of its run."""
@@ -31,7 +33,7 @@ def train_head(args: argparse.Namespace) -> dict[str, Any]:
         out = Path(folder) / "run"
         command = [sys.executable, "-m", "flatout", "train", str(args.data), "--model", f"timm:{args.model}"]
         command += ["--no-pretrained", "--epochs", str(args.epochs), "--out", str(out)]
-        for setting in (f"image_size={args.size}", "freeze=all-but-last-0", "augment.flip=false", "early_stopping=0"):
+        for setting in (f"image_size={args.size}", "freeze=all-but-last-0", *NO_AUGMENTATION):
             command += ["--set", setting]
         subprocess.run(command, check=True, stdout=sys.stderr)
         summary = json.loads((out / "summary.json").read_text())
