@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from flatout.callbacks.base import Callback, RunInfo
+    from flatout.callbacks.trackers import MLflow, TensorBoard, Trackio, WandB
     from flatout.errors import InputError, TrainingFailed
     from flatout.recipe import SGD, Adagrad, Adam, AdamW, Augment, Data, Momentum, Optimizer, Recipe, Schedule
     from flatout.run.fit import fit
@@ -16,19 +18,35 @@ __all__ = [
     "Adam",
     "AdamW",
     "Augment",
+    "Callback",
     "Data",
     "Ensemble",
     "InputError",
+    "MLflow",
     "Momentum",
     "Optimizer",
     "Prediction",
     "Recipe",
     "Run",
+    "RunInfo",
     "Schedule",
+    "TensorBoard",
+    "Trackio",
     "TrainingFailed",
+    "WandB",
     "fit",
     "load",
 ]
+
+
+# Where the public names are, those that load least first.
+_PLACES = (
+    "flatout.errors",
+    "flatout.recipe",
+    "flatout.callbacks.base",
+    "flatout.callbacks.trackers",
+    "flatout.run.folder",
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -36,7 +54,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name in __all__:
-        for module in map(importlib.import_module, ("flatout.errors", "flatout.recipe", "flatout.run.folder")):
+        for module in map(importlib.import_module, _PLACES):
             if hasattr(module, name):
                 return getattr(module, name)
         return importlib.import_module("flatout.run.fit").fit

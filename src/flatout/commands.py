@@ -44,7 +44,7 @@ def _command(operands: str, flags: str, example: str, **changes: dict[str, Any])
 @_command(
     "[JOB]",
     "--data --images --model --minutes --epochs --folds --batch-size --lr --seed --set --weights --no-pretrained"
-    " --on-bad-image --out --resume --overwrite --no-cache --devices --engine --allow-untested"
+    " --on-bad-image --out --resume --overwrite --no-cache --track --devices --engine --allow-untested"
     " --nodes --node-rank --rendezvous --rendezvous-timeout --restarts",
     "train my-photos/ --epochs 20 --out runs/first",
     out={"help": "the run folder; default: a new one under runs/"},
@@ -53,6 +53,7 @@ def do_train(args: Namespace, console: Console) -> None:
     """Train a job, a recipe, or your own data."""
     # Before imports, which take seconds.
     began = time.perf_counter()
+    from flatout.callbacks.trackers import callbacks_of
     from flatout.dist.hosts import Hosts
     from flatout.engine.devices import parse_devices
     from flatout.engine.factory import rate_on
@@ -75,6 +76,7 @@ def do_train(args: Namespace, console: Console) -> None:
         cache=not args.no_cache,
         # A model that the user names on the command line may be code; one that a file names may not.
         allow_code=args.model is not None,
+        callbacks=callbacks_of(args.track),
     )
     job = _job_to_resume(args) if args.resume else args.job
     devices, reasons = parse_devices(args.devices, engine), list[str]()

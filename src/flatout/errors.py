@@ -22,6 +22,10 @@ class TrainingFailed(RuntimeError):
     exit_code = FAILED
 
 
+class CallbackFailed(TrainingFailed):
+    """A callback of the user's raised an exception. The message names both."""
+
+
 class DiskFull(TrainingFailed):
     """A file cannot be written for lack of space."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout import __version__
+from flatout.callbacks import TRACKERS
 from flatout.commands import COMMANDS
 from flatout.errors import WRONG_INPUT
 from flatout.jobs import builtin_jobs
@@ -34,6 +35,13 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--out": {"type": Path, "metavar": "DIR", "help": "an empty or new folder; default: a new one under runs/"},
     "--resume": {"action": "store_true", "help": "continue the run in --out"},
     "--overwrite": {"action": "store_true", "help": "replace the run in --out"},
+    "--track": {
+        "action": "append",
+        "default": [],
+        "choices": TRACKERS,
+        "metavar": "NAME",
+        "help": f"log to an experiment tracker, {', '.join(TRACKERS)}; repeatable",
+    },
     "--no-cache": {"action": "store_true", "help": "do not keep the decoded images for the next run"},
     "--devices": {"default": "auto", "metavar": "SPEC", "help": "auto, cpu, 2xcpu, cuda, 4xcuda, cuda:0,2, mps, 8xtpu"},
     "--engine": {"default": "auto", "metavar": "NAME", "help": "auto, torch or xla"},

@@ -15,6 +15,8 @@ from flatout.files import write_atomically
 
 RECIPE, METRICS, SUMMARY, WEIGHTS = "recipe.toml", "metrics.jsonl", "summary.json", "weights.safetensors"
 PREDICTIONS, CHECKPOINTS, LOGS, REPORT = "predictions.npz", "checkpoints", "logs", "report.html"
+# The event files of a tracker, and in `logs` the ids by which trackers continue a run.
+TENSORBOARD, TRACKER_IDS = "tensorboard", "trackers.json"
 # The runs of a cross-validation, in its folder.
 FOLD = "fold-{}"
 PICTURES = ("predictions.png", "curves.png", "confusion.png")

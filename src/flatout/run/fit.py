@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +17,7 @@ from flatout.settings import in_python, python_words
 if TYPE_CHECKING:
     from torch import nn
 
+    from flatout.callbacks.base import Callback
     from flatout.data.source import DataRef, Source
     from flatout.dist.world import World
 
@@ -39,6 +40,7 @@ def fit(
     cache: bool = True,
     restarts: int | None = None,
     minutes: float | None = None,
+    callbacks: "Callback | str | Sequence[Callback | str]" = (),
     quiet: bool = False,
     **changes: Any,
 ) -> Run:
@@ -66,6 +68,8 @@ def fit(
         cache: keep the decoded images for the next run.
         restarts: how often the ranks of several devices restart from the newest checkpoint after one was lost.
         minutes: train as many steps as fit into this time, from this call to the report.
+        callbacks: `flatout.Callback` objects, and names of experiment trackers: `tensorboard`, `wandb`, `trackio`,
+            `mlflow`.
         quiet: print nothing.
         **changes: recipe keys, such as `epochs=5`, `batch_size=256`, `lr=0.01`, `optimizer="adam"` or
             `optimizer=flatout.SGD(lr=0.01)`, `augment=flatout.Augment(flip=True)` or `augment={"flip": True}`.
@@ -77,6 +81,7 @@ def fit(
     began = time.perf_counter()
     import sys
 
+    from flatout.callbacks.trackers import callbacks_of
     from flatout.dist.env import launched
     from flatout.engine.devices import engine_for, parse_devices
     from flatout.engine.factory import rate_on
@@ -110,6 +115,7 @@ def fit(
         minutes=minutes,
         began=began,
         allow_code=isinstance(model, str),
+        callbacks=callbacks_of(callbacks),
     )
     reasons: list[str] = []
     try:
@@ -165,7 +171,10 @@ def train_recipe(
         from flatout.run.folds import cross_validate
 
         return cross_validate(recipe, data, options, console, module)
-    return run_session(Session(recipe, data, options, module), console, _run)
+    folder, attributes = run_session(Session(recipe, data, options, module), console, _run)
+    for callback, found in zip(options.callbacks, attributes, strict=False):
+        vars(callback).update(found)
+    return folder
 
 
 def run_session(session: Session, console: Console, function: "Callable[[Console, World, Session], T]") -> T:
@@ -221,6 +230,18 @@ def run_session(session: Session, console: Console, function: "Callable[[Console
         )
 
 
-def _run(console: Console, world: "World", session: Session) -> Path:
-    """Train on one of the ranks."""
-    return session.run(console, world)
+def _run(console: Console, world: "World", session: Session) -> "tuple[Path, list[dict[str, Any]]]":
+    """Train on one of the ranks; return the folder and, from the process of a device, attributes of the callbacks."""
+    from flatout.dist.env import launched
+
+    folder, attributes = session.run(console, world), []
+    if launched() is not None and world.is_main and session.options.callbacks:
+        import cloudpickle
+
+        attributes = [vars(callback) for callback in session.options.callbacks]
+        try:
+            cloudpickle.dumps(attributes)
+        except Exception as error:  # users' objects may raise anything
+            console.note(f"the attributes of the callbacks stay in the process of rank 0: {error}")
+            attributes = []
+    return folder, attributes

@@ -53,8 +53,9 @@ class Callbacks:
     def replan(self) -> Recipe:  # pyright: ignore[reportReturnType]
         """Return the recipe with another length, where that was requested."""
 
-    def epoch(self, *, is_best: bool) -> None:
-        """Called after every epoch, when its weights were found to be finite."""
+    def epoch(self, *, is_best: bool) -> str:
+        """Called after every epoch with finite weights; return why training ends here, or ""."""
+        return ""
 
 
 def train(
@@ -98,7 +99,8 @@ class _Loop:
             if not self.engine.is_finite():
                 raise TrainingFailed(f"training diverged in epoch {progress.epoch}: a weight is not finite{FIX}")
             progress.history.append(record)
-            self.callbacks.epoch(is_best=self._choose_best())
+            if ended := self.callbacks.epoch(is_best=self._choose_best()):
+                return ended
             waited, patience = progress.epoch - progress.best_epoch, self.recipe.early_stopping
             if patience and progress.best_epoch and waited >= patience:
                 return f"early stopping: no better validation result in {waited} epochs"

@@ -89,8 +89,8 @@ class Monitor(Callbacks):
         if every and progress.step % every == 0:
             self._console.note(f"epoch {progress.epoch + 1} step {progress.step}: loss {loss:.4f}")
 
-    def epoch(self, *, is_best: bool) -> None:
-        """Note a finished epoch; keep its weights if the recipe says so."""
+    def epoch(self, *, is_best: bool) -> str:
+        """Note a finished epoch; keep its weights if the recipe says so. Return why callbacks end the run, or ""."""
         session, progress, recipe = self._session, self._progress, self._recipe
         if is_best and recipe.keep == "best":
             progress.best, self._good = self._engine.snapshot(weights_only=True), None
@@ -103,6 +103,8 @@ class Monitor(Callbacks):
         self._console.note(progress.history[-1].describe(recipe.epochs, tuple(shown), is_best=is_best))
         if session.world.broadcast_object(self._is_checkpoint_due(0.0)):
             self.checkpoint()
+        ended = session.calls.epoch(progress.history[-1].to_plain())
+        return ended if progress.position(self._steps) < recipe.total_steps(self._steps) else ""
 
     def checkpoint(self) -> None:
         """Write a checkpoint, unless the newest one is of the same step. Every process must call this."""

@@ -11,18 +11,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout.callbacks.base import Callback
 from flatout.console import Console, counted
 from flatout.data.order import steps_per_epoch
 from flatout.dist.consistency import agree, data_facts
 from flatout.dist.env import restart_count
 from flatout.dist.hosts import Hosts
-from flatout.errors import DiskFull, InputError, RankLost, Stopped, TrainingFailed
+from flatout.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
 from flatout.host import available_memory
 from flatout.numerics.schedule import describe_scaling, learning_rate
 from flatout.recipe import Augment, Recipe, load_recipe
 from flatout.report import run_files
 from flatout.run import claim, sanity
 from flatout.run.budget import Budget, measure
+from flatout.run.calls import Calls
 from flatout.run.loop import train
 from flatout.run.monitor import Monitor, signals_noted
 from flatout.run.progress import Progress
@@ -61,6 +63,7 @@ class Options:
         minutes: the time budget of the whole run; None for the recipe's own length.
         began: when the user asked for the run, by time.perf_counter.
         notes: sentences about the recipe, for the summary and the report.
+        callbacks: called by the main process.
     """
 
     out: Path | None = None
@@ -75,6 +78,7 @@ class Options:
     minutes: float | None = None
     began: float = field(default_factory=time.perf_counter)
     notes: tuple[str, ...] = ()
+    callbacks: tuple[Callback, ...] = ()
 
     @property
     def seconds(self) -> float | None:
@@ -104,11 +108,13 @@ class Session:
         notes: sentences for the summary.
         data_facts: classes and fingerprint of the data, for checkpoints.
         budget: the time budget, if the run has one and its steps have been measured.
+        calls: the callbacks, once the run starts.
     """
 
     console: Console
     world: "World"
     out: Path
+    calls: Calls
     # The folder of the cross-validation that this run is a fold of.
     whole: Path | None = None
 
@@ -172,8 +178,10 @@ class Session:
             self._fit_into_budget(engine, placed, progress)
             with signals_noted(world.control):
                 self._check_sanity(engine, placed["train"], progress, len(pack.classes))
+                self.calls = Calls(self, pack, progress)
                 ended, failure = self._train(engine, placed, progress)
                 failure = finish(self, engine, pack, placed, progress, ended, failure)
+                failure = self.calls.end(failure)
         if failure:
             raise failure
         return self.out
@@ -525,13 +533,16 @@ class Session:
             ended, failure = train(engine, self.world, self.recipe, placed, progress, monitor), None
         except (RankLost, DiskFull):
             raise  # the ranks can do nothing more together
+        except CallbackFailed as error:
+            # The training itself is sound: it can go on from here.
+            ended, failure = f"failed: {error}", error
         except TrainingFailed as error:
             monitor.restore()
             ended, failure = f"failed: {error}", error
         except Stopped as stopped:
             ended, failure = f"{stopped.how} in epoch {progress.epoch + 1}, step {progress.step}", stopped
         self.console.finish()
-        if not isinstance(failure, TrainingFailed):
+        if isinstance(failure, CallbackFailed) or not isinstance(failure, TrainingFailed):
             monitor.checkpoint()
         if ended:
             self.note(ended)

@@ -1,0 +1,248 @@
+"""Callbacks of the user's, and the trackers of experiments, each by its example and offline."""
+
+import importlib.util
+import json
+import os
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import flatout
+from flatout.cli import main
+from flatout.parser import parse
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_pictures() -> Iterator[None]:
+    """Draw one small picture instead of all and the report, which take longer than these runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatout.report.page.draw_all", lambda run: Image.new("L", (3, 2)).save(run / "curves.png"))
+        yield
+
+
+def make_arrays(count: int = 96) -> tuple[np.ndarray, np.ndarray]:
+    """Grey images whose level is their class."""
+    labels = np.arange(count) % 3
+    noise = np.random.default_rng(0).integers(0, 40, (count, 8, 8))
+    return (noise + 90 * labels[:, None, None]).astype(np.uint8), labels
+
+
+class Recorder(flatout.Callback):
+    """Writes down its calls; may end the training or fail."""
+
+    def __init__(self, end_after: int = 0, fail_in: str = "") -> None:
+        self.end_after, self.fail_in = end_after, fail_in
+        self.calls: list[tuple[Any, ...]] = []
+
+    def on_start(self, run: flatout.RunInfo) -> None:
+        self.path, self.process = run.path, os.getpid()
+        self.note("start", run.epoch, run.classes, run.devices, run.recipe.epochs, run.parameters)
+
+    def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> bool:
+        self.note("epoch", epoch, metrics)
+        return epoch == self.end_after
+
+    def on_end(self, summary: dict[str, Any]) -> None:
+        self.note("end", summary)
+
+    def note(self, what: str, *arguments: Any) -> None:
+        self.calls.append((what, *arguments))
+        if what == self.fail_in:
+            raise ValueError(f"no {what} here")
+
+    @property
+    def order(self) -> list[Any]:
+        return [call[0] if call[0] != "epoch" else call[1] for call in self.calls]
+
+
+def fit(out: Path, *callbacks: Any, **changes: Any) -> flatout.Run:
+    settings = {"epochs": 3, "batch_size": 32, "devices": "cpu", "quiet": True, "model": "parallel-cnn"}
+    return flatout.fit(data=make_arrays(), out=out, callbacks=callbacks, **settings | changes)
+
+
+def test_the_methods_are_called_with_what_the_run_folder_has(tmp_path: Path) -> None:
+    recorder = Recorder()
+    run = fit(tmp_path / "run", recorder)
+    assert recorder.order == ["start", 1, 2, 3, "end"]
+    assert recorder.path == run.path
+    assert recorder.calls[0][1:] == (0, run.classes, "cpu", 3, run.summary["parameters"])
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    assert [{"epoch": epoch, **metrics} for _, epoch, metrics in recorder.calls[1:-1]] == lines
+    assert recorder.calls[-1][1] == run.summary
+
+
+def test_a_callback_ends_training(tmp_path: Path) -> None:
+    recorder, other = Recorder(end_after=2), Recorder()
+    run = fit(tmp_path / "run", recorder, other)
+    assert recorder.order == other.order == ["start", 1, 2, "end"]
+    assert run.summary["stopped"] == "Recorder.on_epoch_end ended training"
+    whole = fit(tmp_path / "whole", Recorder(end_after=1), epochs=1)
+    assert whole.summary["stopped"] is None, "nothing was left to do"
+
+
+def test_an_exception_ends_the_run_and_keeps_what_was_trained(tmp_path: Path) -> None:
+    broken, other = Recorder(fail_in="epoch"), Recorder()
+    with pytest.raises(
+        flatout.TrainingFailed, match=r"callback Recorder.on_epoch_end raised .*no epoch here"
+    ) as raised:
+        fit(tmp_path / "run", broken, other)
+    assert __file__ in str(raised.value)
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert other.order == ["start", "end"]
+    assert other.calls[-1][1]["stopped"].startswith("failed: the callback Recorder.on_epoch_end")
+    assert other.calls[-1][1]["test_count"] > 0
+    again = Recorder()
+    run = fit(tmp_path / "run", again, resume=True)
+    assert again.order == ["start", 2, 3, "end"]
+    assert again.calls[0][1] == 1
+    assert run.summary["epochs_trained"] == 3
+
+
+@pytest.mark.parametrize("where", ["start", "end"])
+def test_an_exception_before_or_after_training(where: str, tmp_path: Path) -> None:
+    with pytest.raises(flatout.TrainingFailed, match=f"Recorder.on_{where} raised ValueError: no {where} here"):
+        fit(tmp_path / "run", Recorder(fail_in=where), epochs=1)
+    assert (tmp_path / "run" / "summary.json").is_file() == (where == "end")
+
+
+@pytest.mark.slow
+def test_of_two_processes_one_calls_and_the_attributes_come_back(tmp_path: Path) -> None:
+    class Local(Recorder):
+        """Of no module: it travels as its code."""
+
+    recorder = Local()
+    run = fit(tmp_path / "run", recorder, devices="2xcpu")
+    assert recorder.order == ["start", 1, 2, 3, "end"]
+    assert recorder.process != os.getpid()
+    assert recorder.calls[0][3] == run.summary["devices"] == "2xcpu"
+    with pytest.raises(flatout.TrainingFailed, match=r"Local.on_epoch_end raised ValueError: no epoch here"):
+        fit(tmp_path / "failed", Local(fail_in="epoch"), devices="2xcpu")
+    assert "Traceback" in (tmp_path / "failed" / "logs" / "rank-0.log").read_text()
+    assert "Traceback" not in (tmp_path / "failed" / "logs" / "rank-1.log").read_text()
+
+
+class Misnamed(flatout.Callback):
+    def on_epoch_ends(self, epoch: int, metrics: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Recorder, r"Recorder is a class; give an object: Recorder\(\)"),
+        (Misnamed(), r"Misnamed.on_epoch_ends is never called; did you mean 'on_epoch_end'\?"),
+        (print, r"not a flatout.Callback; derive a class .* on_start, on_epoch_end, on_end"),
+        ("wandbb", r"'wandbb' is no tracker; did you mean 'wandb'\?"),
+    ],
+)
+def test_what_is_no_callback(given: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(flatout.InputError, match=message):
+        fit(tmp_path / "run", given)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
+def test_a_missing_package_is_named_with_its_extra(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    assert main(["train", "digits", "--track", name]) == 2
+    message = capsys.readouterr().err
+    assert f"needs the package {name}: pip install 'flatout[{name}]'" in message
+    assert message.count("\n") == 1
+
+
+def test_an_unknown_tracker_is_no_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["train", "digits", "--track", "mlfow"])
+    assert "did you mean 'mlflow'?" in capsys.readouterr().err
+    assert parse(["train", "digits", "--track", "wandb", "--track", "mlflow"]).track == ["wandb", "mlflow"]
+
+
+def run_example(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run an example in a folder of its own, and return its variables."""
+    monkeypatch.chdir(folder)
+    return runpy.run_path(str(EXAMPLES / name))
+
+
+def test_the_example_of_a_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = run_example("callback.py", tmp_path, monkeypatch)
+    assert values["run"].summary["stopped"] == "StopAt.on_epoch_end ended training"
+    assert values["run"].summary["valid_accuracy"] >= values["stop"].accuracy
+    assert values["stop"].best == values["run"].summary["valid_accuracy"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard", reason="needs flatout[tensorboard]")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = run_example("track_tensorboard.py", tmp_path, monkeypatch)["run"]
+    events = EventAccumulator(str(run.path / "tensorboard")).Reload()
+    found = {event.step: event.value for event in events.Scalars("valid_accuracy")}
+    assert found == pytest.approx({line["epoch"]: line["valid_accuracy"] for line in read_lines(run)})
+    assert (events.Images("curves")[0].width, events.Images("curves")[0].height) == (3, 2)
+    assert events.Scalars("test_accuracy")[0].value == pytest.approx(run.summary["test_accuracy"])
+    assert b"optimizer.lr = " in events.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0]
+    flatout.fit(job="digits", epochs=1, out=run.path, overwrite=True, devices="cpu", quiet=True)
+    assert not (run.path / "tensorboard").exists(), "the files of a run that is overwritten are removed"
+
+
+def read_lines(run: flatout.Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="needs flatout[wandb]")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = run_example("track_wandb.py", tmp_path, monkeypatch)["run"]
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    known = json.loads((run.path / "logs" / "trackers.json").read_text())["wandb"]
+    assert folder.name.endswith(known)
+    # The file of an offline run is a log of protobuf records, in which text is plain.
+    content = (folder / f"run-{known}.wandb").read_bytes()
+    assert b"optimizer.lr" in content
+    for line in read_lines(run):
+        assert str(line["valid_accuracy"]).encode() in content
+    assert list((folder / "files" / "media" / "images").glob("curves_*.png"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio", reason="needs flatout[trackio]")
+    run = run_example("track_trackio.py", tmp_path, monkeypatch)["run"]
+    (found,) = trackio.Api().runs("digits")
+    assert found.name == run.path.name
+    assert found.config["optimizer.lr"] == run.recipe.optimizer.lr
+    from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
+
+    logged = {line.get("epoch"): line.get("valid_accuracy") for line in SQLiteStorage.get_logs("digits", found.name)}
+    assert {line["epoch"]: line["valid_accuracy"] for line in read_lines(run)}.items() <= logged.items()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="needs flatout[mlflow]")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    run = run_example("track_mlflow.py", tmp_path, monkeypatch)["run"]
+    client = mlflow.MlflowClient()
+    (found,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+    assert found.info.status == "FINISHED"
+    assert found.data.params["optimizer.lr"] == str(run.recipe.optimizer.lr)
+    logged = {m.step: m.value for m in client.get_metric_history(found.info.run_id, "valid_accuracy")}
+    assert logged == {line["epoch"]: line["valid_accuracy"] for line in read_lines(run)}
+    assert found.data.metrics["test_accuracy"] == run.summary["test_accuracy"]
+    assert [file.path for file in client.list_artifacts(found.info.run_id)] == ["curves.png"]
