@@ -12,11 +12,10 @@ import json
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from about import about
 from memory import peak_rss_of, write_images
 
 MODEL = """\
@@ -81,14 +80,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="flatout-large-", dir=args.folder) as folder:
             runs.append(measure(Path(folder), count, args.size))
 
-    # Only now, as it loads torch, and what this process holds would count as its children's.
-    from flatout.engine.devices import machine
-
-    packages = ("flatout", "torch", "numpy")
     result = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+        **about("flatout", "torch", "numpy"),  # only now: what this process holds would count as its children's
         "image_size": args.size,
         "runs": runs,
     }

@@ -12,12 +12,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from about import about
 
 CLASSES = 10
 WRITTEN_AT_ONCE = 1000
@@ -97,14 +97,8 @@ def main() -> None:
             runs.append(measure(Path(folder), count, args.size))
     few, many = runs
 
-    # Only now, as it loads torch, and what this process holds would count as its children's.
-    from flatout.engine.devices import machine
-
-    packages = ("flatout", "torch", "numpy")
     result = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+        **about("flatout", "torch", "numpy"),  # only now: what this process holds would count as its children's
         "image_size": args.size,
         "runs": runs,
         "train_peak_rss_ratio": many["train_peak_rss_bytes"] / few["train_peak_rss_bytes"],

@@ -12,11 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flatout.engine.devices import machine
+from about import about
 
 # Data below the root, and minutes.
 CASES = (("fashion-mnist", 5.0), ("mnist", 2.0), ("cats-dogs", 1.0), ("cats-dogs", 10.0), ("caltech101", 10.0))
@@ -47,8 +46,7 @@ def main() -> None:
     args = parser.parse_args()
     cases = [case for case in CASES if not args.only or case[0] in args.only]
     result = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
+        **about("flatout", "torch"),
         "runs": [measure(args.data_root / name, minutes) for name, minutes in cases],
     }
     args.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -12,12 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from flatout.engine.devices import machine
+from about import about
 
 HERE = Path(__file__).resolve().parent
 
@@ -54,13 +52,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "photos.json")
     args = parser.parse_args()
     result: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
+        **about("flatout", "fastai", "torch", "torchvision", "timm"),
         "data": args.data.name,
         "minutes": args.minutes,
         "model": args.model,
         "image_size": args.size,
-        "versions": {name: version(name) for name in ("flatout", "fastai", "torch", "torchvision", "timm")},
         "rounds": [
             {
                 "fastai": run_fastai(args),

@@ -11,11 +11,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
-from flatout.engine.devices import machine
+from about import about
 
 # Job -> its data below the root, and the epochs trained here: all of them where that takes minutes on two cores.
 JOBS = {
@@ -51,9 +49,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "precision.json")
     args = parser.parse_args()
     result = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": {name: version(name) for name in ("flatout", "torch")},
+        **about("flatout", "torch"),
         "seeds": args.seeds,
         "epochs": {job: JOBS[job][1] or "all" for job in args.jobs},
         "accuracies": {},

@@ -10,18 +10,16 @@ import argparse
 import json
 import statistics
 import sys
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from about import about
 from flatout.console import Console
 from flatout.data.build import load_pack
 from flatout.data.feed import Samples
 from flatout.data.load import find, splits_of
 from flatout.data.pack import Pack, PackSettings
 from flatout.dist.world import World
-from flatout.engine.devices import machine
 from flatout.engine.eager.engine import TorchEngine
 from flatout.engine.factory import join
 from flatout.jobs import load_job
@@ -93,10 +91,8 @@ def main() -> None:
 
     result: dict[str, Any] = {
         "job": recipe.job,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
+        **about("flatout", "torch"),
         "device": args.device,
-        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in ("flatout", "torch")}},
         "image_size": recipe.image_size,
         "train_images": len(splits["train"]),
         "batch_size": recipe.batch_size,

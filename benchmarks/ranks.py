@@ -11,13 +11,11 @@ import json
 import statistics
 import sys
 import tempfile
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from about import about
 from compare import HERE, PACKAGES, run_process
-from flatout.engine.devices import machine
 from flatout.host import physical_cores
 
 # Job -> data set in the data root, epochs, further flags: enough for some tens of seconds on one thread.
@@ -95,9 +93,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "ranks.json")
     args = parser.parse_args()
-    result: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine()}
-    result["versions"] = {name: version(name) for name in PACKAGES}
-    result["jobs"] = {}
+    result: dict[str, Any] = {**about(*PACKAGES), "jobs": {}}
     with tempfile.TemporaryDirectory(prefix="flatout-ranks-") as folder:
         for job in args.jobs.split(","):
             result["jobs"][job] = measured = measure(job, args.data_root, args.repeats, Path(folder))

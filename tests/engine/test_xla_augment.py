@@ -31,6 +31,12 @@ def augmented(recipe: Recipe, images: np.ndarray, tables: Any) -> Any:
     return jax.jit(functools.partial(Augmentation(recipe), is_training=True))(images, tables)
 
 
+def by_torch(recipe: Recipe, images: np.ndarray, tables: dict[str, Any]) -> torch.Tensor:
+    mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
+    transforms = {name: torch.from_numpy(table) for name, table in tables.items()}
+    return augment.apply(torch.from_numpy(images), transforms, 1 / (255 * std), -mean / std, recipe.image_sides)
+
+
 def interpolated(image_HWC: np.ndarray, affine: np.ndarray, size: int) -> np.ndarray:
     """The definition, pixel by pixel: bilinear between four neighbours; the image's edge pixels are repeated."""
     sides = np.array(image_HWC.shape[:2])
@@ -74,14 +80,12 @@ def test_pixels_equal_torchs(changes: dict[str, Any]) -> None:
     recipe = make_recipe(**changes, **{"data.stored_size": 15})
     images = np.random.default_rng(0).integers(0, 256, (64, 15, 15, 1), dtype=np.uint8)
     tables = augment.epoch_transforms(recipe, 0, len(images)) or {}
-    mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
-    transforms = {name: torch.from_numpy(table) for name, table in tables.items()}
-    expected = augment.apply(torch.from_numpy(images), transforms, 1 / (255 * std), -mean / std, recipe.image_sides)
+    expected = by_torch(recipe, images, tables)
     found = augmented(recipe, images, tables)
     np.testing.assert_allclose(found, expected, atol=2e-5)
     if "mix" in tables:
-        expected = augment.mix(expected, expected[tables["partner"]], transforms["mix"])
         rows: Any = tables["mix"]
+        expected = augment.mix(expected, expected[tables["partner"]], torch.from_numpy(rows))
         np.testing.assert_allclose(mix(found, found[tables["partner"]], rows), expected, atol=2e-5)
 
 
@@ -97,9 +101,7 @@ def test_wide_images_of_16_bits_and_many_channels_equal_torchs(
     recipe = make_recipe(**changes, **shape)
     images = np.random.default_rng(0).integers(0, 65536, (16, 14, 26, 5)).astype(np.uint16)
     tables = augment.epoch_transforms(recipe, 0, len(images)) or {}
-    mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
-    transforms = {name: torch.from_numpy(table) for name, table in tables.items()}
-    expected = augment.apply(torch.from_numpy(images), transforms, 1 / (255 * std), -mean / std, recipe.image_sides)
+    expected = by_torch(recipe, images, tables)
     found = augmented(recipe, images, tables)
     np.testing.assert_allclose(found, expected, atol=2e-5)
     smaller = torch.nn.functional.interpolate(expected, size=(9, 14), mode="area")
@@ -111,8 +113,7 @@ def test_histograms_are_equalised_as_by_torch() -> None:
     images = np.random.default_rng(0).integers(30, 90, (8, 32, 32, 1), dtype=np.uint8)
     rows = np.tile(pixels.UNCHANGED, (8, 1)).astype(np.float32)
     rows[::2, pixels.EQUALIZE] = 1
-    mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
-    expected = augment.apply(torch.from_numpy(images), {"color": torch.from_numpy(rows)}, 1 / (255 * std), -mean / std)
+    expected = by_torch(recipe, images, {"color": rows})
     np.testing.assert_allclose(augmented(recipe, images, {"color": rows}), expected, atol=2e-5)
     assert float(expected[0].max() - expected[0].min()) > 3 * float(expected[1].max() - expected[1].min())
 

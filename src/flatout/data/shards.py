@@ -7,7 +7,8 @@ from pathlib import Path
 
 from flatout.data.archive import Member
 from flatout.data.formats.folders import visible
-from flatout.data.splits import SPLITS, split_of, split_within
+from flatout.data.source import DataRef, Source
+from flatout.data.splits import SPLITS, in_order, split_of, split_within
 from flatout.errors import InputError
 
 _MAX_PATHS = 100_000
@@ -49,6 +50,27 @@ def shards(path: Path, is_shard: Callable[[str], bool]) -> dict[str, list[Path]]
         if is_shard(file.name) and file.is_file():
             found.setdefault(split or split_within(file.name) or "train", []).append(file)
     return {split: found[split] for split in SPLITS if split in found}
+
+
+def reference(
+    kind: str,
+    path: Path,
+    splits: dict[str, list[Path]],
+    read: Callable[[dict[str, list[Path]]], Source],
+    beside: tuple[Path, ...] = (),
+) -> DataRef | None:
+    """Return the data in split -> shards, which `read` takes in order; `beside` are other files that determine it.
+
+    Returns None without shards.
+
+    Raises:
+        InputError: there are no training shards.
+    """
+    if not splits:
+        return None
+    splits = in_order(splits, path)
+    files = (file for some in splits.values() for file in some)
+    return DataRef(kind=kind, path=path, inputs=(*files, *beside), read=lambda: read(splits))
 
 
 def _files(folder: Path) -> Iterator[tuple[str | None, Path]]:

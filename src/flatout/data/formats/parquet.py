@@ -17,9 +17,9 @@ import numpy as np
 from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.labels import first_few
 from flatout.data.members import Encoded
-from flatout.data.shards import shards
+from flatout.data.shards import reference, shards
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
-from flatout.data.splits import in_order, split_of
+from flatout.data.splits import split_of
 from flatout.errors import InputError, first_line
 
 KIND, SAVED_KIND = "Parquet files", "saved Hugging Face data set"
@@ -34,15 +34,7 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
     kind, splits = KIND, shards(path, lambda name: name.lower().endswith(".parquet"))
     if not splits and (splits := _saved(path)):
         kind = SAVED_KIND
-    if not splits:
-        return None
-    splits = in_order(splits, path)
-    return DataRef(
-        kind=kind,
-        path=path,
-        inputs=tuple(file for files in splits.values() for file in files),
-        read=lambda: read(path, kind, splits, class_list, options),
-    )
+    return reference(kind, path, splits, lambda splits: read(path, kind, splits, class_list, options))
 
 
 def _saved(path: Path) -> dict[str, list[Path]]:

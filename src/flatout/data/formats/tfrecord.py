@@ -19,9 +19,8 @@ import numpy as np
 from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.labels import find_class_list_beside
 from flatout.data.members import Container, Slice
-from flatout.data.shards import shards
+from flatout.data.shards import reference, shards
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
-from flatout.data.splits import in_order
 from flatout.errors import InputError
 
 KIND = "TFRecord files"
@@ -43,18 +42,10 @@ _MAX_NUMBERS = 16  # of a feature; the rest is passed over
 def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
     """Return the files, by their names, or None."""
     splits = shards(path, lambda name: bool(_NAME.fullmatch(name)))
-    if not splits:
-        return None
-    splits = in_order(splits, path)
     folder = path if path.is_dir() else path.parent
-    names = class_list or find_class_list_beside(folder, _CLASS_LISTS)
-    files = tuple(file for some in splits.values() for file in some)
-    return DataRef(
-        kind=KIND,
-        path=path,
-        inputs=(*files, names) if names and not class_list else files,
-        read=lambda: read(path, splits, names, options),
-    )
+    found = class_list or find_class_list_beside(folder, _CLASS_LISTS)
+    beside = (found,) if found and not class_list else ()
+    return reference(KIND, path, splits, lambda splits: read(path, splits, found, options), beside)
 
 
 class _NoLabel(InputError):

@@ -11,9 +11,8 @@ from pathlib import Path
 from flatout.data.archive import tar_parts
 from flatout.data.formats.folders import is_image_name
 from flatout.data.members import Container, Encoded, Slice
-from flatout.data.shards import shards
+from flatout.data.shards import reference, shards
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
-from flatout.data.splits import in_order
 from flatout.errors import InputError
 
 KIND = "WebDataset shards"
@@ -27,13 +26,7 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
     splits = shards(path, lambda name: name.lower().endswith(".tar"))
     if not any(_begins_with_sample(file, options) for files in splits.values() for file in files):
         return None
-    splits = in_order(splits, path)
-    return DataRef(
-        kind=KIND,
-        path=path,
-        inputs=tuple(file for files in splits.values() for file in files),
-        read=lambda: read(path, splits, class_list, options),
-    )
+    return reference(KIND, path, splits, lambda splits: read(path, splits, class_list, options))
 
 
 def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions) -> Source:
