@@ -274,14 +274,33 @@ def test_a_split_of_unknown_labels_is_left_out(tmp_path: Path):
     assert source.notes == ("there is no test split: its labels are all -1, which means unknown",)
 
 
-def test_row_groups_in_memory_are_few(tmp_path: Path):
+@pytest.mark.parametrize("limit", [None, 0])
+def test_row_groups_in_memory_are_few(limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two of all files, or as many as take little memory: threads that decode are in several, each read once."""
+    import pyarrow.parquet
+
+    if limit is not None:
+        monkeypatch.setattr("flatout.data.formats.parquet._KEPT_BYTES", limit)
     images = [png(i) for i in range(20)]
-    source = read(table(tmp_path / "a.parquet", image=images, label=[i % 2 for i in range(20)]))
+    for i in range(2):
+        half = images[10 * i : 10 * i + 10]
+        columns = pyarrow.table({"image": half, "label": [i % 2 for i in range(10)]})
+        pyarrow.parquet.write_table(columns, tmp_path / f"train-{i}.parquet", row_group_size=2)
+    reads: list[int] = []
+    read_row_group = pyarrow.parquet.ParquetFile.read_row_group
+
+    def counted(self, number: int, **how):
+        reads.append(number)
+        return read_row_group(self, number, **how)
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", counted)
+    source = read(tmp_path)
     assert source.files is not None
     order = np.random.default_rng(0).permutation(20)
     assert [source.files[i].read_bytes() for i in order] == [images[i] for i in order]
-    (kept,) = {id(file.table): file.table._kept for file in source.files}.values()  # pyright: ignore[reportAttributeAccessIssue]
-    assert len(kept) == 2
+    assert (len(reads) == 10) == (limit is None)
+    (kept,) = {id(file.table._kept): file.table._kept for file in source.files}.values()  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(kept._groups) == (10 if limit is None else 2)
 
 
 @pytest.mark.parametrize(

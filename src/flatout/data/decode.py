@@ -158,9 +158,10 @@ def _usual_jpeg_header(start: bytes) -> ImageHeader | None:
     if not start.startswith(JPEG_START):
         return None
     try:
-        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(start)
+        header = simplejpeg.decode_jpeg_header(start)
     except ValueError:
         return None
+    height, width, colorspace = int(header[0]), int(header[1]), header[2]
     mode = {"Gray": "L", "YCbCr": "RGB", "RGB": "RGB"}.get(colorspace)
     if mode is None:
         return None

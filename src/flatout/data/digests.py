@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ DIGEST_BYTES = 20
 
 _READ_BYTES = 1 << 20
 _FILES_PER_TASK = 64
+# Larger files have the digest of the digests of their parts, which are read on all cores: a data set may be one file.
+_PART_BYTES = 1 << 23
 
 # A file changed twice within one tick of the file system's clock looks the same as after the first change, so digests
 # are only remembered once the files have rested. Ticks are 10 ms at most, or 2 s where times are whole seconds.
@@ -62,12 +65,14 @@ def digest_files(paths: Sequence[Encoded], *, memo: Path | None, report: "Progre
                 return [content[i : i + DIGEST_BYTES] for i in range(0, len(content), DIGEST_BYTES)]
     digests: list[bytes] = []
     are_settled = True
+    cores = usable_cores()
+    step = max(1, min(_FILES_PER_TASK, len(paths) // cores))
 
     def read(start: int) -> list[tuple[bytes, bool]]:
-        return [_digest(_name(path)) for path in paths[start : start + _FILES_PER_TASK]]
+        return [_digest(_name(path), max(1, cores // len(paths))) for path in paths[start : start + step]]
 
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        for results in pool.map(read, range(0, len(paths), _FILES_PER_TASK)):
+    with ThreadPoolExecutor(cores) as pool:
+        for results in pool.map(read, range(0, len(paths), step)):
             digests += [digest for digest, _ in results]
             are_settled = are_settled and all(is_settled for _, is_settled in results)
             if report is not None:
@@ -96,8 +101,8 @@ def _stamp(name: str) -> _Stamp:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-def _digest(name: str) -> tuple[bytes, bool]:
-    """Return the digest of a file, and whether it may be remembered for the file's stamp."""
+def _digest(name: str, threads: int) -> tuple[bytes, bool]:
+    """Return the digest of a file, of which so many parts are read at once, and whether its stamp may stand for it."""
     now_ns, before = time.time_ns(), _stamp(name)
     changed_ns = before[2]
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -106,10 +111,23 @@ def _digest(name: str) -> tuple[bytes, bool]:
         return digest.digest(), False
     try:
         with open(name, "rb", buffering=0) as file:  # noqa: PTH123 - faster than Path.open
-            while chunk := file.read(_READ_BYTES):
-                digest.update(chunk)
+            if before[0] <= _PART_BYTES:
+                while chunk := file.read(_READ_BYTES):
+                    digest.update(chunk)
+            else:
+                with ThreadPoolExecutor(threads) as pool:
+                    starts = range(0, before[0], _PART_BYTES)
+                    for part in pool.map(partial(_digest_of_part, file.fileno()), starts):
+                        digest.update(part)
     except OSError as error:
         digest.update(f"cannot be read: {error.errno}".encode())
         return digest.digest(), False
     is_rested = now_ns - changed_ns > (_RESTED_NS if changed_ns % 10**9 else _RESTED_NS_COARSE)
     return digest.digest(), is_rested and _stamp(name) == before
+
+
+def _digest_of_part(descriptor: int, start: int) -> bytes:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for offset in range(start, start + _PART_BYTES, _READ_BYTES):
+        digest.update(os.pread(descriptor, _READ_BYTES, offset))
+    return digest.digest()

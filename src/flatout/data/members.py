@@ -153,7 +153,8 @@ class Slice:
 
     def read_bytes(self) -> bytes:
         """Return the bytes of the part."""
-        return _read_whole(self.container, self.offset, self.size)
+        with self.container.opened() as descriptor:
+            return _read_whole(descriptor, self.offset, self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +174,12 @@ class ZipPart:
 
     def read_bytes(self) -> bytes:
         """Return the bytes of the member, decompressed and checked."""
-        header = _read_whole(self.container, self.header, 30)
-        if header[:4] != b"PK\3\4":
-            raise OSError(errno.EIO, "its header is damaged")
-        extra = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        data = _read_whole(self.container, self.header + 30 + extra, self.compressed_size)
+        with self.container.opened() as descriptor:
+            header = _read_whole(descriptor, self.header, 30)
+            if header[:4] != b"PK\3\4":
+                raise OSError(errno.EIO, "its header is damaged")
+            extra = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+            data = _read_whole(descriptor, self.header + 30 + extra, self.compressed_size)
         if self.is_deflated:
             try:
                 data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, self.size + 1)
@@ -188,10 +190,10 @@ class ZipPart:
         return data
 
 
-def _read_whole(container: Container, offset: int, size: int) -> bytes:
+def _read_whole(descriptor: int, offset: int, size: int) -> bytes:
     if size > MAX_FILE_BYTES:
         raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
-    data = container.read(offset, size)
+    data = os.pread(descriptor, size, offset)
     if len(data) < size:
         raise OSError(errno.EIO, "it is cut off")
     return data

@@ -25,8 +25,9 @@ from flatout.errors import InputError, first_line
 KIND, SAVED_KIND = "Parquet files", "saved Hugging Face data set"
 _IMAGE_NAMES = ("image", "img", "images", "jpg", "png", "picture")
 _LABEL_NAMES = ("label", "labels", "class", "target", "category", "cls")
-# Two, as threads are in two row groups where one ends and the next begins.
+# Threads are in as many row groups as their next images lie in: two at least, where one ends and the next begins.
 _KEPT_CHUNKS = 2
+_KEPT_BYTES = 1 << 27
 
 
 def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
@@ -72,11 +73,12 @@ def read(path: Path, kind: str, splits: dict[str, list[Path]], class_list: Path 
     places: dict[str, list[Encoded]] = {}
     names: tuple[str, ...] | None = None
     notes: list[str] = []
+    kept = _Kept()
     for split, files in splits.items():
         images: list[Encoded] = []
         labels: list[Any] = []
         for file in files:
-            table = _Table(file, options)
+            table = _Table(file, options, kept)
             names = names or table.class_names
             if table.class_names != names:
                 raise InputError(
@@ -122,13 +124,46 @@ class Cell:
         return content
 
 
+class _Kept:
+    """The row groups that were used last, of all files: `_KEPT_CHUNKS` of them, or as many as `_KEPT_BYTES` hold."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: OrderedDict[tuple[_Table, int], _Group] = OrderedDict()
+        self._bytes = 0
+
+    def images(self, table: "_Table", number: int) -> Any:
+        """Return the encoded images of a row group, read now unless they are kept; raises as `_Table.read_group`."""
+        key = table, number
+        with self._lock:
+            group = self._groups.get(key)
+            if group is None:
+                group = self._groups[key] = _Group(table.group_bytes[number])
+                self._bytes += group.size
+                while len(self._groups) > _KEPT_CHUNKS and self._bytes > _KEPT_BYTES:
+                    self._bytes -= self._groups.popitem(last=False)[1].size
+            self._groups.move_to_end(key)
+        with group.lock:  # others read other groups meanwhile
+            if group.images is None:
+                group.images = table.read_group(number)
+            return group.images
+
+
+class _Group:
+    """A row group, whose images are read by the first thread that needs them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self.images: Any = None
+
+
 class _Table:
     """A Parquet or Arrow file: its labels, and the chunks of its images, of which few are in memory at a time."""
 
-    def __init__(self, path: Path, options: ReadOptions) -> None:
+    def __init__(self, path: Path, options: ReadOptions, kept: _Kept) -> None:
         self.path = path
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._kept = kept
         pyarrow = self._import()
         try:
             if path.suffix.lower() == ".parquet":
@@ -136,7 +171,9 @@ class _Table:
                 with pyarrow.parquet.ParquetFile(path) as file:
                     schema, about = file.schema_arrow, file.metadata
                     self._image, label = self._columns(schema, options)
-                    rows = [about.row_group(i).num_rows for i in range(about.num_row_groups)]
+                    groups = [about.row_group(i) for i in range(about.num_row_groups)]
+                    rows = [group.num_rows for group in groups]
+                    self.group_bytes = [_bytes_of_column(group, self._image) for group in groups]
                     labels = file.read(columns=[label]).column(label)
             else:
                 table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
@@ -188,28 +225,27 @@ class _Table:
         """Return the encoded image in a row of a chunk; raises OSError."""
         pyarrow = self._import()
         try:
-            with self._lock:
-                if chunk not in self._kept:
-                    self._kept[chunk] = self._read(chunk)
-                    if len(self._kept) > _KEPT_CHUNKS:
-                        self._kept.popitem(last=False)
-                images = self._kept[chunk]
-            return images[row].as_py()
+            if self._arrow is not None:
+                return _bytes_of(self._arrow.column(self._image).chunk(chunk))[row].as_py()
+            return self._kept.images(self, chunk)[row].as_py()
         except (pyarrow.ArrowException, OSError, IndexError) as error:
             raise OSError(errno.EIO, f"row group {chunk} cannot be read ({first_line(error)})") from None
 
-    def _read(self, number: int) -> Any:
-        """Return the encoded images of a chunk, an Arrow array of bytes."""
-        if self._arrow is not None:
-            return _bytes_of(self._arrow.column(self._image).chunk(number))
+    def read_group(self, number: int) -> Any:
+        """Return the encoded images of a row group, an Arrow array of bytes."""
+        if self.group_bytes[number] > MAX_FILE_BYTES:
+            size = self.group_bytes[number]
+            raise OSError(f"it has {size:,} bytes; write the file again with smaller row groups")
         # Opened for each row group, as there may be more files than a process may have open.
         with self._import().parquet.ParquetFile(self.path) as file:
-            group = file.metadata.row_group(number)
-            columns = [group.column(i) for i in range(group.num_columns)]
-            size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] == self._image)
-            if size > MAX_FILE_BYTES:
-                raise OSError(f"it has {size:,} bytes; write the file again with smaller row groups")
-            return _bytes_of(file.read_row_group(number, columns=[self._image]).column(0).combine_chunks())
+            column = file.read_row_group(number, columns=[self._image]).column(0)
+            return _bytes_of(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
+
+
+def _bytes_of_column(group: Any, name: str) -> int:
+    """Return the size of a column in a row group, decompressed."""
+    columns = (group.column(i) for i in range(group.num_columns))
+    return sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] == name)
 
 
 def _holds_images(type: Any) -> bool:

@@ -10,9 +10,8 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,8 +51,7 @@ class _NoLabel(InputError):
     """A record with an image but no class."""
 
 
-@dataclass(frozen=True)
-class _Sample:
+class _Sample(NamedTuple):
     place: str
     image: Slice | np.ndarray
     label: int | str
@@ -147,7 +145,8 @@ def _masked_crc32c(data: bytes) -> bytes:
 def _records(container: Container, descriptor: int) -> Iterator[tuple[int, bytes]]:
     """Yield offset and data of each record, checked."""
     offset, number = 0, 0
-    while header := os.pread(descriptor, 12, offset):
+    header = os.pread(descriptor, 12, 0)
+    while header:
         where = f"{container.path}: record {number}"
         if len(header) < 12 or _masked_crc32c(header[:8]) != header[8:]:
             raise InputError(f"{where}: is damaged, or this is no TFRecord file (at byte {offset:,}); get it again")
@@ -156,11 +155,12 @@ def _records(container: Container, descriptor: int) -> Iterator[tuple[int, bytes
             raise InputError(f"{where}: is cut off; get the file again")
         if length > MAX_FILE_BYTES:
             raise InputError(f"{where}: has {length:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
-        data = os.pread(descriptor, length + 4, offset + 12)
-        if _masked_crc32c(data[:length]) != data[length:]:
+        # The data alone, which is not copied again; then its checksum with the next header.
+        data, behind = os.pread(descriptor, length, offset + 12), os.pread(descriptor, 16, offset + 12 + length)
+        if _masked_crc32c(data) != behind[:4]:
             raise InputError(f"{where}: is damaged: its checksum is wrong; get the file again")
-        yield offset + 12, data[:length]
-        offset, number = offset + length + 16, number + 1
+        yield offset + 12, data
+        offset, number, header = offset + length + 16, number + 1, behind[4:]
 
 
 def _sample(
@@ -208,8 +208,9 @@ def _text(record: bytes, values: "list[int | slice]", place: str) -> str:
         raise InputError(f"{place}: its class is no UTF-8 text") from None
 
 
-# Protocol buffers: Example {1: Features {1: map<string, Feature>}}, Feature {1: BytesList, 2: FloatList, 3: Int64List},
-# each list {1: repeated value}.
+# Protocol buffers. Their libraries copy the values of a message and do not give their places; parsed here, images stay in
+# the file until they are decoded. Example {1: Features {1: map<string, Feature>}}, Feature {1: BytesList, 2: FloatList,
+# 3: Int64List}, each list {1: repeated value}.
 
 
 def _features(record: bytes) -> "dict[str, list[int | slice]]":
@@ -261,12 +262,12 @@ def _fields(record: bytes, place: slice) -> Iterator[tuple[int, Any]]:
     while position < stop:
         tag, position = _varint(record, position, stop)
         wire_type = tag & 7
-        if wire_type == _VARINT:
+        if wire_type == _BYTES:
+            length, position = _varint(record, position, stop)
+        elif wire_type == _VARINT:
             value, position = _varint(record, position, stop)
             yield tag >> 3, value
             continue
-        if wire_type == _BYTES:
-            length, position = _varint(record, position, stop)
         elif wire_type in (_FIXED64, _FIXED32):
             length = 8 if wire_type == _FIXED64 else 4
         else:
@@ -279,6 +280,8 @@ def _fields(record: bytes, place: slice) -> Iterator[tuple[int, Any]]:
 
 def _varint(record: bytes, position: int, stop: int) -> tuple[int, int]:
     """Return a number of up to ten bytes, the lowest seven bits first, and the position behind it."""
+    if position < stop and (number := record[position]) < 0x80:  # nearly all
+        return number, position + 1
     number = 0
     for shift in range(0, 70, 7):
         if position >= stop:
