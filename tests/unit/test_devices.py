@@ -1,6 +1,9 @@
 """Device names, and the choice of engine, processes and threads."""
 
+import copy
 import json
+import multiprocessing
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,7 +187,7 @@ def test_auto_weighs_threads_against_processes(
     seconds: float, spec: str, reason: str, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host(cores=4)
-    monkeypatch.setattr(probe, "seconds_per_image", lambda model, recipe: seconds)
+    monkeypatch.setattr(probe, "seconds_per_image", lambda model, recipe, *, ranks: seconds)
     processes = chosen("auto")
     assert str(processes.devices) == spec
     assert processes.reason == f"--devices auto: {reason}"
@@ -225,6 +228,39 @@ def test_the_estimate_computes_in_the_recipes_precision(
     if precision == "bf16":
         with pytest.raises(InputError, match=r"precision = 'bf16': cpu here has only fp32"):
             probe.seconds_per_image(model, recipe)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+def test_ranks_are_measured_together(host: Host) -> None:
+    host(cores=2)
+    recipe = Recipe(model="test", image_size=8, channels=1, epochs=1, batch_size=9).override({"precision": "fp32"})
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
+    before, generator, threads = copy.deepcopy(model.state_dict()), torch.get_rng_state(), torch.get_num_threads()
+    assert 0 < probe.seconds_per_image(model, recipe, ranks=2) < 10
+    # Other processes have trained.
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert (torch.get_num_threads(), multiprocessing.active_children()) == (threads, [])
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+class Broken(nn.Module):
+    """Fails while it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("broken")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+def test_a_rank_that_fails_ends_the_measurement(host: Host) -> None:
+    host(cores=2)
+    recipe = Recipe(model="test", image_size=8, channels=1, epochs=1, batch_size=8)
+    with pytest.raises(RuntimeError, match="broken"):
+        probe.seconds_per_image(Broken(), recipe, ranks=2)
+    assert multiprocessing.active_children() == []
 
 
 # --- ranks of a launcher ----------------------------------------------------------------------------------------------

@@ -72,20 +72,19 @@ def choose_processes(
         return Processes(devices=devices, threads=threads, reason=reason if too_many else "")
     batch = min(recipe.batch_size, images)
     if devices.kind == "cuda" and asked > 1:
-        count = max(1, min(asked, batch // MIN_SHARE))
+        count = _most_ranks(devices, batch)
         chosen = Devices(kind="cuda", indices=devices.indices[:count])
         reason = f"--devices auto: using {chosen}" + f", which the batch of {batch} fills" * (count < asked)
         return Processes(devices=chosen, threads=cpu_threads(count), reason=reason)
-    if devices.kind != "cpu" or cores == 1 or "OMP_NUM_THREADS" in os.environ or batch < MIN_SHARE * cores:
+    if devices.kind != "cpu" or _most_ranks(devices, batch) == 1:
         return Processes(devices=devices, threads=threads)
     from flatout.engine.eager.exact_sums import RANKS
     from flatout.engine.eager.probe import seconds_per_image
 
     cores = min(cores, max(RANKS)) if recipe.exact_sums else cores
     model = build()
-    seconds = seconds_per_image(model, recipe) * images * recipe.epochs
-    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    sums = recipe.epochs * -(-images // batch) * (SUM_SECONDS + SUM_SECONDS_PER_BYTE * gradients)
+    seconds = seconds_per_image(model, recipe, ranks=cores) * images * recipe.epochs
+    sums = recipe.epochs * -(-images // batch) * _sum_seconds(model)
     by_threads = seconds / (1 + THREAD_WORTH * (cores - 1))
     by_processes = seconds / cores + sums + (0 if has_budget else LAUNCH_SECONDS)
     about = "" if has_budget else f" ({_about(min(by_threads, by_processes))})"
@@ -95,6 +94,20 @@ def choose_processes(
         return Processes(devices=devices, threads=1, reason=reason)
     reason = f"--devices auto: using 1 process with {threads} threads{about}"
     return Processes(devices=devices, threads=threads, reason=reason)
+
+
+def _most_ranks(devices: Devices, batch: int) -> int:
+    """Return how many processes `auto` may use on the devices that it means: GPUs, or cores of the CPU."""
+    if devices.kind == "cuda":
+        return max(1, min(len(devices.indices), batch // MIN_SHARE))
+    cores = physical_cores()
+    is_split = devices.kind == "cpu" and "OMP_NUM_THREADS" not in os.environ and batch >= MIN_SHARE * cores
+    return cores if is_split else 1
+
+
+def _sum_seconds(model: "nn.Module") -> float:
+    """Return about how long the ranks of a host take to add up the gradients of a model."""
+    return SUM_SECONDS + SUM_SECONDS_PER_BYTE * sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def rate_on(spec: str, engine: str) -> Callable[[Recipe, int], float] | None:
@@ -108,17 +121,15 @@ def rate_on(spec: str, engine: str) -> Callable[[Recipe, int], float] | None:
     devices = parse_devices(spec, engine)
     if launched() is not None or engine == "xla":
         return None
-    count = len(devices.indices)
-    if devices.kind == "cpu":
-        cores = physical_cores()
-        # Several threads of one process, unless there is a process for each core.
-        count = min(count, cores) if count > 1 else 1 + (cores - 1) * (1 if spec == "auto" else THREAD_WORTH)
 
     def rate(recipe: Recipe, classes: int) -> float:
         from flatout.engine.eager.probe import seconds_per_image
         from flatout.models.load import build_model
 
-        return count / seconds_per_image(build_model(recipe, classes), recipe, devices.names[0])
+        ranks = _most_ranks(devices, recipe.batch_size) if spec == "auto" else len(devices.indices)
+        model = build_model(recipe, classes)
+        each = seconds_per_image(model, recipe, devices.names[0], ranks=ranks) / ranks
+        return 1 / (each + (ranks > 1) * _sum_seconds(model) / recipe.batch_size)
 
     return rate
 

@@ -53,6 +53,9 @@ FINE_TUNING_EPOCHS = ((20_000, 10), (2**63, 3))
 # All layers are fine-tuned if the time permits so many epochs; else so many layers, on so many views of the images.
 LEAST_EPOCHS, LAST_LAYERS, VIEWS = 2, 12, 3
 
+# What a recipe that is measured has as it is, whatever the user chooses.
+CHOSEN_BY_ADVICE = ("model", "image_size", "task", "weights", "pretrained", "linear_probe", "freeze")
+
 # Images per second of training with a recipe, for a number of classes, on the devices of the run.
 Rate = Callable[[Recipe, int], float]
 
@@ -141,6 +144,8 @@ def advise(
         plain = Recipe(model="any", image_size=1, epochs=1, batch_size=1)
         size = plain.override({"image_size": changes["image_size"]}).image_size
         facts = replace(facts, size=size, side=_side(size), is_size_given=True)
+    if rate:
+        rate = _as_changed(rate, changes)
     model, is_scratch = str(changes.get("model", "")), changes.get("pretrained") is False
     if changes.get("weights"):
         recipe, reasons = _from_weights(facts, Path(changes["weights"]), model, rate)
@@ -169,6 +174,12 @@ def advise(
         ratio = f"the largest class has {facts.balance:.1f} times the images of the smallest"
         reasons["class_weights"] = f"class_weights = balanced: {ratio}"
     return from_dict(recipe), reasons
+
+
+def _as_changed(rate: Rate, changes: Mapping[str, Any]) -> Rate:
+    """Return `rate` for recipes with the user's changes, such as another batch size or precision."""
+    measured = {key: value for key, value in changes.items() if key not in CHOSEN_BY_ADVICE}
+    return lambda recipe, classes: rate(recipe.override(measured), classes)
 
 
 def _from_scratch(facts: Facts, model: str, rate: Rate | None) -> Advice:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from flatout.dist.world import World
     from flatout.engine.base import Engine
 
-# bfloat16 is chosen where a step becomes faster by at least this factor.
-WORTH = 1.2
 # Training images, in batches, and seconds of each measurement.
 BATCHES, SECONDS = 4, 0.5
 
@@ -31,6 +29,8 @@ def fastest_precision(
         world: the ranks.
         formats: what the device computes in, the default first; bf16 is one of them.
     """
+    from flatout.engine.eager.device_setup import BF16_WORTH
+
     count = min(len(samples), BATCHES * recipe.batch_size)
     few = dataclasses.replace(samples, rows=samples.rows[:count], labels=samples.labels[:count])
     default, seconds = formats[0], {}
@@ -39,5 +39,5 @@ def fastest_precision(
         with contextlib.closing(make(one)) as engine:
             seconds[name] = seconds_per_step(engine, engine.place(few), one, world, SECONDS)
     gain = seconds[default] / seconds["bf16"]
-    chosen = "bf16" if gain >= WORTH else default
+    chosen = "bf16" if gain >= BF16_WORTH else default
     return chosen, f"precision = {chosen}: a step in bf16 is {gain:.2g} times as fast as in {default}"

@@ -1,56 +1,197 @@
-"""Measure in about a second how long a model takes; `factory.choose_processes` and generated recipes decide by it."""
+"""Measure in about a second how fast a model trains; `factory.choose_processes` and generated recipes decide by it.
+
+The steps are those of the engine, on random images. The ranks of a CPU are forked, which takes no time, and compute at
+the same time, since they compete for the host and wait for each other.
+"""
 
 import contextlib
+import multiprocessing
+import os
+import sys
 import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from multiprocessing.connection import Connection
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
-from flatout.engine.eager.accelerator import Accelerator, accelerator_of
-from flatout.engine.eager.device_setup import autocast, choose_precision
+from flatout.data.feed import Samples
+from flatout.data.order import Batch
+from flatout.dist.env import Launched
+from flatout.dist.shared_memory import SharedMemory
+from flatout.dist.world import World
+from flatout.engine.eager.accelerator import accelerator_of
+from flatout.engine.eager.device_setup import BF16_WORTH, choose_precision, cpu_threads
+from flatout.engine.eager.engine import TorchEngine
+from flatout.errors import RankLost, TrainingFailed
 from flatout.recipe import Recipe
 
-# Images of each measurement on a CPU and on an accelerator. The later ones are left out once a measurement has taken
-# long enough to be reliable.
-BATCHES, BATCHES_OF_ACCELERATORS = (2, 16, 16), (64, 64, 64)
-RELIABLE_SECONDS = 0.25
+Value = TypeVar("Value")
+
+# On a CPU, the first step has two images for each rank, the next ones more, up to the batch or until one takes so long.
+FIRST_IMAGES, LONG_STEP = 2, 0.15
+# Then so many steps are measured, or as many as take so long.
+STEPS, SECONDS = 20, 0.4
 
 
-def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu") -> float:
-    """Return the time that one core or one accelerator takes to train on one image; parameters stay as they are.
+def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, ranks: int = 1) -> float:
+    """Return the time that one of some ranks takes to train on an image, while the others do the same.
 
-    With `precision = "auto"` that is the time in the fastest number format.
+    With `precision = "auto"` that is the time in the number format that a run chooses.
+
+    Args:
+        model: is trained for some steps, at a learning rate that hardly changes it.
+        recipe: what to do. Its batch, and the cores of the host, are shared by the ranks.
+        device: its torch name. One of several accelerators is measured: they do not slow each other down.
+        ranks: how many there are.
 
     Raises:
         InputError: the device lacks the recipe's precision.
     """
     accelerator = accelerator_of(torch.device(device))
     formats = [choose_precision(accelerator, recipe.precision)]
-    if recipe.precision == "auto" and not recipe.exact_sums:
-        formats = accelerator.precisions()
-    model = model.train().to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    if recipe.precision == "auto" and not recipe.exact_sums and "bf16" in accelerator.precisions():
+        formats.append("bf16")
+    middle = [0.5] * recipe.channels
+    recipe = recipe.override(
+        {
+            # Any labels do.
+            "task": "single-label",
+            "loss": "cross-entropy",
+            "shard": "none",
+            "exact_sums": False,
+            "augment.start_size": 0,
+            "data.mean": recipe.data.mean or middle,
+            "data.std": recipe.data.std or middle,
+        }
+    )
     times = []
     for precision in formats:
-        with contextlib.ExitStack() as undo:
-            accelerator.adapt_process(undo, precision, threads=1)
-            times.append(_seconds_per_image(model, recipe, accelerator, autocast(accelerator, precision)))
-    return min(times)
+        one = recipe.override({"precision": precision})
+        if _can_fork(ranks):
+            times.append(_on_ranks(model, one, ranks))
+        else:
+            world = World(device=accelerator.device)
+            world.local_size = ranks
+            times.append(_measure(model, one.override({"batch_size": max(1, one.batch_size // ranks)}), world))
+    return times[-1] if times[0] >= BF16_WORTH * times[-1] else times[0]
 
 
-def _seconds_per_image(
-    model: nn.Module, recipe: Recipe, accelerator: Accelerator, context: contextlib.AbstractContextManager[object]
-) -> float:
-    seconds = 0.0
-    with context:
-        for images in BATCHES if accelerator.is_host else BATCHES_OF_ACCELERATORS:
-            x = torch.rand(images, recipe.channels, *recipe.image_sides, device=accelerator.device)
-            began = time.perf_counter()
-            output = model(x.contiguous(memory_format=torch.channels_last))
-            if output.requires_grad:
-                output.sum().backward()
-            output.detach().sum().item()  # waits for an accelerator: its work is done in order
-            elapsed = time.perf_counter() - began
-            seconds = elapsed / images
-            if elapsed > RELIABLE_SECONDS:
-                break
-    return seconds
+def _can_fork(ranks: int) -> bool:
+    """Return whether this process can be forked into ranks: with one thread each, as torch's data loaders are."""
+    return ranks > 1 and sys.platform == "linux" and cpu_threads(ranks) == 1 and not torch.accelerator.is_available()
+
+
+class ForkedWorld(World):
+    """The world of a forked rank, which exchanges objects through its parent and tensors as other ranks do."""
+
+    def __init__(self, rank: int, size: int, parent: Connection) -> None:
+        super().__init__(Launched(rank=rank, size=size, local_rank=rank, local_size=size, address="", port=0))
+        self._parent = parent
+        self.is_joined, self.backend = True, "memory"
+        self._memory = SharedMemory(self)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `World`. All ranks have the parent's tensors."""
+
+    def broadcast_object(self, value: Value) -> Value:
+        """See `World`."""
+        return self._exchange("broadcast_object", value)[0]
+
+    def _exchange(self, operation: str, value: Value) -> list[Value]:
+        self._parent.send(value)
+        return self._parent.recv()
+
+
+def _on_ranks(model: nn.Module, recipe: Recipe, ranks: int) -> float:
+    """Return the seconds per image of each of some ranks of this host's CPU.
+
+    Raises:
+        TrainingFailed: the system has ended a rank, such as for lack of memory.
+    """
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe() for _ in range(ranks)]
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        # Python warns of locks that other threads of this process may hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for rank in range(ranks):
+            process = context.Process(target=_rank, args=(rank, pipes, model, recipe), daemon=True)
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.kill)
+        for _, there in pipes:
+            there.close()
+        while True:
+            try:
+                values = [here.recv() for here, _ in pipes]
+            except EOFError:
+                raise TrainingFailed("the measurement of training speed failed: is there enough memory?") from None
+            failures = [value for value in values if isinstance(value, Exception)]
+            if failures:
+                # What happened in one rank ends the others.
+                raise min(failures, key=lambda failure: isinstance(failure, RankLost))
+            if isinstance(values[0], _Result):
+                return max(result.seconds for result in values)
+            for here, _ in pipes:
+                here.send(values)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a rank has measured."""
+
+    seconds: float
+
+
+def _rank(rank: int, pipes: list[tuple[Connection, Connection]], model: nn.Module, recipe: Recipe) -> None:
+    """Measure in a forked process, which ends with its parent."""
+    # Linux shares its cores between sessions; the ranks of a run have their own, too.
+    os.setsid()
+    for number, (here, there) in enumerate(pipes):
+        here.close()
+        if number != rank:
+            there.close()
+    parent = pipes[rank][1]
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        try:
+            answer = _Result(_measure(model, recipe, ForkedWorld(rank, len(pipes), parent)))
+        except (RuntimeError, MemoryError, TrainingFailed) as error:
+            answer = error
+        parent.send(answer)
+
+
+def _measure(model: nn.Module, recipe: Recipe, world: World) -> float:
+    """Return the seconds per image of a rank's training steps on random images."""
+    with contextlib.closing(TorchEngine(model, recipe, world=world, cache_prefix=False)) as engine:
+        batch_size = recipe.batch_size
+        shape = (batch_size, *recipe.stored_sides, recipe.channels)
+        images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+        samples = Samples(images=images, rows=np.arange(batch_size), labels=np.zeros(batch_size, np.int64))
+        split = engine.place(samples)
+        split.begin_epoch(0)
+
+        def step_seconds(images: int, count: int) -> tuple[float, float]:
+            """Return the seconds of one of so many steps, and those in which this process computed."""
+            batch = Batch(samples=np.arange(images), weights=np.ones(images, np.float32), count=images)
+            began = time.perf_counter(), time.process_time()
+            for inputs in split.feed(repeat(batch, count)):
+                split.train_step(inputs, 1e-6, 0)
+            engine.counts()  # waits for an accelerator
+            took = (time.perf_counter() - began[0]) / count, (time.process_time() - began[1]) / count
+            # All go on with the same numbers.
+            return max(world.all_gather_object(took))
+
+        images = min(batch_size, FIRST_IMAGES * world.size) if engine.setup.accelerator.is_host else batch_size
+        # The first step of a shape prepares the others. On a busy host, steps mostly wait.
+        while step_seconds(images, 1)[1] < LONG_STEP and images < batch_size:
+            images = min(batch_size, 8 * images)
+            engine.forget_shapes()
+        seconds, computing = step_seconds(images, 1)
+        if (count := min(STEPS, round(SECONDS / computing))) > 1:
+            seconds, _ = step_seconds(images, count)
+        return seconds * world.size / images
