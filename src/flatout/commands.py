@@ -13,7 +13,7 @@ from typing import Any
 from flatout.console import Console
 from flatout.errors import InputError
 from flatout.recipe import MAX_CHANNELS, MAX_IMAGE_SIZE, Data, Recipe
-from flatout.settings import Size, one_or_both, parse_setting
+from flatout.settings import Size, nearest, one_or_both, parse_setting
 
 # The result for --json, and the lines that are printed otherwise.
 Output = tuple[Any, Sequence[str]]
@@ -31,6 +31,7 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {}
+SHELLS = ("bash", "zsh", "fish")
 
 
 def _command(operands: str, flags: str, example: str, **changes: dict[str, Any]) -> Callable[[Any], Any]:
@@ -365,3 +366,12 @@ def do_cache(args: Namespace, console: Console) -> Output:
     lines.append(f"{total / 1e6:10,.1f} MB  in {len(shown)} {what}: {cache_folder()}")
     found = [{"path": str(entry.path), "what": entry.what, "bytes": entry.size_bytes} for entry in shown]
     return {"folder": str(cache_folder()), "removed" if args.clear else "entries": found}, lines
+
+
+@_command("SHELL", "", "completion bash > ~/.local/share/bash-completion/completions/flatout")
+def do_completion(args: Namespace, console: Console) -> Output:
+    """Print the script that completes commands in your shell."""
+    if args.shell not in SHELLS:
+        raise InputError(f"flatout completion {args.shell}: {nearest(args.shell, SHELLS)}")
+    script = args.completion(args.shell)
+    return {"shell": args.shell, "script": script}, [script]

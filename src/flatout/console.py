@@ -1,6 +1,7 @@
 """Messages and progress: a bar on a terminal, lines in a file, a widget in a notebook. All messages go to a log too."""
 
 import json
+import os
 import sys
 import textwrap
 import time
@@ -50,7 +51,9 @@ class Console:
     ) -> None:
         self.rank, self.device = rank, device
         if stream is not None:
-            display = (_NotebookBar if in_notebook() else _TerminalBar if stream.isatty() else Display)(stream)
+            # A terminal without cursor movements, such as that of Emacs, gets lines.
+            is_terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+            display = (_NotebookBar if in_notebook() else _TerminalBar if is_terminal else Display)(stream)
         self._display = display
         self._log: TextIO | None = None
         self._pending: list[tuple[str, str]] = []

@@ -12,7 +12,7 @@ from typing import Any
 
 from flatout import __version__
 from flatout.callbacks import TRACKERS
-from flatout.commands import COMMANDS
+from flatout.commands import COMMANDS, SHELLS
 from flatout.errors import WRONG_INPUT
 from flatout.jobs import builtin_jobs
 from flatout.settings import nearest
@@ -78,7 +78,23 @@ _OPERANDS = {
     "RUN": "the run folder",
     "DATA": "folder, archive, CSV, IDX, JSON, .npz, .npy, shards, pack or URL",
     "FILE": "image files, or folders of them",
+    "SHELL": "bash, zsh or fish",
 }
+# What a shell completes after a flag, or for an operand, that takes a file or a folder.
+_FOLDERS, _FILES = ("--run", "--out", "--images", "RUN"), ("--data", "--weights", "--classes", "DATA", "FILE")
+_WORDS = {
+    "--devices": ("auto", "cpu", "2xcpu", "cuda", "mps", "8xtpu"),
+    "--engine": ("auto", "torch", "xla"),
+    "SHELL": SHELLS,
+}
+_EXAMPLES = """Examples:
+  flatout check my-photos/                         what is in the data, and what is wrong with it
+  flatout train my-photos/ --out runs/first        train on it; one folder per class is enough
+  flatout train my-photos/ --minutes 10            the best model in ten minutes
+  flatout predict runs/first new-photos/           class names with probabilities
+  flatout train fashion-mnist --devices 4xcuda     a built-in job on four GPUs
+
+`flatout COMMAND --help` has the flags of a command."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -94,6 +110,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the parsed arguments; `command` is the name in `COMMANDS`. Ends the process on help and wrong usage."""
     parser, subparsers = _make_parsers()
     given = list(sys.argv[1:] if arguments is None else arguments)
+    parser.set_defaults(completion=completion)
     if not given:
         parser.print_help(sys.stderr)
         parser.exit(WRONG_INPUT)
@@ -120,8 +137,53 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def completion(shell: str) -> str:
+    """Return the script that completes commands, flags and their values in a shell: bash, zsh or fish."""
+    import shtab
+
+    parser, subparsers = _make_parsers()
+    for subparser in subparsers.values():
+        for action in subparser._actions:
+            # Of several operands the last one: files are also the folders that RUN is.
+            words = action.option_strings or [word.strip("[].") for word in str(action.metavar).split()][-1:]
+            found = [done for word in words if (done := _completed(word))]
+            if found and action.choices is None:
+                action.complete = found[0]  # pyright: ignore[reportAttributeAccessIssue]
+    return shtab.complete(parser, shell)
+
+
+def _completed(word: str) -> Any:
+    """Return what shtab completes for a flag or an operand; None for what only the user knows."""
+    import shtab
+
+    from flatout.recipe import known_keys
+
+    if word in _FOLDERS or word in _FILES:
+        return shtab.DIRECTORY if word in _FOLDERS else shtab.FILE
+    if word == "--set":
+        return shtab.cmd(r"printf '%s\n' " + " ".join(f"{key}=" for key in known_keys()))
+    if word in _WORDS:
+        return shtab.cmd(r"printf '%s\n' " + " ".join(_WORDS[word]))
+    if word != "JOB":
+        return None
+    # A job, or a file or folder.
+    names = " ".join(builtin_jobs())
+    return {
+        "bash": "_flatout_jobs",
+        "zsh": f"{{compadd {names}; _files}}",
+        "fish": f"(string split ' ' '{names}'; __fish_complete_path (commandline -ct))",
+        "preamble": {"bash": f"_flatout_jobs() {{ compgen -W '{names}' -- $1; _shtab_compgen_files $1; }}"},
+    }
+
+
 def _make_parsers() -> tuple[_Parser, dict[str, _Parser]]:
-    parser = _Parser(prog="flatout", description="Train image classifiers fast, on any hardware.", allow_abbrev=False)
+    parser = _Parser(
+        prog="flatout",
+        description="Train image classifiers fast, on any hardware.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=f"flatout {__version__}")
     made = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():

@@ -3,7 +3,10 @@
 import io
 import os
 import pty
+import re
+import select
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -30,15 +33,22 @@ def test_the_loss_is_requested_every_second_however_often_progress_is_shown(
     assert asked in requests
 
 
+@contextmanager
+def opened_terminal() -> Iterator[tuple[io.TextIOWrapper, int]]:
+    """Open a stream to a terminal, and the other end of it."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w", encoding="utf-8") as stream:
+        yield stream, ours
+    os.close(ours)
+
+
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[io.TextIOWrapper, int]]:
     """Return a stream to a terminal 60 columns wide, and the other end of it."""
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("TERM", "xterm")
-    ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w", encoding="utf-8") as stream:
-        yield stream, ours
-    os.close(ours)
+    with opened_terminal() as opened:
+        yield opened
 
 
 def test_a_narrow_terminal_keeps_the_bar_and_wraps_between_words(terminal: tuple[io.TextIOWrapper, int]) -> None:
@@ -67,3 +77,47 @@ def test_progress_in_a_file_becomes_rarer(clock: list[float]) -> None:
     lines = stream.getvalue().splitlines()
     assert 20 < len(lines) < 70  # one every 10 s at first; a line every 10 s throughout would be 720
     assert lines[0] == "epoch 1/1  1 h 59 min left  1/s  10 of 7,200 images"
+
+
+def show_progress() -> str:
+    """Return all that a terminal gets of some progress and one line."""
+    with opened_terminal() as (stream, ours):
+        console = Console(stream)
+        for done in (1, 20_000, 30_000, 60_000):
+            console._last_shown = 0.0
+            console.update(done, 60_000, text="epoch 10/300 loss 2.3862")
+            if bar := getattr(console._display, "_progress", None):
+                bar.refresh()  # a thread does it ten times a second
+        console.note("done")
+        console.close()
+        shown = b""
+        while select.select([ours], [], [], 0)[0]:
+            shown += os.read(ours, 100_000)
+        return shown.decode()
+
+
+@pytest.mark.parametrize("columns", [10, 40, 80, 200])
+def test_the_bar_is_one_line_in_a_terminal_of_any_width(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    shown = show_progress()
+    frames = [frame for frame in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)) if frame]
+    assert max(map(len, frames)) <= columns
+    assert sum("epoch" in frame for frame in frames) >= 4
+    assert shown.count("\n") <= 2, "the line, and where the bar was"
+    if columns > 10:
+        assert "━" * 10 in frames[-1]
+        assert "epoch 10/3" in frames[-1]
+
+
+def test_no_color_is_respected_and_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    colour = re.compile(r"\x1b\[[0-9;]*[34][0-9]")
+    assert colour.search(show_progress())
+    monkeypatch.setenv("NO_COLOR", "1")
+    shown = show_progress()
+    assert "━" in shown
+    assert not colour.search(shown)
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b" not in show_progress()
