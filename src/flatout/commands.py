@@ -368,7 +368,7 @@ def do_cache(args: Namespace, console: Console) -> Output:
     return {"folder": str(cache_folder()), "removed" if args.clear else "entries": found}, lines
 
 
-@_command("SHELL", "", "completion bash > ~/.local/share/bash-completion/completions/flatout")
+@_command("SHELL", "", "completion bash")
 def do_completion(args: Namespace, console: Console) -> Output:
     """Print the script that completes commands in your shell."""
     if args.shell not in SHELLS:
