@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flatout.cli import main
+from flatout.engine.eager import accelerator
 from flatout.engine.eager.accelerator import CPU
 from flatout.models.weights import read_weights
 from flatout.recipe import load_recipe
 from flatout.run import precision
 
 ONE_EPOCH = ("train", "digits", "--epochs", "1", "--devices", "cpu")
+pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
 
 @pytest.fixture
@@ -67,6 +70,23 @@ def test_a_run_goes_on_where_the_format_is_missing(
     assert "cpu here has only fp32; use --set precision=auto" in capsys.readouterr().err
     assert main(["evaluate", run, "--devices", "cpu"]) == 0
     assert main([*go_on, "--set", "precision=auto"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "formats"),
+    [
+        ({"avx2"}, "", ["fp32"]),
+        ({"avx512_bf16"}, "", ["fp32", "bf16"]),
+        ({"avx512_bf16"}, "avx512_core_amx", ["fp32", "bf16"]),
+        ({"avx512_bf16"}, "avx512_core", ["fp32"]),
+    ],
+)
+def test_the_formats_of_a_cpu_go_by_its_instructions_and_the_users_limit(
+    flags: set[str], limit: str, formats: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "processor_flags", lambda: flags)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert CPU(torch.device("cpu")).precisions() == formats
 
 
 def test_exact_sums_stay_in_32_bits(measured: dict[str, float], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 
@@ -9,6 +10,9 @@ import numpy as np
 import torch
 
 from flatout.host import available_memory, processor_flags
+
+# Limits of oneDNN, torch's library of CPU kernels, below which it converts bfloat16 instead of computing in it.
+_LIMITS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 
 
 class Accelerator:
@@ -106,8 +110,10 @@ class CPU(Accelerator):
         return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
     def precisions(self) -> list[str]:
-        """See `Accelerator`."""
-        return ["fp32"] + ["bf16"] * bool(processor_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+        """See `Accelerator`; the user may limit the instructions (ONEDNN_MAX_CPU_ISA)."""
+        is_limited = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _LIMITS_WITHOUT_BF16
+        has_bf16 = processor_flags() & {"avx512_bf16", "amx_bf16", "bf16"}
+        return ["fp32", "bf16"] if has_bf16 and not is_limited else ["fp32"]
 
     def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
         """See `Accelerator`."""
