@@ -1,96 +1,33 @@
 import json
 import os
-import resource
 import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from flatout.data import pack_files
 from flatout.data.build import build_pack, load_pack
-from flatout.data.cache import cache_folder, clear, entries, limit_bytes, temporary_folder
-from flatout.data.decode import decode_image, resize_images
+from flatout.data.cache import cache_folder, temporary_folder
+from flatout.data.decode import resize_images
 from flatout.data.feed import Samples
-from flatout.data.pack import Pack, PackSettings, open_pack
+from flatout.data.pack import open_pack
 from flatout.data.recognise import recognise
 from flatout.data.shared_pack import share
 from flatout.data.source import DataRef, Source
-from flatout.errors import DiskFull, InputError
-
-SMALL_BLOCK = 10 * 16 * 16 * 3
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.updates: list[tuple[int, int, str]] = []
-        self.notes: list[str] = []
-
-    def update(self, done: int, total: int, unit: str = "images") -> None:
-        self.updates.append((done, total, unit))
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-def settings(**changes) -> PackSettings:
-    values = {"size": 16, "channels": 3, "resize": "squash", "on_bad_image": "stop", "max_bad_share": 0.05}
-    return PackSettings(**{**values, **changes})
-
-
-def class_folders(folder: Path, count: int = 45) -> Source:
-    """Images of three classes, every fifth in the test split; each has its own content."""
-    rng = np.random.default_rng(1)
-    train, test = [], []
-    for index in range(count):
-        file = folder / f"{index % 3}" / f"{index}.jpg"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(file)
-        (test if index // 3 % 5 == 0 else train).append((index % 3, file))
-    both = train + test
-    return Source(
-        kind="class folders",
-        path=folder,
-        classes=("a", "b", "c"),
-        labels=np.array([label for label, _ in both]),
-        splits={"train": (0, len(train)), "test": (len(train), len(both))},
-        files=[file for _, file in both],
-        notes=("A note.",),
-    )
-
-
-def arrays(count: int = 40, side: int = 16, channels: int = 3) -> Source:
-    rng = np.random.default_rng(2)
-    return Source(
-        kind="arrays",
-        path=None,
-        classes=("a", "b"),
-        labels=np.arange(count) % 2,
-        splits={"train": (0, count)},
-        images=rng.integers(0, 256, (count, side, side, channels), np.uint8),
-    )
-
-
-def expected_images(source: Source, wanted: PackSettings) -> np.ndarray:
-    assert source.files is not None
-    how = {"size": wanted.size, "channels": wanted.channels, "resize": wanted.resize}
-    return np.stack([decode_image(file, **how) for file in source.files])
-
-
-def load(source: DataRef | Source, cache: Path | None, wanted: PackSettings | None = None) -> Pack:
-    return load_pack(source, wanted or settings(), cache=cache, report=Recorder())
-
-
-def leftovers(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
-
+from flatout.errors import InputError
+from tests.data.packs import (
+    SMALL_BLOCK,
+    Recorder,
+    arrays,
+    class_folders,
+    expected_images,
+    flip,
+    leftovers,
+    load,
+    settings,
+)
 
 # What a pack is
 
@@ -321,14 +258,6 @@ def test_a_split_whose_images_are_all_bad_is_left_out(tmp_path):
 # Damage
 
 
-def flip(path: Path, position: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(position, os.SEEK_END if position < 0 else os.SEEK_SET)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
-
-
 DAMAGE = {
     "a pixel": ("images.npy", lambda path: flip(path, -1000)),
     "the header of the images": ("images.npy", lambda path: flip(path, 25)),
@@ -384,226 +313,6 @@ def test_a_pack_of_a_newer_format_says_so(tmp_path):
         open_pack(folder)
 
 
-# Other processes: killed, at the same time, short of room, short of memory
-
-SCRIPT = """
-import os, signal, sys, time
-from dataclasses import replace
-from pathlib import Path
-import numpy as np
-from flatout.data.build import load_pack
-from flatout.data.pack import PackSettings
-from flatout.data.source import Source
-from flatout.host import peak_rss_bytes
-
-folder, count, size, cache, act = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5]
-files = sorted(folder.rglob("*.jpg"))
-
-class Report:
-    def update(self, done, total, unit="images"):
-        if act == "die" and unit == "images" and done > total // 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while act == "hold" and unit == "images" and not (cache / "go").exists():
-            time.sleep(0.01)
-    def note(self, text):
-        print(text, flush=True)
-
-source = Source(kind="k", path=folder, classes=("a", "b"), labels=np.arange(count) % 2, splits={"train": (0, count)},
-                files=[files[i % len(files)] for i in range(count)])
-settings = PackSettings(size=size, channels=3, resize="squash", on_bad_image="stop", max_bad_share=0.0)
-pack = load_pack(source, settings, cache=cache, report=Report())
-print("cached" if pack.was_cached else "built")
-if act == "grow":
-    before = peak_rss_bytes()
-    source = replace(source, labels=source.labels.repeat(5), splits={"train": (0, 5 * count)}, files=5 * source.files)
-    load_pack(source, settings, cache=cache, report=Report())
-    print(peak_rss_bytes() - before)
-"""
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a process that loads a pack; ends those that a failed test leaves."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def start_one(folder: Path, count: int, size: int, cache: Path, act: str = "") -> subprocess.Popen[str]:
-        arguments = [sys.executable, "-W", "error", "-c", SCRIPT, str(folder), str(count), str(size), str(cache), act]
-        processes.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True))
-        return processes[-1]
-
-    yield start_one
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory) -> Path:
-    """Return the cache of a process that was killed while it packed 400 images."""
-    folder = tmp_path_factory.mktemp("killed")
-    class_folders(folder / "data")
-    arguments = [str(folder / "data"), "400", "256", str(folder / "cache"), "die"]
-    assert subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT, *arguments]).returncode == -9
-    return folder / "cache"
-
-
-def repeated(folder: Path, count: int) -> Source:
-    """Return the source that the script makes."""
-    files = sorted(folder.rglob("*.jpg"))
-    return Source(
-        kind="k",
-        path=folder,
-        classes=("a", "b"),
-        labels=np.arange(count) % 2,
-        splits={"train": (0, count)},
-        files=[files[i % len(files)] for i in range(count)],
-    )
-
-
-def output(process: subprocess.Popen[str], returncode: int = 0) -> str:
-    text, _ = process.communicate(timeout=60)
-    assert process.returncode == returncode, text
-    return text.strip()
-
-
-@pytest.mark.parametrize("damage", ["", "a block", "the journal"])
-def test_after_a_kill_the_next_process_goes_on(tmp_path, damage, killed):
-    source, count, cache = class_folders(tmp_path / "data"), 400, tmp_path / "cache"
-    assert source.files is not None
-    shutil.copytree(killed, cache)
-    (partial,) = cache.glob("packs/*.partial")
-    blocks = (partial / "journal.jsonl").read_text().splitlines()[1:]
-    assert len(blocks) >= 1
-    if damage == "a block":
-        flip(partial / "images.npy", 1000)
-    if damage == "the journal":
-        (partial / "journal.jsonl").write_text("".join(f"{line}\n" for line in ["not JSON", *blocks]))
-
-    same = repeated(tmp_path / "data", count)
-    wanted, report = settings(size=256, max_bad_share=0.0), Recorder()
-    pack = load_pack(same, wanted, cache=cache, report=report)
-    assert not pack.was_cached
-    images = expected_images(source, wanted)
-    row_of = {file: row for row, file in enumerate(source.files)}
-    assert np.array_equal(pack.images, images[[row_of[file] for file in same.files or ()]])
-    assert not list(cache.glob("packs/*.partial"))
-    assert load(same, cache, wanted).was_cached
-    if not damage:
-        decoded_before = json.loads(blocks[-1])["samples"]
-        assert min(done for done, _, unit in report.updates if unit == "images") > decoded_before
-
-
-@pytest.mark.slow
-def test_two_processes_at_once_build_it_once(tmp_path, start):
-    class_folders(tmp_path / "data")
-    cache = tmp_path / "cache"
-    first = start(tmp_path / "data", 60, 128, cache, "hold")
-    while not list(cache.glob("packs/*.partial")):
-        assert first.poll() is None
-        time.sleep(0.01)
-    report = Recorder()
-    with ThreadPoolExecutor(1) as pool:
-        wanted = settings(size=128, max_bad_share=0.0)
-        second = pool.submit(load_pack, repeated(tmp_path / "data", 60), wanted, cache=cache, report=report)
-        while not report.notes:
-            assert not second.done()
-            time.sleep(0.01)
-        assert report.notes == ["another process is making this pack; waiting for it"]
-        (cache / "go").touch()
-        assert second.result(60).was_cached
-    assert output(first) == "built"
-
-
-def test_without_room_nothing_is_left_behind(tmp_path):
-    class_folders(tmp_path / "data")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
-    try:
-        with pytest.raises(DiskFull) as caught:
-            load(repeated(tmp_path / "data", 500), tmp_path / "cache", settings(size=64))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    message = str(caught.value)
-    assert (
-        f"{tmp_path / 'cache' / 'packs'}: the disk is full, or a limit reached: 500 images need 6,144,000 bytes"
-        in message
-    )
-    assert "are free; make room" in message
-    assert leftovers(tmp_path / "cache" / "packs") == []
-
-
-def test_without_a_cache_that_can_be_written_the_run_continues_with_a_warning(tmp_path):
-    (tmp_path / "file").write_text("")
-    source, report = class_folders(tmp_path / "data"), Recorder()
-    pack = load_pack(source, settings(), cache=tmp_path / "file" / "cache", report=report)
-    assert np.array_equal(pack.images, expected_images(source, settings()))
-    (note,) = report.notes
-    assert "the cache cannot be used, so the decoded images are not kept" in note
-    assert "file/cache/packs: cannot be written (Not a directory)" in note
-    (tmp_path / "out").mkdir()
-    with pytest.raises(InputError, match=r"file: cannot be written"):
-        build_pack(source, settings(), tmp_path / "file" / "out", Recorder())
-
-
-# Room in the cache
-
-
-def test_the_least_recently_used_packs_make_room_but_none_in_use(tmp_path, monkeypatch):
-    cache, source = tmp_path / "cache", class_folders(tmp_path / "data")
-    packs = {size: load(source, cache, settings(size=size)) for size in (16, 17, 18)}
-    folders = {size: pack.folder for size, pack in packs.items() if pack.folder}
-    for age, size in enumerate((17, 16, 18)):
-        os.utime(folders[size], (age, age))
-    assert [entry.path for entry in entries(cache) if entry.is_limited] == [folders[size] for size in (17, 16, 18)]
-    assert all("45 images" in entry.what and entry.size_bytes > 30_000 for entry in entries(cache) if entry.is_limited)
-    monkeypatch.setenv("FLATOUT_CACHE_LIMIT", "80kB")
-    del packs[16], packs[18]
-    report = Recorder()
-    new = load_pack(source, settings(size=9), cache=cache, report=report)
-    # 17 is the oldest, but in use.
-    assert {entry.path for entry in entries(cache) if entry.is_limited} == {folders[17], new.folder}
-    assert len(report.notes) == 2
-    assert "removed the least recently used entry" in report.notes[0]
-    assert np.array_equal(packs[17].images, expected_images(source, settings(size=17)))
-
-
-def test_use_counts_not_age(tmp_path):
-    cache, source = tmp_path / "cache", class_folders(tmp_path / "data")
-    folders = [load(source, cache, settings(size=size)).folder for size in (16, 17)]
-    for age, folder in enumerate(folders):
-        assert folder is not None
-        os.utime(folder, (age, age))
-    load(source, cache, settings(size=16))
-    assert [entry.path for entry in entries(cache) if entry.is_limited] == folders[::-1]
-
-
-def test_the_cache_can_be_cleared(tmp_path):
-    cache, source = tmp_path / "cache", class_folders(tmp_path / "data")
-    used = load(source, cache)
-    load(source, cache, settings(size=17))
-    (cache / "downloads" / "mnist").mkdir(parents=True)
-    removed, kept = clear(entries(cache))
-    assert [entry.path for entry in kept] == [used.folder]
-    assert {entry.what for entry in removed} >= {"downloads", "45 images, 17 x 17, " + str(tmp_path / "data")}
-    assert np.array_equal(load(source, cache).images, used.images)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("5", 5e9), ("50GB", 5e10), ("500 MB", 5e8), ("1.5t", 1.5e12), ("20k", 2e4), ("0", 0)]
-)
-def test_limits_of_the_cache(tmp_path, monkeypatch, text, size):
-    monkeypatch.setenv("FLATOUT_CACHE_LIMIT", text)
-    assert limit_bytes(tmp_path) == size
-
-
-def test_a_limit_that_is_no_size_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLATOUT_CACHE_LIMIT", "much")
-    with pytest.raises(InputError, match="FLATOUT_CACHE_LIMIT = 'much': must be a size such as 50GB"):
-        limit_bytes(tmp_path)
-    monkeypatch.delenv("FLATOUT_CACHE_LIMIT")
-    assert limit_bytes(tmp_path) == int(0.2 * shutil.disk_usage(tmp_path).total)
-
-
 # The fingerprint
 
 
@@ -630,11 +339,3 @@ def test_arrays_mapped_from_a_file_of_another_layout_are_read_right(tmp_path):
     samples = Samples(images=pack.images, rows=np.arange(6), labels=pack.labels)
     read = samples.read(np.array([5, 1]), np.empty((2, 16, 16, 3), np.uint8))
     assert np.array_equal(read, pixels[[5, 1]].transpose(0, 2, 3, 1))
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_number_of_images(tmp_path, start):
-    class_folders(tmp_path / "data")
-    count, size = 200, 256  # already more than the two blocks that are in memory at once
-    grown = int(output(start(tmp_path / "data", count, size, tmp_path / "cache", "grow")).split()[-1])
-    assert grown < 4 * count * size * size * 3 / 10

@@ -1,14 +1,10 @@
 """A run that is stopped, killed or fails is usable, and a resumed run equals an uninterrupted one."""
 
-import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,83 +17,22 @@ import flatout
 from flatout.cli import main
 from flatout.models.weights import read_weights
 from flatout.run import monitor
+from tests.system.interrupted import Killed, assert_same, at_image, command, kill, resume, summary, write_images
 
-EPOCHS = 3
-
-
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random images of three classes, as files of arrays."""
-    folder = tmp_path_factory.mktemp("data")
-    rng = np.random.default_rng(0)
-    np.save(folder / "images.npy", rng.integers(0, 256, (120, 8, 8, 1), dtype=np.uint8))
-    np.save(folder / "labels.npy", np.arange(120) % 3)
-    return folder
-
-
-def command(data: Path, out: Path, *changes: str) -> list[str]:
-    recipe = ["--model", "parallel-cnn", "--batch-size", "8", "--epochs", str(EPOCHS), "--devices", "cpu"]
-    return ["train", str(data), *recipe, "--out", str(out), *changes]
-
-
-def resume(out: Path, *changes: str) -> int:
-    return main(["train", "--resume", "--out", str(out), "--devices", "cpu", *changes])
+    return write_images(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run."""
     out = tmp_path_factory.mktemp("runs") / "whole"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flatout.report.page.draw_all", lambda run: None)
-        assert main(command(data, out)) == 0
+    assert main(command(data, out)) == 0
     return out
-
-
-def summary(run: Path) -> dict[str, Any]:
-    return json.loads((run / "summary.json").read_text())
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def assert_same(first: Path, second: Path) -> None:
-    tensors = [read_weights(run / "weights.safetensors")[0] for run in (first, second)]
-    assert tensors[0].keys() == tensors[1].keys()
-    assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
-    figures = [summary(run) for run in (first, second)]
-    for key in ("test_correct", "test_loss", "valid_loss", "best_epoch", "images_trained"):
-        assert figures[0][key] == figures[1][key], key
-    for a, b in zip(metrics(first), metrics(second), strict=True):
-        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-12)
-        assert (a["epoch"], a["learning_rate"], a["valid_loss"]) == (b["epoch"], b["learning_rate"], b["valid_loss"])
-
-
-@contextlib.contextmanager
-def at_image(images: int, action: Any) -> Iterator[None]:
-    """Call `action` after the step that trains this image."""
-    step = monitor.Monitor.step
-
-    def called(self: monitor.Monitor) -> None:
-        step(self)
-        if self._progress.images_trained == images:
-            action()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(monitor.Monitor, "step", called)
-        yield
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing in flatout handles it."""
-
-
-def kill() -> None:
-    raise Killed
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
@@ -338,129 +273,7 @@ def test_damaged_and_foreign_checkpoints_are_passed_over(
     assert "checkpoints are damaged" in capsys.readouterr().err
 
 
-def test_a_finished_run_can_be_resumed_for_more_epochs(data: Path, tmp_path: Path) -> None:
-    constant = ["--set", "schedule.name=constant"]
-    assert main(command(data, tmp_path / "run", *constant, "--epochs", "1")) == 0
-    assert resume(tmp_path / "run", "--epochs", "2") == 0
-    assert main(command(data, tmp_path / "whole", *constant, "--epochs", "2")) == 0
-    assert_same(tmp_path / "whole", tmp_path / "run")
-
-
-def test_the_order_is_chosen_by_memory_once(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A resumed run keeps the order of the checkpoint, however much memory there is now."""
-    on_disk = ["--epochs", "1", "--set", "data.stored_size=9"]
-    assert main(command(data, tmp_path / "full", *on_disk)) == 0
-    assert 'order = "full"' in (tmp_path / "full" / "recipe.toml").read_text()
-    monkeypatch.setattr("flatout.run.session.available_memory", lambda: 1)
-    assert main(command(data, tmp_path / "run", *on_disk)) == 0
-    assert "data.order = blocks: " in capsys.readouterr().out
-    monkeypatch.undo()
-    assert resume(tmp_path / "run", "--epochs", "2", "--set", "data.order=auto") == 0
-    assert 'order = "blocks"' in (tmp_path / "run" / "recipe.toml").read_text()
-    assert resume(tmp_path / "run", "--epochs", "3", "--set", "data.order=full") == 2
-    assert "the run has data.order = 'blocks'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "one-cycle", "step"])
-def test_more_epochs_continue_the_schedule_of_the_longer_run(
-    schedule: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The rates are those of a run that had all epochs from the start; where they jump up, a note says so."""
-    chosen = ["--set", f"schedule.name={schedule}", "--lr", "0.01"]
-    assert main(command(data, tmp_path / "run", *chosen, "--epochs", "4")) == 0
-    capsys.readouterr()
-    assert resume(tmp_path / "run", "--epochs", "8") == 0
-    assert ("the learning rate rises from" in capsys.readouterr().out) == (schedule != "step")
-    assert main(command(data, tmp_path / "whole", *chosen, "--epochs", "8")) == 0
-    rates = [
-        [json.loads(line)["learning_rate"] for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
-        for run in ("run", "whole")
-    ]
-    assert rates[0][4:] == rates[1][4:]
-    assert (rates[0] == rates[1]) == (schedule == "step")
-
-
-def test_runs_and_checkpoints_without_todays_additions_are_read(data: Path, tmp_path: Path) -> None:
-    """Earlier versions wrote no data facts, task, order, balanced accuracy, losses by step or predicted labels."""
-    from flatout.models.weights import save_tensors
-    from flatout.report.run_files import read_run
-
-    out = tmp_path / "run"
-    assert main(command(data, out, "--epochs", "1")) == 0
-    (path,) = (out / "checkpoints").iterdir()
-    tensors, metadata = read_weights(path)
-    del metadata["data"]
-    progress = json.loads(metadata["progress"])
-    del progress["step_losses"], progress["history"][0]["valid_balanced_accuracy"]
-    progress["counts"]["correct"] = progress["counts"].pop("metric_sum")
-    recipe = metadata["recipe"].replace('task = "single-label"\n', "").replace('order = "full"\n', "")
-    assert recipe != metadata["recipe"]
-    save_tensors(path, tensors, metadata | {"progress": json.dumps(progress), "recipe": recipe})
-    (out / "recipe.toml").write_text(recipe)
-    with np.load(out / "predictions.npz") as arrays:
-        old = {name: arrays[name] for name in arrays if name != "predicted"}
-        predicted = arrays["predicted"]
-    np.savez(out / "predictions.npz", **old)
-    found = read_run(out).predictions
-    assert found is not None
-    assert (found.predicted == predicted).all()
-    assert resume(out, "--epochs", "2") == 0
-    assert summary(out)["epochs_trained"] == 2
-
-
-# --- the data ---------------------------------------------------------------------------------------------------------
-
-
-def copied(data: Path, folder: Path, *, labels: Any = None, invert: bool = False) -> Path:
-    folder.mkdir()
-    pixels = np.load(data / "images.npy")
-    np.save(folder / "images.npy", 255 - pixels if invert else pixels)
-    np.save(folder / "labels.npy", np.load(data / "labels.npy") if labels is None else labels)
-    return folder
-
-
-def test_other_classes_are_rejected_and_other_content_is_reported(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "run"
-    assert main(command(data, out, "--epochs", "1")) == 0
-    before = (out / "weights.safetensors").read_bytes()
-    more = copied(data, tmp_path / "more", labels=np.arange(120) % 4)
-    assert resume(out, "--epochs", "2", "--data", str(more)) == 2
-    assert "was trained on the classes 0, 1, 2, but the data has 0, 1, 2, 3" in capsys.readouterr().err
-    assert (out / "weights.safetensors").read_bytes() == before
-    same = copied(data, tmp_path / "same")
-    assert resume(out, "--epochs", "2", "--data", str(same)) == 0
-    other = copied(data, tmp_path / "other", invert=True)
-    assert resume(out, "--epochs", "3", "--data", str(other)) == 0
-    changed = [note for note in summary(out)["notes"] if "the data has changed" in note]
-    assert changed == ["the data has changed since the run began: images (checksum) differ"]
-
-
 # --- the folder -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
-def test_a_run_in_use_is_left_alone(flag: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, codes = tmp_path / "run", []
-    assert main(command(data, out, "--epochs", "1")) == 0
-    arguments = ["train", "--resume", "--out", str(out)] if flag == "--resume" else command(data, out, flag)
-    with at_image(24, lambda: codes.append(main(arguments))):
-        assert main(command(data, out, "--overwrite", "--epochs", "1")) == 0
-    assert codes == [2]
-    assert f"{out}: in use by process {os.getpid()}" in capsys.readouterr().err
-
-
-def test_a_restart_never_continues_the_run_to_overwrite(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "run"
-    assert main(command(data, out, "--epochs", "2")) == 0
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert main(command(data, out, "--epochs", "1", "--overwrite")) == 0
-    assert summary(out)["epochs_trained"] == 1
 
 
 def test_a_dead_process_blocks_nobody(data: Path, whole: Path, tmp_path: Path) -> None:
@@ -482,41 +295,6 @@ def test_a_dead_process_blocks_nobody(data: Path, whole: Path, tmp_path: Path) -
     assert not any(path.exists() for path in left)
     assert not list(out.rglob(".*"))
     assert_same(whole, out)
-
-
-def test_default_folders_differ_also_within_a_second(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = type("Clock", (), {"now": staticmethod(lambda: datetime(2026, 1, 1))})
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flatout.run.claim.datetime", clock)
-    arguments = [a for a in command(data, tmp_path, "--epochs", "1") if a not in ("--out", str(tmp_path))]
-    assert [main(arguments) for _ in range(2)] == [0, 0]
-    first, second = sorted(path.name for path in (tmp_path / "runs").iterdir())
-    assert second == f"{first}-2"
-
-
-def test_a_folder_that_cannot_be_written_gets_a_message(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "run"
-    assert main(command(data, out, "--epochs", "1")) == 0
-
-    def refuse(self: Path, *args: Any, **kwargs: Any) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", refuse)
-        assert main(command(data, out, "--overwrite")) == 2
-    assert "cannot be removed: Permission denied" in capsys.readouterr().err
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", refuse)
-        assert main(command(data, out, "--overwrite")) == 2
-    assert ".lock: cannot be written: Permission denied" in capsys.readouterr().err
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "mkdir", refuse)
-        assert main(command(data, tmp_path / "new")) == 2
-    assert "new: cannot be written: Permission denied" in capsys.readouterr().err
 
 
 def test_a_full_disk_ends_with_1_and_keeps_the_last_checkpoint(

@@ -17,16 +17,12 @@ from flatout import style
 from flatout.cli import main
 from flatout.console import duration
 from flatout.errors import InputError
-from flatout.recipe import Augment, Optimizer, Recipe, Schedule
 from flatout.report import pictures
 from flatout.report.page import TIME_PARTS, draw_all
-from flatout.report.verdict import verdict
 from flatout.tasks import single_label
 from flatout.tasks.single_label import SingleLabel
+from tests.unit.runs import RECIPE, epoch_line, summary_of
 
-RECIPE = Recipe(
-    job="sample", model="cnn", image_size=28, channels=1, epochs=4, batch_size=64, optimizer=Optimizer(lr=0.05)
-)
 HOSTILE = [
     "<script>alert(1)</script>",
     "x^2 costs $5 and $6",
@@ -34,21 +30,6 @@ HOSTILE = [
     'quote"&amp;',
     "a_very_long_name_that_goes_on_and_on_one",
 ]
-
-
-def epoch_line(epoch: int, **values: Any) -> dict[str, Any]:
-    line = {"epoch": epoch, "step": 10 * epoch, "learning_rate": 0.05, "train_loss": 1 / epoch, "train_accuracy": 0.8}
-    return line | {"valid_loss": 1 / epoch, "valid_accuracy": 0.8, "test_loss": None, "test_accuracy": None} | values
-
-
-def summary_of(classes: list[str], **values: Any) -> dict[str, Any]:
-    summary: dict[str, Any] = {
-        "job": "sample", "engine": "torch", "devices": ["cpu"], "epochs": 4, "parameters": 1234, "classes": classes,
-        "images_per_second": 1000.0, "train_seconds": 60.0, "wall_seconds": 65.0, "best_epoch": 2, "stopped": None,
-        "test_accuracy": 0.8, "test_correct": 80, "test_count": 100, "valid_accuracy": 0.8, "notes": [], "verdict": [],
-        "time_seconds": {"train": 60.0, "evaluate": 2.0}, "versions": {"torch": "2.15"}, "skipped_images": {},
-    }  # fmt: skip
-    return summary | values
 
 
 def write_run(
@@ -477,140 +458,6 @@ def test_many_classes_have_a_list_of_the_most_confused(tmp_path: Path):
         r"class \d\d \| class \d\d \| 4 \| 12 \|",
         Page(tmp_path / "run" / "report.html").sections["Most confused classes"],
     )
-
-
-NAMES = [f"c{i}" for i in range(101)]
-STEADY = [epoch_line(e) for e in range(1, 9)]
-
-
-def test_verdict_says_nothing_when_all_is_well():
-    summary = summary_of(
-        ["a", "b"], input_wait_fraction=0.01, train_class_counts=[100, 90], test_class_counts=[50, 50],
-        test_predicted_counts=[40, 60],
-    )  # fmt: skip
-    assert verdict(summary, STEADY, RECIPE) == []
-    assert verdict({}, [], RECIPE) == []
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "advice"),
-    [
-        (Optimizer(lr=0.001), "The learning rate 0.001 is probably too low; try --lr 0.01"),
-        (Optimizer(name="momentum", lr=0.001), "too low; try --lr 0.01"),
-        (Optimizer(name="adam", lr=0.01), "too high; try --lr 0.001"),
-        (Optimizer(name="adam", lr=0.001), "try --lr 0.01 and --lr 0.0001"),
-    ],
-)
-def test_verdict_on_chance_advises_on_the_learning_rate(optimizer: Optimizer, advice: str):
-    recipe = RECIPE.override({f"optimizer.{k}": v for k, v in {"name": optimizer.name, "lr": optimizer.lr}.items()})
-    metrics = [epoch_line(e, train_accuracy=0.012, train_loss=4.6) for e in (1, 2)]
-    found = verdict(summary_of(NAMES, test_accuracy=0.01, test_count=930), metrics, recipe)
-    assert len(found) == 1
-    assert found[0].startswith("Test accuracy 0.010 is chance for 101 classes")
-    assert advice in found[0]
-
-
-def test_verdict_on_chance_knows_the_largest_class_and_small_numbers():
-    summary = summary_of(["a", "b"], test_accuracy=0.9, test_count=100, test_class_counts=[90, 10])
-    metrics = [epoch_line(1, train_accuracy=0.9)]
-    assert "always answering the largest class (0.900)" in verdict(summary, metrics, RECIPE)[0]
-    few = summary_of(["a", "b"], test_accuracy=0.6, test_count=40)
-    assert "within ±" in verdict(few, [epoch_line(1, train_accuracy=0.6)], RECIPE)[0]
-    many = few | {"test_count": 4000, "valid_accuracy": 0.6}
-    assert "chance" not in " ".join(verdict(many, [epoch_line(1, train_accuracy=0.6)], RECIPE))
-
-
-def test_verdict_on_a_loss_that_never_began_to_fall():
-    metrics = [epoch_line(e, train_accuracy=0.017, train_loss=4.56) for e in (1, 2)]
-    recipe = RECIPE.override({"optimizer.name": "sgd", "optimizer.lr": 0.001})
-    found = verdict(summary_of(NAMES, test_accuracy=0.0215, test_count=930), metrics, recipe)
-    assert found[0].startswith("Test accuracy 0.021 is close to chance for 101 classes") or "0.022" in found[0]
-    assert "too low; try --lr 0.01" in found[0]
-    learnt = [epoch_line(e, train_accuracy=0.05, train_loss=4.2) for e in (1, 2)]
-    assert "close to chance" not in " ".join(verdict(summary_of(NAMES, test_accuracy=0.0215), learnt, recipe))
-
-
-def test_verdict_on_chance_after_learning_points_at_the_labels():
-    summary = summary_of(NAMES, test_accuracy=0.01, test_count=930)
-    assert "although training accuracy is 0.900" in verdict(summary, [epoch_line(1, train_accuracy=0.9)], RECIPE)[0]
-
-
-def test_verdict_on_overfitting():
-    metrics = [epoch_line(e, train_accuracy=0.99, valid_accuracy=0.8) for e in range(1, 9)]
-    (found,) = verdict(summary_of(["a", "b"]), metrics, RECIPE)
-    assert found.startswith("Overfitting: accuracy 0.990 in training, 0.800 on test images")
-    assert "augment.shift" in found
-    augmented = Recipe(model="cnn", image_size=8, epochs=1, batch_size=1, augment=Augment(shift=0.1))
-    assert "augment." not in verdict(summary_of(["a", "b"]), metrics, augmented)[0]
-
-
-def test_verdict_on_still_improving():
-    metrics = [epoch_line(e, valid_accuracy=0.6 + 0.02 * e, train_accuracy=0.6) for e in range(1, 9)]
-    (found,) = verdict(summary_of(["a", "b"]), metrics, RECIPE)
-    assert found.startswith("Validation accuracy was still rising at the end, by 0.040 over the last 2 epochs")
-    assert "--epochs 8" in found
-    cosine = Recipe(model="cnn", image_size=8, epochs=4, batch_size=1, schedule=Schedule(name="cosine"))
-    assert verdict(summary_of(["a", "b"]), metrics, cosine) == []
-    assert verdict(summary_of(["a", "b"], stopped="interrupted in epoch 8"), metrics, RECIPE) == []
-
-
-def test_verdict_on_a_loss_that_blew_up():
-    metrics = [epoch_line(1), epoch_line(2, train_loss=math.nan)]
-    (found,) = verdict(summary_of(["a", "b"]), metrics, RECIPE)
-    assert "diverged in epoch 2" in found
-    assert "--lr 0.005" in found
-    (violent,) = verdict(summary_of(["a", "b"]), [epoch_line(1, train_loss=1.5), epoch_line(2)], RECIPE)
-    assert "far above that of guessing, 0.69" in violent
-
-
-def test_verdict_on_input_wait_classes_and_balance():
-    summary = summary_of(
-        ["a", "b", "c"], input_wait_fraction=0.43, train_class_counts=[1200, 900, 30],
-        test_class_counts=[50, 40, 10], test_predicted_counts=[60, 40, 0],
-    )  # fmt: skip
-    never, unbalanced, wait = verdict(summary, STEADY, RECIPE)
-    assert never == "Never predicted, although present in the test images: c."
-    assert "1,200 training images of a, 30 of c" in unbalanced
-    assert wait.startswith("43% of the training time")
-    balanced = RECIPE.override({"class_weights": "balanced"})
-    assert len(verdict(summary, STEADY, balanced)) == 2
-
-
-def test_verdict_on_gaps_between_splits():
-    metrics = [epoch_line(e, train_accuracy=0.88, valid_accuracy=0.842) for e in range(1, 9)]
-    summary = summary_of(["a", "b"], valid_accuracy=0.842, test_accuracy=0.7725, test_count=800, valid_count=800)
-    overfitting, splits = verdict(summary, metrics, RECIPE)
-    assert overfitting.startswith("Overfitting: accuracy 0.880 in training, 0.772 on test images")
-    assert splits.startswith("Test accuracy 0.772 is well below validation accuracy 0.842: the splits differ.")
-    few = summary | {"test_count": 40, "valid_count": 40}
-    assert "splits" not in " ".join(verdict(few, metrics, RECIPE))
-
-
-@pytest.mark.parametrize("split", ["valid", "test"])
-def test_verdict_on_a_rising_loss(split: str):
-    losses = [0.40, 0.31, 0.28, 0.29, 0.31, 0.33]
-    values = [{"valid_loss": None, "valid_accuracy": None, f"{split}_loss": loss} for loss in losses]
-    metrics = [epoch_line(e, **v) for e, v in enumerate(values, start=1)]
-    (found,) = verdict(summary_of(["a", "b"]), metrics, RECIPE)
-    name = "validation" if split == "valid" else "test"
-    assert found.startswith(f"The {name} loss rose from 0.280 in epoch 3 to 0.330 in epoch 6")
-    assert verdict(summary_of(["a", "b"]), metrics[:4], RECIPE) == []
-
-
-def test_verdict_on_too_few_epochs():
-    metrics = [epoch_line(1, train_accuracy=0.3)]
-    summary = summary_of([f"c{i}" for i in range(10)], test_accuracy=0.431, valid_accuracy=0.43)
-    (found,) = verdict(summary, metrics, RECIPE)
-    assert found == "Accuracy 0.431 after few epochs: 1 epoch is rarely enough. Try --epochs 10."
-    assert verdict(summary | {"stopped": "interrupted"}, metrics, RECIPE) == []
-
-
-def test_verdict_on_photos_without_pretraining():
-    photos = RECIPE.override({"channels": 3, "image_size": 128})
-    (found,) = verdict(summary_of(["a", "b"]), STEADY, photos)
-    assert "--model timm:resnet18 --set pretrained=true" in found
-    assert verdict(summary_of(["a", "b"]), STEADY, photos.override({"pretrained": True})) == []
-    assert verdict(summary_of(["a", "b"], test_accuracy=0.95), STEADY, photos) == []
 
 
 @pytest.mark.usefixtures("page_alone")

@@ -1,0 +1,86 @@
+"""Sources for packs, and what is expected of them."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from flatout.data.build import load_pack
+from flatout.data.decode import decode_image
+from flatout.data.pack import Pack, PackSettings
+from flatout.data.source import DataRef, Source
+
+SMALL_BLOCK = 10 * 16 * 16 * 3
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.updates: list[tuple[int, int, str]] = []
+        self.notes: list[str] = []
+
+    def update(self, done: int, total: int, unit: str = "images") -> None:
+        self.updates.append((done, total, unit))
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def settings(**changes) -> PackSettings:
+    values = {"size": 16, "channels": 3, "resize": "squash", "on_bad_image": "stop", "max_bad_share": 0.05}
+    return PackSettings(**{**values, **changes})
+
+
+def class_folders(folder: Path, count: int = 45) -> Source:
+    """Images of three classes, every fifth in the test split; each has its own content."""
+    rng = np.random.default_rng(1)
+    train, test = [], []
+    for index in range(count):
+        file = folder / f"{index % 3}" / f"{index}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(file)
+        (test if index // 3 % 5 == 0 else train).append((index % 3, file))
+    both = train + test
+    return Source(
+        kind="class folders",
+        path=folder,
+        classes=("a", "b", "c"),
+        labels=np.array([label for label, _ in both]),
+        splits={"train": (0, len(train)), "test": (len(train), len(both))},
+        files=[file for _, file in both],
+        notes=("A note.",),
+    )
+
+
+def arrays(count: int = 40, side: int = 16, channels: int = 3) -> Source:
+    rng = np.random.default_rng(2)
+    return Source(
+        kind="arrays",
+        path=None,
+        classes=("a", "b"),
+        labels=np.arange(count) % 2,
+        splits={"train": (0, count)},
+        images=rng.integers(0, 256, (count, side, side, channels), np.uint8),
+    )
+
+
+def expected_images(source: Source, wanted: PackSettings) -> np.ndarray:
+    assert source.files is not None
+    how = {"size": wanted.size, "channels": wanted.channels, "resize": wanted.resize}
+    return np.stack([decode_image(file, **how) for file in source.files])
+
+
+def load(source: DataRef | Source, cache: Path | None, wanted: PackSettings | None = None) -> Pack:
+    return load_pack(source, wanted or settings(), cache=cache, report=Recorder())
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
+
+
+def flip(path: Path, position: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position, os.SEEK_END if position < 0 else os.SEEK_SET)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))

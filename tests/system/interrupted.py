@@ -1,0 +1,77 @@
+"""A small run, a way to interrupt it, and what an equal run is."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flatout.cli import main
+from flatout.models.weights import read_weights
+from flatout.run import monitor
+
+EPOCHS = 3
+
+
+def write_images(folder: Path) -> Path:
+    """Write random images of three classes, as files of arrays; return the folder."""
+    rng = np.random.default_rng(0)
+    np.save(folder / "images.npy", rng.integers(0, 256, (120, 8, 8, 1), dtype=np.uint8))
+    np.save(folder / "labels.npy", np.arange(120) % 3)
+    return folder
+
+
+def command(data: Path, out: Path, *changes: str) -> list[str]:
+    recipe = ["--model", "parallel-cnn", "--batch-size", "8", "--epochs", str(EPOCHS), "--devices", "cpu"]
+    return ["train", str(data), *recipe, "--out", str(out), *changes]
+
+
+def resume(out: Path, *changes: str) -> int:
+    return main(["train", "--resume", "--out", str(out), "--devices", "cpu", *changes])
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same(first: Path, second: Path) -> None:
+    tensors = [read_weights(run / "weights.safetensors")[0] for run in (first, second)]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
+    figures = [summary(run) for run in (first, second)]
+    for key in ("test_correct", "test_loss", "valid_loss", "best_epoch", "images_trained"):
+        assert figures[0][key] == figures[1][key], key
+    for a, b in zip(metrics(first), metrics(second), strict=True):
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-12)
+        assert (a["epoch"], a["learning_rate"], a["valid_loss"]) == (b["epoch"], b["learning_rate"], b["valid_loss"])
+
+
+@contextlib.contextmanager
+def at_image(images: int, action: Any) -> Iterator[None]:
+    """Call `action` after the step that trains this image."""
+    step = monitor.Monitor.step
+
+    def called(self: monitor.Monitor) -> None:
+        step(self)
+        if self._progress.images_trained == images:
+            action()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(monitor.Monitor, "step", called)
+        yield
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing in flatout handles it."""
+
+
+def kill() -> None:
+    raise Killed

@@ -1,0 +1,175 @@
+"""What a run can go on with, and in which folder."""
+
+import json
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flatout.cli import main
+from flatout.models.weights import read_weights
+from tests.system.interrupted import assert_same, at_image, command, resume, summary, write_images
+
+pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("data"))
+
+
+def test_a_finished_run_can_be_resumed_for_more_epochs(data: Path, tmp_path: Path) -> None:
+    constant = ["--set", "schedule.name=constant"]
+    assert main(command(data, tmp_path / "run", *constant, "--epochs", "1")) == 0
+    assert resume(tmp_path / "run", "--epochs", "2") == 0
+    assert main(command(data, tmp_path / "whole", *constant, "--epochs", "2")) == 0
+    assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_the_order_is_chosen_by_memory_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed run keeps the order of the checkpoint, however much memory there is now."""
+    on_disk = ["--epochs", "1", "--set", "data.stored_size=9"]
+    assert main(command(data, tmp_path / "full", *on_disk)) == 0
+    assert 'order = "full"' in (tmp_path / "full" / "recipe.toml").read_text()
+    monkeypatch.setattr("flatout.run.session.available_memory", lambda: 1)
+    assert main(command(data, tmp_path / "run", *on_disk)) == 0
+    assert "data.order = blocks: " in capsys.readouterr().out
+    monkeypatch.undo()
+    assert resume(tmp_path / "run", "--epochs", "2", "--set", "data.order=auto") == 0
+    assert 'order = "blocks"' in (tmp_path / "run" / "recipe.toml").read_text()
+    assert resume(tmp_path / "run", "--epochs", "3", "--set", "data.order=full") == 2
+    assert "the run has data.order = 'blocks'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "one-cycle", "step"])
+def test_more_epochs_continue_the_schedule_of_the_longer_run(
+    schedule: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rates are those of a run that had all epochs from the start; where they jump up, a note says so."""
+    chosen = ["--set", f"schedule.name={schedule}", "--lr", "0.01"]
+    assert main(command(data, tmp_path / "run", *chosen, "--epochs", "4")) == 0
+    capsys.readouterr()
+    assert resume(tmp_path / "run", "--epochs", "8") == 0
+    assert ("the learning rate rises from" in capsys.readouterr().out) == (schedule != "step")
+    assert main(command(data, tmp_path / "whole", *chosen, "--epochs", "8")) == 0
+    rates = [
+        [json.loads(line)["learning_rate"] for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("run", "whole")
+    ]
+    assert rates[0][4:] == rates[1][4:]
+    assert (rates[0] == rates[1]) == (schedule == "step")
+
+
+def test_runs_and_checkpoints_without_todays_additions_are_read(data: Path, tmp_path: Path) -> None:
+    """Earlier versions wrote no data facts, task, order, balanced accuracy, losses by step or predicted labels."""
+    from flatout.models.weights import save_tensors
+    from flatout.report.run_files import read_run
+
+    out = tmp_path / "run"
+    assert main(command(data, out, "--epochs", "1")) == 0
+    (path,) = (out / "checkpoints").iterdir()
+    tensors, metadata = read_weights(path)
+    del metadata["data"]
+    progress = json.loads(metadata["progress"])
+    del progress["step_losses"], progress["history"][0]["valid_balanced_accuracy"]
+    progress["counts"]["correct"] = progress["counts"].pop("metric_sum")
+    recipe = metadata["recipe"].replace('task = "single-label"\n', "").replace('order = "full"\n', "")
+    assert recipe != metadata["recipe"]
+    save_tensors(path, tensors, metadata | {"progress": json.dumps(progress), "recipe": recipe})
+    (out / "recipe.toml").write_text(recipe)
+    with np.load(out / "predictions.npz") as arrays:
+        old = {name: arrays[name] for name in arrays if name != "predicted"}
+        predicted = arrays["predicted"]
+    np.savez(out / "predictions.npz", **old)
+    found = read_run(out).predictions
+    assert found is not None
+    assert (found.predicted == predicted).all()
+    assert resume(out, "--epochs", "2") == 0
+    assert summary(out)["epochs_trained"] == 2
+
+
+def copied(data: Path, folder: Path, *, labels: Any = None, invert: bool = False) -> Path:
+    folder.mkdir()
+    pixels = np.load(data / "images.npy")
+    np.save(folder / "images.npy", 255 - pixels if invert else pixels)
+    np.save(folder / "labels.npy", np.load(data / "labels.npy") if labels is None else labels)
+    return folder
+
+
+def test_other_classes_are_rejected_and_other_content_is_reported(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(command(data, out, "--epochs", "1")) == 0
+    before = (out / "weights.safetensors").read_bytes()
+    more = copied(data, tmp_path / "more", labels=np.arange(120) % 4)
+    assert resume(out, "--epochs", "2", "--data", str(more)) == 2
+    assert "was trained on the classes 0, 1, 2, but the data has 0, 1, 2, 3" in capsys.readouterr().err
+    assert (out / "weights.safetensors").read_bytes() == before
+    same = copied(data, tmp_path / "same")
+    assert resume(out, "--epochs", "2", "--data", str(same)) == 0
+    other = copied(data, tmp_path / "other", invert=True)
+    assert resume(out, "--epochs", "3", "--data", str(other)) == 0
+    changed = [note for note in summary(out)["notes"] if "the data has changed" in note]
+    assert changed == ["the data has changed since the run began: images (checksum) differ"]
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
+def test_a_run_in_use_is_left_alone(flag: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, codes = tmp_path / "run", []
+    assert main(command(data, out, "--epochs", "1")) == 0
+    arguments = ["train", "--resume", "--out", str(out)] if flag == "--resume" else command(data, out, flag)
+    with at_image(24, lambda: codes.append(main(arguments))):
+        assert main(command(data, out, "--overwrite", "--epochs", "1")) == 0
+    assert codes == [2]
+    assert f"{out}: in use by process {os.getpid()}" in capsys.readouterr().err
+
+
+def test_a_restart_never_continues_the_run_to_overwrite(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    assert main(command(data, out, "--epochs", "2")) == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main(command(data, out, "--epochs", "1", "--overwrite")) == 0
+    assert summary(out)["epochs_trained"] == 1
+
+
+def test_default_folders_differ_also_within_a_second(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = type("Clock", (), {"now": staticmethod(lambda: datetime(2026, 1, 1))})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flatout.run.claim.datetime", clock)
+    arguments = [a for a in command(data, tmp_path, "--epochs", "1") if a not in ("--out", str(tmp_path))]
+    assert [main(arguments) for _ in range(2)] == [0, 0]
+    first, second = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert second == f"{first}-2"
+
+
+def test_a_folder_that_cannot_be_written_gets_a_message(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(command(data, out, "--epochs", "1")) == 0
+
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        assert main(command(data, out, "--overwrite")) == 2
+    assert "cannot be removed: Permission denied" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        assert main(command(data, out, "--overwrite")) == 2
+    assert ".lock: cannot be written: Permission denied" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", refuse)
+        assert main(command(data, tmp_path / "new")) == 2
+    assert "new: cannot be written: Permission denied" in capsys.readouterr().err
