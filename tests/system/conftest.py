@@ -10,6 +10,7 @@ import pytest
 from flatout.dist import heartbeat
 from tests.system.launchers import LauncherServer, eventually
 
+DRAW_ALL = "flatout.report.page.draw_all"
 # A rank that is gone need not be waited for where the others wait for ever.
 SHORT_LIMITS = {"SILENT_SECONDS": 2.5, "STALLED_SECONDS": 2.5, "GRACE_SECONDS": 0.5}
 
@@ -17,7 +18,15 @@ SHORT_LIMITS = {"SILENT_SECONDS": 2.5, "STALLED_SECONDS": 2.5, "GRACE_SECONDS": 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out pictures and report, which take longer than a small run."""
-    monkeypatch.setattr("flatout.report.page.draw_all", lambda run: None)
+    monkeypatch.setattr(DRAW_ALL, lambda run: None)
+
+
+@pytest.fixture(scope="module")
+def no_pictures_in_module() -> Iterator[None]:
+    """Leave them out of all runs of a module, those of its fixtures too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DRAW_ALL, lambda run: None)
+        yield
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,8 @@ from torch import nn
 
 import flatout
 from flatout.models.weights import read_weights
+
+pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
 
 class Net(nn.Module):
@@ -42,14 +43,6 @@ def settings(**changes: object) -> dict:
         "epochs": 8,
         "optimizer": flatout.Adam(lr=0.02),
     } | changes
-
-
-@pytest.fixture(autouse=True, scope="module")
-def without_pictures() -> Iterator[None]:
-    """Leave out pictures and report, which take longer than these runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flatout.report.page.draw_all", lambda run: None)
-        yield
 
 
 def test_a_module_and_arrays(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
     "quiet": True,
     "schedule": "constant",
 }
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
 
 def squares(count: int = 60, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -66,9 +66,7 @@ def loaded(run: flatout.Run, outputs: int = 3) -> flatout.Run:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> flatout.Run:
     """Return a cross-validation of data with all three splits."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flatout.report.page.draw_all", lambda run: None)
-        return fit(tmp_path_factory.mktemp("folds") / "run", splits())
+    return fit(tmp_path_factory.mktemp("folds") / "run", splits())
 
 
 def test_every_image_is_held_out_once_and_the_test_images_never(finished: flatout.Run) -> None:

@@ -29,6 +29,7 @@ import jax.numpy as jnp  # noqa: E402
 from flatout.engine.xla.keras import KerasFunction  # noqa: E402
 from flatout.models.keras import KerasModule  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 layers = keras.layers
 SGD = {"lr": 0.05, "momentum": 0.9}
 

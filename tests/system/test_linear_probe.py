@@ -18,6 +18,7 @@ from flatout.run.linear_probe import STRENGTH, fit_head
 RECIPE = Recipe(model="net", image_size=8, epochs=1, batch_size=1)
 # A rate so low that training changes nothing.
 STILL = ("train", "digits", "--lr", "1e-12", "--epochs", "1", "--set", "linear_probe=true")
+pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
 
 @pytest.mark.parametrize(("classes", "outputs"), [(2, 1), (2, 2), (5, 5), (4, 6)])

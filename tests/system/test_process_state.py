@@ -103,6 +103,7 @@ def test_fit_leaves_the_process_as_it_was(devices: str, threads: None, tmp_path:
     assert {name: value for name, value in after.items() if value != before[name]} == {}
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     ("model", "changes", "error"),
     [(Fails(), {}, RuntimeError), (net(), {"precision": "tf32"}, InputError)],
@@ -117,6 +118,7 @@ def test_errors_leave_the_process_as_it_was(
     assert {name: value for name, value in state().items() if value != before[name]} == {}
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_denormal_numbers_stay_flushed_where_the_caller_flushes_them(tmp_path: Path) -> None:
     torch.set_flush_denormal(True)
     flatout.fit(net(), data(), out=tmp_path / "run", epochs=1, batch_size=16, devices="cpu", quiet=True)

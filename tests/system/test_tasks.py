@@ -50,15 +50,20 @@ def saved(run: flatout.Run) -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
-def assert_the_same_elsewhere(run: flatout.Run, data: Any) -> None:
-    """Evaluate on two processes and on eight simulated devices of XLA."""
-    alone = run.evaluate(data, devices="cpu")
-    for engine, devices in (("torch", "2xcpu"), ("xla", "8xcpu")):
-        other = run.evaluate(data, devices=devices, engine=engine)
-        assert other["per_class"] == alone["per_class"], devices
-        for key in alone.keys() - {"per_class", "devices", "engine"}:
-            is_text = isinstance(alone[key], str)
-            assert other[key] == (alone[key] if is_text else pytest.approx(alone[key], rel=1e-4)), f"{devices}: {key}"
+@pytest.fixture(scope="module", params=["multi-label", "regression"])
+def trained(
+    request: pytest.FixtureRequest, pairs_of: Callable[[int], Pairs], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[flatout.Run, Pairs]:
+    """Return a run of a task without pictures, and its data."""
+    images, digits = pairs_of(300)
+    is_multi_label = request.param == "multi-label"
+    data = (images, present(digits) if is_multi_label else digits.sum(axis=1) / 2)
+    weights = "balanced" if is_multi_label else "none"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatout.report.page.draw_all", lambda run: None)
+        run = fit(tmp_path_factory.mktemp("tasks") / "run", data, class_weights=weights)
+    assert run.recipe.task == request.param
+    return run, data
 
 
 @pytest.fixture(scope="module")
@@ -137,16 +142,18 @@ def test_numbers_from_a_csv_file(listed: Path, tmp_path: Path, capsys: pytest.Ca
     assert "labels in train: " in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("task", ["multi-label", "regression"])
+@pytest.mark.parametrize(
+    ("engine", "devices"), [pytest.param("torch", "2xcpu", marks=pytest.mark.slow), ("xla", "8xcpu")]
+)
 def test_the_answers_do_not_depend_on_devices_and_engines(
-    pairs_of: Callable[[int], Pairs], tmp_path: Path, task: str
+    engine: str, devices: str, trained: tuple[flatout.Run, Pairs]
 ) -> None:
-    images, digits = pairs_of(300)
-    data = (images, present(digits) if task == "multi-label" else digits.sum(axis=1) / 2)
-    run = fit(tmp_path / "run", data, class_weights="balanced" if task == "multi-label" else "none")
-    assert run.recipe.task == task
-    assert_the_same_elsewhere(run, data)
+    run, data = trained
+    alone, other = (run.evaluate(data, devices=d, engine=e) for e, d in (("torch", "cpu"), (engine, devices)))
+    assert other["per_class"] == alone["per_class"]
+    for key in alone.keys() - {"per_class", "devices", "engine"}:
+        is_number = isinstance(alone[key], int | float)
+        assert other[key] == (pytest.approx(alone[key], rel=1e-4) if is_number else alone[key]), key
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -459,6 +459,7 @@ def test_weights_that_are_not_finite_are_never_the_best(tmp_path: Path) -> None:
     assert summary(tmp_path / "run")["best_epoch"] == 1
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_headline_and_confusion_matrix_agree_where_probabilities_are_equal(tmp_path: Path) -> None:
     # The logits of the grey and the bright images differ, their probabilities in 32 bits do not.
     almost = [0.0, 1e-9, -20.0]

@@ -21,6 +21,7 @@ FLATOUT = [sys.executable, "-m", "flatout"]
 NET = ("--model", "fashion-cnn", "--set", "image_size=16", "--batch-size", "50", "--set", "keep=last", "--lr", "0.01")
 SGD = ("--set", "optimizer.name=sgd", "--set", "schedule.name=constant")
 TRAIN = ("train", "digits", *NET, *SGD)
+pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
 
 def run(*arguments: str, **environment: str) -> str:

@@ -31,6 +31,7 @@ def test_a_run_takes_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     # The measurement for a generated recipe builds models, too.
     monkeypatch.setattr("flatout.engine.factory.rate_on", lambda spec, engine: None)
+    monkeypatch.setattr("flatout.report.page.draw_all", lambda run: None)
     # Imported before the calls are watched, which makes imports slow.
     for name in CALLS[:-1]:
         importlib.import_module("flatout." + re.split(r"\.\w+$|\.[A-Z]", name)[0])
