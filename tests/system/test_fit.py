@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,13 +112,13 @@ def test_images_of_every_form_are_classified(run: flatout.Run, tmp_path: Path) -
 def test_images_are_decoded_batch_by_batch(run: flatout.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Image.fromarray(make_arrays(1)[0][0]).save(tmp_path / "0.png")
     sizes: list[int] = []
-    probabilities = flatout.Run.probabilities
+    outputs = flatout.Run.outputs
 
-    def counted(self: flatout.Run, pixels: np.ndarray, *, tta: bool = False) -> np.ndarray:
+    def counted(self: flatout.Run, pixels: np.ndarray, *, tta: bool = False) -> Any:
         sizes.append(len(pixels))
-        return probabilities(self, pixels)
+        return outputs(self, pixels)
 
-    monkeypatch.setattr(flatout.Run, "probabilities", counted)
+    monkeypatch.setattr(flatout.Run, "outputs", counted)
     assert len(run.predict([tmp_path / "0.png"] * 40)) == 40
     assert sizes == [16, 16, 8], "batches of the recipe's size"
 

@@ -125,6 +125,7 @@ def test_the_report_leads_to_those_of_the_folds(finished: flatout.Run) -> None:
     assert (finished.path / "confusion.png").is_file()
 
 
+@pytest.mark.slow
 def test_two_devices_train_the_same_folds(finished: flatout.Run, tmp_path: Path) -> None:
     both = fit(tmp_path / "run", splits(), devices="2xcpu")
     for number in (1, 2, 3):
@@ -220,6 +221,7 @@ def test_an_interrupted_run_resumes(tmp_path: Path, finished: flatout.Run) -> No
     assert np.array_equal(saved(resumed)["probabilities"], saved(whole)["probabilities"])
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes(tmp_path: Path) -> None:
     listed, out = photos(tmp_path / "photos"), tmp_path / "run"
     flags = ["--model", "fashion-cnn", "--epochs", "30", "--devices", "cpu", "--set", "image_size=28"]
