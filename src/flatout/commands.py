@@ -220,6 +220,14 @@ def do_report(args: Namespace, console: Console) -> Output:
     return {"report": path}, [path]
 
 
+@_command("[DIR]", "--port", "board runs/")
+def do_board(args: Namespace, console: Console) -> None:
+    """Show all runs of a folder on a local web page."""
+    from flatout.board.serve import serve
+
+    serve(Path(args.dir or "runs"), args.port, console)
+
+
 @_command(
     "JOB",
     "--devices --data --out --epochs --batch-size --repeats --weak --set --json",

@@ -47,6 +47,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--engine": {"default": "auto", "metavar": "NAME", "help": "auto, torch or xla"},
     "--allow-untested": {"action": "store_true", "help": "let --engine torch use torch_tpu, which is untested"},
     "--allow-code": {"action": "store_true", "help": "import the run's package.module:factory model"},
+    "--port": {"type": int, "metavar": "N", "help": "the port, or the next free one (8420)"},
     "--clear": {"action": "store_true", "help": "remove all that is not in use"},
     "--json": {"action": "store_true", "help": "print one JSON object and nothing else"},
     "--top": {"type": int, "default": 5, "metavar": "K", "help": "classes per image (5)"},
@@ -79,9 +80,10 @@ _OPERANDS = {
     "DATA": "folder, archive, CSV, IDX, JSON, .npz, .npy, shards, pack or URL",
     "FILE": "image files, or folders of them",
     "SHELL": "bash, zsh or fish",
+    "DIR": "the folder that holds the runs (runs)",
 }
 # What a shell completes after a flag, or for an operand, that takes a file or a folder.
-_FOLDERS, _FILES = ("--run", "--out", "--images", "RUN"), ("--data", "--weights", "--classes", "DATA", "FILE")
+_FOLDERS, _FILES = ("--run", "--out", "--images", "RUN", "DIR"), ("--data", "--weights", "--classes", "DATA", "FILE")
 _WORDS = {
     "--devices": ("auto", "cpu", "2xcpu", "cuda", "mps", "8xtpu"),
     "--engine": ("auto", "torch", "xla"),

@@ -14,6 +14,7 @@ ROOT = Path(flatout.__file__).parent
 LAYERS = (
     *("errors", "host", "files", "settings", "console", "style", "recipe", "jobs"),
     *("numerics", "data", "tasks", "models", "dist", "engine", "report", "callbacks", "run", "scale", "lr", "plan"),
+    "board",
     *("commands", "parser", "cli", "__main__"),
 )
 # Libraries that only some folders may use.

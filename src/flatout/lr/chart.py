@@ -7,6 +7,7 @@ from typing import Any
 from flatout import style
 from flatout.style import shorten
 
+RESULT, CHART = "lr.json", "lr.png"
 # What exceeds this multiple of the first loss would flatten the rest of the curve.
 HIGHEST_LOSS = 1.25
 

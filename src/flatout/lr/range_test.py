@@ -18,6 +18,7 @@ from flatout import __version__
 from flatout.console import Console, aligned
 from flatout.data.order import epoch_batches
 from flatout.errors import TrainingFailed
+from flatout.lr.chart import CHART, RESULT, draw_rates
 from flatout.numerics.schedule import scaled_rate
 from flatout.recipe import Recipe
 from flatout.report.run_files import write_json
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from flatout.dist.world import World
     from flatout.engine.base import DeviceSplit, Engine
 
-RESULT, CHART = "lr.json", "lr.png"
 # The rate rises by so many decades in so many steps, to a lower end for Adam, whose steps do not shrink with gradients.
 DECADES, STEPS = 7, 140
 HIGHEST = {"sgd": 10.0, "momentum": 10.0, "adagrad": 10.0, "adam": 1.0, "adamw": 1.0}
@@ -67,7 +67,6 @@ def find_rate(recipe: Recipe, data: "DataRef | Source", options: Options, consol
 
 def _test(console: Console, world: "World", session: Session) -> dict[str, Any]:
     """Test on one of the ranks; all return the same, and the main one writes the files."""
-    from flatout.lr.chart import draw_rates
 
     with session.set_up(console, world) as (_, splits, engine):
         recipe = session.recipe

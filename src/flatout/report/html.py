@@ -51,17 +51,25 @@ def write_page(path: Path, template: str, content: Mapping[str, Any]) -> None:
 
 
 def thumbnail(image_HWC: np.ndarray) -> str:
-    """Return a data URI: PNG for tiny images, every pixel exact; JPEG for photographs, a tenth of the size."""
+    """Return `encode` as a data URI."""
+    return data_uri(*encode(image_HWC))
+
+
+def encode(image_HWC: np.ndarray, *, pixels: int = THUMBNAIL_PIXELS) -> tuple[str, bytes]:
+    """Return type and content of a picture of at most `pixels`, from uint8 with 1 or 3 channels.
+
+    PNG for tiny images, every pixel exact; JPEG for photographs, a tenth of the size.
+    """
     from PIL import Image
 
     image = Image.fromarray(image_HWC[..., 0] if image_HWC.shape[-1] == 1 else image_HWC)
     buffer = io.BytesIO()
     if max(image.size) < SMOOTH_FROM_PIXELS:
         image.save(buffer, format="png", optimize=True)
-        return data_uri("image/png", buffer.getvalue())
-    image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+        return "image/png", buffer.getvalue()
+    image.thumbnail((pixels, pixels))
     image.save(buffer, format="jpeg", quality=88)
-    return data_uri("image/jpeg", buffer.getvalue())
+    return "image/jpeg", buffer.getvalue()
 
 
 def data_uri(kind: str, content: bytes) -> str:

@@ -17,13 +17,15 @@ RECIPE, METRICS, SUMMARY, WEIGHTS = "recipe.toml", "metrics.jsonl", "summary.jso
 PREDICTIONS, CHECKPOINTS, LOGS, REPORT = "predictions.npz", "checkpoints", "logs", "report.html"
 # The event files of a tracker, and in `logs` the ids by which trackers continue a run.
 TENSORBOARD, TRACKER_IDS = "tensorboard", "trackers.json"
+# Figures within epochs, see `run.live`. What holds the process that writes the run.
+LIVE, LOCK = f"{LOGS}/live.jsonl", ".lock"
 # The runs of a cross-validation, in its folder.
 FOLD = "fold-{}"
 PICTURES = ("predictions.png", "curves.png", "confusion.png")
 # The values that the report reads, by an example of their type. Each may be missing or null.
 _RECIPE_TYPES: dict[str, Any] = {"job": "", "task": "", "model": "", "data": {"path": ""}}
 _SUMMARY_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("job", "task", "date", "stopped", "engine", "precision"), ""),
+    **dict.fromkeys(("job", "task", "date", "stopped", "engine", "precision", "pack", "pack_fingerprint"), ""),
     **dict.fromkeys(("test_accuracy", "valid_accuracy", "images_per_second", "train_seconds", "wall_seconds"), 0.0),
     **dict.fromkeys(("peak_rss_bytes", "peak_device_bytes", "threads_per_rank"), 0.0),
     **dict.fromkeys(("test_correct", "test_count", "epochs", "parameters"), 0),
@@ -88,8 +90,8 @@ class RunFiles:
     missing: dict[str, str]
 
 
-def read_run(run: Path) -> RunFiles:
-    """Read a run folder for its report.
+def read_run(run: Path, *, predictions: bool = True) -> RunFiles:
+    """Read a run folder for its report; without `predictions`, which can be large, `missing` does not name them.
 
     Raises:
         InputError: `run` is no folder, or has no recipe.toml, or neither summary.json nor metrics.jsonl, or a
@@ -102,9 +104,7 @@ def read_run(run: Path) -> RunFiles:
     if not (run / SUMMARY).is_file() and not (run / METRICS).is_file():
         raise InputError(f"{run}: has neither summary.json nor metrics.jsonl: no epoch was finished")
     missing: dict[str, str] = {}
-    recipe_text, recipe = (run / RECIPE).read_text(encoding="utf-8", errors="replace"), {}
-    with contextlib.suppress(tomllib.TOMLDecodeError):
-        recipe = tomllib.loads(recipe_text)
+    recipe_text, recipe = read_recipe(run)
     summary = read_summary(run, missing)
     _check_types(run / RECIPE, recipe, _RECIPE_TYPES)
     _check_types(run / SUMMARY, summary, _SUMMARY_TYPES)
@@ -114,9 +114,18 @@ def read_run(run: Path) -> RunFiles:
         recipe=recipe,
         summary=summary,
         metrics=read_metrics(run, missing),
-        predictions=_read_predictions(run / PREDICTIONS, len(summary.get("classes") or ()) or 1, missing),
+        predictions=read_predictions(run, summary, missing) if predictions else None,
         missing=missing,
     )
+
+
+def read_recipe(run: Path) -> tuple[str, dict[str, Any]]:
+    """Return the text and the content of recipe.toml; empty as far as it cannot be read."""
+    text, recipe = "", {}
+    with contextlib.suppress(OSError, tomllib.TOMLDecodeError):
+        text = (run / RECIPE).read_text(encoding="utf-8", errors="replace")
+        recipe = tomllib.loads(text)
+    return text, recipe
 
 
 def _check_types(path: Path, value: Any, example: Any, name: str = "") -> None:
@@ -180,7 +189,9 @@ def read_metrics(run: Path, missing: dict[str, str]) -> list[dict[str, Any]]:
     return metrics
 
 
-def _read_predictions(path: Path, K: int, missing: dict[str, str]) -> Predictions | None:
+def read_predictions(run: Path, summary: dict[str, Any], missing: dict[str, str]) -> Predictions | None:
+    """Return the answers on test or validation images; None, with the reason added to `missing`, without any."""
+    path, K = run / PREDICTIONS, len(summary.get("classes") or ()) or 1
     try:
         with np.load(path) as arrays:
             content: dict[str, Any] = dict(arrays)
@@ -193,7 +204,7 @@ def _read_predictions(path: Path, K: int, missing: dict[str, str]) -> Prediction
         if "predicted" not in content:  # runs of earlier versions
             finite_N = np.isfinite(content["probabilities"]).all(axis=1)
             content["predicted"] = np.where(finite_N, content["probabilities"].argmax(axis=1), -1)
-        content["split"], content["images"] = str(content["split"]), _visible(content["images"])
+        content["split"], content["images"] = str(content["split"]), visible(content["images"])
         # A later version may add arrays.
         return Predictions(**{f.name: content[f.name] for f in fields(Predictions) if f.name in content})
     except FileNotFoundError:
@@ -203,15 +214,15 @@ def _read_predictions(path: Path, K: int, missing: dict[str, str]) -> Prediction
     return None
 
 
-def _visible(images_MHWC: np.ndarray) -> np.ndarray:
-    """Return images as uint8 with 1 or 3 channels: the first three of more, the first of two.
+def visible(images: np.ndarray, white: int = 0) -> np.ndarray:
+    """Return images [..., H, W, C] as uint8 with 1 or 3 channels: the first three of more, the first of two.
 
-    Of 16 bits, the highest value of all images becomes white, since many cameras use 12.
+    Of 16 bits, `white`, or without it the highest value of all images, becomes white, since many cameras use 12.
     """
-    images_MHWC = images_MHWC[..., : 3 if images_MHWC.shape[-1] >= 3 else 1]
-    if images_MHWC.dtype == np.uint8:
-        return images_MHWC
-    return (images_MHWC * (255 / max(1, images_MHWC.max(initial=0)))).astype(np.uint8)
+    images = images[..., : 3 if images.shape[-1] >= 3 else 1]
+    if images.dtype == np.uint8:
+        return images
+    return np.minimum(images * (255 / max(1, white or images.max(initial=0))), 255).astype(np.uint8)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -12,7 +12,6 @@ from flatout.files import sweep_temporary_files, write_atomically
 from flatout.recipe import Recipe
 from flatout.report import run_files
 
-_LOCK = ".lock"
 # What --overwrite removes: the files that a run writes, before the folders that hold them.
 _FILES_OF_A_RUN = (
     f"{run_files.CHECKPOINTS}/epoch-*.safetensors",
@@ -20,6 +19,7 @@ _FILES_OF_A_RUN = (
     f"{run_files.LOGS}/rank-*.log",
     f"{run_files.LOGS}/rank-*.samples.jsonl",
     f"{run_files.LOGS}/{run_files.TRACKER_IDS}",
+    run_files.LIVE,
     run_files.LOGS,
     f"{run_files.TENSORBOARD}/events.out.tfevents.*",
     run_files.TENSORBOARD,
@@ -66,6 +66,14 @@ def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Ite
         yield folder
 
 
+def holder(folder: Path) -> int | None:
+    """Return the process that holds a run folder, or held it when it or its host failed; None where none does."""
+    try:
+        return int((folder / run_files.LOCK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
 def _remove_empty(folders: list[Path]) -> None:
     with contextlib.suppress(OSError):
         for folder in folders:
@@ -87,7 +95,7 @@ def begin(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
 
 
 def _check_content(folder: Path, *, resume: bool, overwrite: bool) -> None:
-    if not folder.exists() or (folder.is_dir() and not any(p.name != _LOCK for p in folder.iterdir())):
+    if not folder.exists() or (folder.is_dir() and not any(p.name != run_files.LOCK for p in folder.iterdir())):
         return
     if not resume and not overwrite:
         raise InputError(f"{folder}: exists; choose another --out, or --resume or --overwrite the run in it")
@@ -116,7 +124,7 @@ def _make(out: Path | None, job: str) -> Path:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which the system releases when the process dies."""
-    path = folder / _LOCK
+    path = folder / run_files.LOCK
     with contextlib.ExitStack() as stack:
         while True:
             file = stack.enter_context(path.open("a+"))

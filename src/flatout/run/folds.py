@@ -261,6 +261,8 @@ def _summary(session: Session, pack: "Pack", folds: list[dict[str, Any]], second
         "stopped": None,
         "notes": session.notes,
         "time_seconds": session.seconds | {"folds": seconds},
+        "pack": str(pack.folder.absolute()) if pack.folder else None,
+        "pack_fingerprint": pack.fingerprint,
         "pack_was_cached": pack.was_cached,
         "skipped_images": pack.skipped,
         "machine": machine(),

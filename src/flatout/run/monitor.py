@@ -14,6 +14,7 @@ from flatout.engine.recorder import requested_recorder
 from flatout.recipe import Recipe
 from flatout.report import run_files
 from flatout.run.checkpoint import Checkpoint
+from flatout.run.live import LiveFile
 from flatout.run.loop import Callbacks
 from flatout.run.progress import Progress
 
@@ -45,6 +46,8 @@ class Monitor(Callbacks):
         self._is_requested = False
         self._good = None if progress.best else engine.snapshot(weights_only=True)
         engine.recorder = requested_recorder(session.out / run_files.LOGS, session.world.rank, progress)
+        live = session.out / run_files.LIVE
+        self._live = LiveFile(live, progress, self._steps, engine.peak_memory_bytes) if session.world.is_main else None
 
     @property
     def _recipe(self) -> Recipe:
@@ -76,6 +79,8 @@ class Monitor(Callbacks):
         images = round(recipe.total_steps(self._steps) * self._images_per_epoch / self._steps)
         self._console.update(progress.images_trained, images, "images trained", text)
         self._session.world.report_step(progress.epoch, progress.step)
+        if self._live:
+            self._live.step(self._loss)
 
     def wants_loss(self) -> bool:
         """Return whether the loss is fetched after this step whatever was requested; the same on every process."""
