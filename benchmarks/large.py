@@ -4,7 +4,8 @@
 
 Random images are written as .npy, packed, and train a linear model for two epochs: from the disk in both orders, and
 from memory. Each step is a process of its own. The file cache of the system is warm, as only root can empty it, so the
-times show what an order costs, not what it gains on a cold disk.
+times show what an order costs, not what it gains on a cold disk. Images that do not fit into the available memory are
+not trained from there.
 """
 
 import argparse
@@ -17,6 +18,8 @@ from typing import Any
 
 from about import about
 from memory import peak_rss_of, write_images
+
+from flatout.host import available_memory
 
 MODEL = """\
 from torch import nn
@@ -35,7 +38,9 @@ precision = "fp32"
 [data]
 path = "{pack}"
 """
-VARIANTS = {"memory": ("memory", "full"), "disk, full": ("disk", "full"), "disk, blocks": ("disk", "blocks")}
+VARIANTS = {"disk, blocks": ("disk", "blocks"), "disk, full": ("disk", "full"), "memory": ("memory", "full")}
+# The share of the available memory that images in memory may take; more is left out.
+MEMORY_SHARE = 0.85
 
 
 def measure(folder: Path, count: int, size: int) -> dict[str, Any]:
@@ -49,6 +54,9 @@ def measure(folder: Path, count: int, size: int) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     result: dict[str, Any] = {"images": count, "pack_seconds": seconds, "pack_peak_rss_bytes": packing}
     for name, (placement, order) in VARIANTS.items():
+        if placement == "memory" and count * size * size * 3 > MEMORY_SHARE * available_memory():
+            result[name] = None
+            continue
         run = folder / order / placement
         changes = ["--set", f"data.placement={placement}", "--set", f"data.order={order}"]
         peak_rss_of(

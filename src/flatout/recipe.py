@@ -229,6 +229,8 @@ class Data(_Checked):
     placement: where the decoded images are during training.
     order: how training images are shuffled: all, or in blocks that a disk reads fast. auto: as the file cache of the
     host suggests; the run's recipe has the choice.
+    decode: when image files are decoded: before training, or during the first epoch, which then follows in blocks.
+    auto: during it, if they are large together; the run's recipe has the choice.
     """
 
     section = "data."
@@ -256,6 +258,7 @@ class Data(_Checked):
     eval_size: Annotated[Size, f"[0, {MAX_IMAGE_SIZE}]"] = 0
     placement: Literal["auto", "device", "memory", "disk"] = "auto"
     order: Literal["auto", "full", "blocks"] = "auto"
+    decode: Literal["auto", "before", "during"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -266,6 +269,11 @@ class Data(_Checked):
             (self.valid_fraction + self.test_fraction < 1, "valid_fraction", need),
             (self.folds != 1, "folds", "must be 0 or at least 2"),
             (self.fold <= self.folds, "fold", f"must be at most data.folds ({self.folds})"),
+            (
+                self.decode != "during" or self.on_bad_image == "stop",
+                "decode",
+                'needs data.on_bad_image = "stop": unreadable images are not known when training starts',
+            ),
             (_finds_a_label(self.label_pattern), "label_pattern", "must be a regular expression with one group, (...)"),
         )
 

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from flatout.data.digests import DIGEST_BYTES, combined_digest, digest_files
+from flatout.data import digests
+from flatout.data.digests import DIGEST_BYTES, combined_digest
+
+
+def digest_files(paths: list[Path], memo: Path | None) -> list[bytes]:
+    return list(digests.digest_files(paths, memo=memo))
 
 
 def blake(content: bytes) -> bytes:
@@ -87,7 +92,7 @@ def test_two_processes_share_a_memo(files, tmp_path):
     code = (
         "import sys; from pathlib import Path; from flatout.data.digests import digest_files\n"
         "files = sorted(Path(sys.argv[1]).iterdir())\n"
-        "for _ in range(20): digest_files(files, memo=Path(sys.argv[2]))\n"
+        "for _ in range(20): list(digest_files(files, memo=Path(sys.argv[2])))\n"
         "print(b''.join(digest_files(files, memo=Path(sys.argv[2]))).hex())"
     )
     arguments = [sys.executable, "-c", code, str(files[0].parent), str(memo)]

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from flatout.data import pack_files
+from flatout.data.arrival import Building
 from flatout.data.cache import NotWritable, lock, make_room, making, temporary_folder
 from flatout.data.decode import RESIZE_METHOD, BadImage, decode_image, read_headers, resize_images
 from flatout.data.digests import combined_digest, digest_files
@@ -31,11 +33,19 @@ _EXAMPLES = 20
 _MAKING = "making this pack"
 
 
-def load_pack(data: DataRef | Source, settings: PackSettings, *, cache: Path | None, report: Progress) -> Pack:
+def load_pack(
+    data: DataRef | Source,
+    settings: PackSettings,
+    *,
+    cache: Path | None,
+    report: Progress,
+    building: Building | None = None,
+) -> Pack:
     """Return the data as a pack: the user's own, one from the cache, or one made now.
 
     Cached packs are found by content and settings. Without a cache that can be written, the pack is a temporary file
-    that disappears with the process. Arrays of the right size stay in memory.
+    that disappears with the process. Arrays of the right size stay in memory. `building` is the thread that calls this,
+    if a run begins while the pack is made.
 
     Raises:
         InputError: the data cannot be read; images are bad (all are named); a pack of the user's is damaged or does not
@@ -43,25 +53,25 @@ def load_pack(data: DataRef | Source, settings: PackSettings, *, cache: Path | N
         DiskFull: the disk is full.
     """
     if isinstance(data, DataRef) and data.kind == "pack":
-        return _fitting(open_pack(data.path), settings)
+        return _fitting(replace(open_pack(data.path), is_decoded=False), settings)
     if isinstance(data, DataRef) and (cache is None or not data.inputs):
         data = data.read()
     if isinstance(data, Source) and data.images is not None:
         has_bits = settings.bits in (0, 8 * data.images.itemsize)
         if data.images.shape[1:] == settings.image_shape and has_bits:
-            return _in_memory(data, settings)
+            # A view of a mapped file must not be read by the file's name: its rows may lie elsewhere.
+            images = np.asarray(data.images)
+            fingerprint = fingerprint_of(data.labels, data.splits, pack_files.crc32s_of(images))
+            return _without_file(data, settings, images, fingerprint)
     if cache is not None:
-        key = _key(data, settings, cache / "digests", report)
-        if isinstance(data, DataRef) and data.task != "auto":
-            # The pack of a run whose recipe left the task to the data.
-            usual = cache / "packs" / _key(replace(data, task="auto"), settings, cache / "digests", report)
-            if (pack := _open_cached(usual, report)) and pack.task == data.task:
-                key = usual.name
+        key = _known_key(data, settings, cache, report)
         try:
-            return _from_cache(key, data, settings, cache, report)
+            return _from_cache(key, data, settings, cache, report, building)
         except NotWritable as error:
+            if building is not None and building.has_begun:
+                raise
             report.note(f"the cache cannot be used, so the decoded images are not kept: {error}")
-    return _in_temporary_folder(data if isinstance(data, Source) else data.read(), settings, report)
+    return _in_temporary_folder(data if isinstance(data, Source) else data.read(), settings, report, building)
 
 
 def build_pack(data: DataRef | Source, settings: PackSettings, folder: Path, report: Progress) -> Pack:
@@ -107,9 +117,8 @@ def _fitting(pack: Pack, settings: PackSettings) -> Pack:
     return pack
 
 
-def _in_memory(source: Source, settings: PackSettings) -> Pack:
-    # A view of a mapped file must not be read by the file's name: its rows may lie elsewhere.
-    images = np.asarray(source.images)
+def _without_file(source: Source, settings: PackSettings, images: np.ndarray, fingerprint: str = "") -> Pack:
+    """Return a pack whose images are in memory, or still missing."""
     return Pack(
         folder=None,
         images=images,
@@ -123,12 +132,15 @@ def _in_memory(source: Source, settings: PackSettings) -> Pack:
         notes=source.notes,
         skipped={},
         was_cached=False,
+        is_decoded=source.files is not None,
         build_seconds=0.0,
-        fingerprint=fingerprint_of(source.labels, source.splits, pack_files.crc32s_of(images)),
+        fingerprint=fingerprint,
     )
 
 
-def _in_temporary_folder(source: Source, settings: PackSettings, report: Progress) -> Pack:
+def _in_temporary_folder(
+    source: Source, settings: PackSettings, report: Progress, building: Building | None = None
+) -> Pack:
     """Return a pack in a file without a name, where the system has that: nothing stays behind a killed process."""
     folder, owner = temporary_folder()
 
@@ -137,7 +149,7 @@ def _in_temporary_folder(source: Source, settings: PackSettings, report: Progres
         os.close(owner)
 
     try:
-        pack = _build(source, settings, "", folder / "pack", report)
+        pack = _build(source, settings, "", folder / "pack", report, building)
         if not Path("/proc/self/fd").is_dir():
             weakref.finalize(pack.images, remove)
             return pack
@@ -166,17 +178,41 @@ def _key(data: DataRef | Source, settings: PackSettings, memo: Path | None, repo
         task = [] if data.task == "auto" else [data.task]
         names = [path.name for path in data.inputs]
         parts.append(json.dumps([data.kind, __version__, data.options, *task, *names]).encode())
-        return combined_digest([*parts, *digest_files(data.inputs, memo=memo, report=report)])
+        return combined_digest(chain(parts, digest_files(data.inputs, memo=memo, report=report)))
     parts += [data.labels.tobytes(), json.dumps([data.classes, data.splits]).encode()]
     parts += [] if (groups := data.group_numbers) is None else [b"groups", groups.tobytes()]
     if data.images is None:
         assert data.files is not None
-        return combined_digest([*parts, *digest_files(data.files, memo=memo, report=report)])
+        return combined_digest(chain(parts, digest_files(data.files, memo=memo, report=report)))
     about = f"{data.images.dtype}{data.images.shape}".encode()
     return combined_digest(chain([*parts, about], map(np.ndarray.tobytes, data.images)))
 
 
-def _from_cache(key: str, data: DataRef | Source, settings: PackSettings, folder: Path, report: Progress) -> Pack:
+def _known_key(data: DataRef | Source, settings: PackSettings, cache: Path, report: Progress) -> str:
+    """Return the key of a pack; if it fits, that of the pack of a run whose recipe left task and bits to the data."""
+    memo, general, task = cache / "digests", replace(settings, bits=0), "auto"
+    key = _key(data, settings, memo, report)
+    if isinstance(data, DataRef):
+        task, data = data.task, replace(data, task="auto")
+    if task == "auto" and not settings.bits:
+        return key
+    usual = cache / "packs" / _key(data, general, memo, report)
+    if pack := _open_cached(usual, report):
+        found = {"task": pack.task, "bits": pack.bits}
+    else:
+        found = pack_files.unfinished(_beside(usual, ".partial"))
+    is_same = found and task in ("auto", found["task"]) and settings.bits in (0, found["bits"])
+    return usual.name if is_same else key
+
+
+def _from_cache(
+    key: str,
+    data: DataRef | Source,
+    settings: PackSettings,
+    folder: Path,
+    report: Progress,
+    building: Building | None = None,
+) -> Pack:
     target = folder / "packs" / key
     pack = _open_cached(target, report)
     if pack is None:
@@ -186,7 +222,7 @@ def _from_cache(key: str, data: DataRef | Source, settings: PackSettings, folder
                 shutil.rmtree(target, ignore_errors=True)
                 source = data if isinstance(data, Source) else data.read()
                 # What an InputError about bad images leaves is kept: `skip` continues from it without decoding again.
-                pack = _in_use(_build(source, settings, key, target, report))
+                pack = _in_use(_build(source, settings, key, target, report, building))
         for removed in make_room(folder):
             report.note(f"removed the least recently used entry from the cache, which is full: {removed.what}")
     _judge(pack.skipped, len(pack.labels) + len(pack.skipped), settings)
@@ -224,7 +260,14 @@ def _beside(target: Path, suffix: str) -> Path:
 # Building
 
 
-def _build(source: Source, settings: PackSettings, key: str, target: Path, report: Progress) -> Pack:
+def _build(
+    source: Source,
+    settings: PackSettings,
+    key: str,
+    target: Path,
+    report: Progress,
+    building: Building | None = None,
+) -> Pack:
     """Make the pack beside its place, then rename it. What is decoded stays if images are bad, not on a full disk."""
     import torch  # noqa: F401 - takes seconds to load, which are no part of the rate of packing
 
@@ -233,7 +276,11 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
     started = time.perf_counter()
     _refuse_channels(source, settings)
     bits = settings.bits or bits_of(source)
-    unfinished = _beside(target, ".partial")
+    unfinished, arrival = _beside(target, ".partial"), None
+    if building is not None and source.files is not None:
+        # No memory is taken for these images.
+        missing = np.broadcast_to(pack_files.type_of(bits).type(0), (len(source), *settings.image_shape))
+        arrival = building.arrival(_without_file(source, settings, missing))
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
         blocks, bad = pack_files.write_images(
@@ -244,6 +291,7 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
             bits=bits,
             fill=partial(_fill, source, replace(settings, bits=bits), _highest(source, bits)),
             report=report,
+            arrival=arrival,
         )
         files = source.files or ()
         skipped = {printable(files[index]): reason for index, reason in sorted(bad.items())}
@@ -266,6 +314,7 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
             "notes": list(kept.notes),
             "skipped": skipped,
             "key": key,
+            "is_decoded": source.files is not None,
             "blocks": [[block.rows, block.crc32] for block in blocks],
             "build_seconds": time.perf_counter() - started,
         }
@@ -307,23 +356,23 @@ def _refuse_channels(source: Source, settings: PackSettings) -> None:
 
 
 def _fill(
-    source: Source, settings: PackSettings, highest: int, start: int, stop: int, out: np.ndarray
+    source: Source, settings: PackSettings, highest: int, samples: Sequence[int], out: np.ndarray
 ) -> dict[int, str]:
-    """Put samples into `out` [stop - start, H, W, C]; return index -> reason of the bad ones."""
+    """Put samples, of arrays consecutive ones, into `out` [n, H, W, C]; return index -> reason of the bad ones."""
     how: dict[str, Any] = {key: getattr(settings, key) for key in ("size", "channels", "resize", "bits")}
     bad: dict[int, str] = {}
     if (images := source.images) is not None:
-        out[:] = resize_images(with_bits(images[start:stop], settings.bits, highest), **how)
+        out[:] = resize_images(with_bits(images[samples[0] : samples[-1] + 1], settings.bits, highest), **how)
         if isinstance(images, np.memmap) and images.mode == "r" and hasattr(mmap, "MADV_DONTNEED"):
             # Pages read through the map no longer count as memory of this process; touching them brings them back.
             images._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         assert source.files is not None
-        for index in range(start, stop):
+        for target, index in zip(out, samples, strict=True):
             try:
-                out[index - start] = decode_image(source.files[index], **how)
+                target[:] = decode_image(source.files[index], **how)
             except BadImage as error:
-                bad[index] = str(error)
+                bad[int(index)] = str(error)
     return bad
 
 

@@ -4,7 +4,7 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -23,6 +23,7 @@ DIGEST_BYTES = 20
 
 _READ_BYTES = 1 << 20
 _FILES_PER_TASK = 64
+_TASKS_AT_ONCE = 1024
 # Larger files have the digest of the digests of their parts, which are read on all cores: a data set may be one file.
 _PART_BYTES = 1 << 23
 
@@ -43,8 +44,8 @@ def combined_digest(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def digest_files(paths: Sequence[Encoded], *, memo: Path | None, report: "Progress | None" = None) -> list[bytes]:
-    """Return the BLAKE2b digest of each file's content, in the order of `paths`, reading on all cores.
+def digest_files(paths: Sequence[Encoded], *, memo: Path | None, report: "Progress | None" = None) -> Iterator[bytes]:
+    """Yield the BLAKE2b digest of each file's content, in the order of `paths`, reading on all cores.
 
     Args:
         paths: the files; images in containers are found by the content of these instead.
@@ -52,7 +53,7 @@ def digest_files(paths: Sequence[Encoded], *, memo: Path | None, report: "Progre
             change of all files are unchanged, none is read again. Where it cannot be written, everything is read.
         report: receives the number of files read.
 
-    Returns:
+    Yields:
         A digest of DIGEST_BYTES bytes for each file. A file that cannot be read has the digest of the reason; it is
         reported by whoever decodes it.
     """
@@ -62,9 +63,9 @@ def digest_files(paths: Sequence[Encoded], *, memo: Path | None, report: "Progre
         with suppress(OSError):
             content = known.read_bytes()
             if len(content) == DIGEST_BYTES * len(paths):
-                return [content[i : i + DIGEST_BYTES] for i in range(0, len(content), DIGEST_BYTES)]
-    digests: list[bytes] = []
-    are_settled = True
+                yield from _each(content)
+                return
+    digests, are_settled, done = bytearray(), True, 0
     cores = usable_cores()
     step = max(1, min(_FILES_PER_TASK, len(paths) // cores))
 
@@ -72,16 +73,24 @@ def digest_files(paths: Sequence[Encoded], *, memo: Path | None, report: "Progre
         return [_digest(_name(path), max(1, cores // len(paths))) for path in paths[start : start + step]]
 
     with ThreadPoolExecutor(cores) as pool:
-        for results in pool.map(read, range(0, len(paths), step)):
-            digests += [digest for digest, _ in results]
+        starts = range(0, len(paths), step)
+        # Some tasks at a time: each that waits takes memory.
+        groups = (starts[first : first + _TASKS_AT_ONCE] for first in range(0, len(starts), _TASKS_AT_ONCE))
+        for results in (results for group in groups for results in pool.map(read, group)):
+            digests += b"".join(digest for digest, _ in results)
             are_settled = are_settled and all(is_settled for _, is_settled in results)
+            done += len(results)
             if report is not None:
-                report.update(len(digests), len(paths), "files")
+                report.update(done, len(paths), "files")
     if known and are_settled:
         with suppress(OSError, InputError, DiskFull):  # it only saves time
             known.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(known, b"".join(digests))
-    return digests
+            write_atomically(known, bytes(digests))
+    yield from _each(digests)
+
+
+def _each(digests: bytes | bytearray) -> Iterator[bytes]:
+    return (bytes(digests[i : i + DIGEST_BYTES]) for i in range(0, len(digests), DIGEST_BYTES))
 
 
 def _name(path: Encoded) -> str:

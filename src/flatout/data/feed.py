@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from flatout.data.arrival import Arrival
 from flatout.data.order import Batch, part
 
 Item = TypeVar("Item")
@@ -21,11 +22,15 @@ READ_BYTES = 1 << 18
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Samples:
-    """One split of a pack: rows, int64 [N], of images [P, ...], in memory or mapped from a file; labels, int64 [N]."""
+    """One split of a pack: rows, int64 [N], of images [P, ...], in memory or mapped from a file; labels, int64 [N].
+
+    `arrival` says which images are there, while the pack is made; None for all.
+    """
 
     images: np.ndarray
     rows: np.ndarray
     labels: np.ndarray
+    arrival: Arrival | None = None
 
     def __post_init__(self) -> None:
         assert len(self.rows) == len(self.labels)
@@ -43,12 +48,19 @@ class Samples:
         """Whether the images are in a file that is read for each batch."""
         return isinstance(self.images, np.memmap)
 
+    @property
+    def is_arriving(self) -> bool:
+        """Whether images of the pack are still being decoded."""
+        return self.arrival is not None and not self.arrival.is_complete
+
     def read(self, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Copy the images at `positions` (int64 [B]) into `out` [B, ...], and return it.
+        """Copy the images at `positions` (int64 [B]) into `out` [B, ...] when they are there, and return it.
 
         A mapped file is read rather than touched through the map, since mapped pages count as memory of the process.
         """
         rows = self.rows[positions]
+        if self.arrival is not None:
+            self.arrival.wait(rows)
         if not isinstance(self.images, np.memmap):
             return np.take(self.images, rows, axis=0, out=out)
         row_bytes = self.images[:1].nbytes
@@ -64,7 +76,8 @@ def read_ahead(samples: Samples, batches: Iterable[Batch], rank: int = 0, ranks:
     """Yield the batches; those of a window (see `Batch.ahead`) when its images are in the file cache.
 
     A thread brings the next window there meanwhile, in the order of the file. The `ranks` of a host share the cache, so
-    each of them reads its part. Nothing is read ahead in full order, or of images in memory.
+    each of them reads its part. Nothing is read ahead in full order, or of images in memory, or that have just been
+    decoded.
     """
     images = samples.images
     if not isinstance(images, np.memmap):
@@ -74,7 +87,7 @@ def read_ahead(samples: Samples, batches: Iterable[Batch], rank: int = 0, ranks:
     pending: deque[list[Future[None]]] = deque()
     try:
         for batch in batches:
-            for window in batch.ahead:
+            for window in () if samples.is_arriving else batch.ahead:
                 rows = samples.rows[window[part(len(window), rank, ranks)]]
                 pending.append([pool.submit(_cache, images, *span) for span in _spans(rows, images[:1].nbytes)])
             while len(pending) > 1:

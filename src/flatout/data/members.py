@@ -11,6 +11,7 @@ import os
 import tempfile
 import weakref
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,22 +52,31 @@ class Encoded(Protocol):
 
 
 class EncodedList(Sequence[Encoded]):
-    """Images in a list that keeps paths as text, in a quarter of the memory of `Path` objects."""
+    """Images in a list that keeps paths as bytes, their folders once each: millions take little memory."""
 
     def __init__(self, *parts: Iterable[Encoded]) -> None:
-        self._images: list[str | Encoded] = []
+        # The names of all paths, the end of each, and its folder; of other images, -1 minus the place in `_others`.
+        self._names, self._ends, self._places = bytearray(), array("Q"), array("q")
+        self._folders: dict[str, int] = {}
+        self._known: list[str] = []
+        self._others: list[Encoded] = []
         for part in parts:
-            if isinstance(part, EncodedList):
-                self._images += part._images
-            else:
-                self._images += (str(image) if isinstance(image, Path) else image for image in part)
+            for image in part:
+                self.append(image)
 
     def append(self, image: Encoded) -> None:
         """Add an image."""
-        self._images.append(str(image) if isinstance(image, Path) else image)
+        if isinstance(image, Path):
+            folder, name = os.path.split(image)
+            self._names += os.fsencode(name)
+            self._places.append(self._folders.setdefault(folder, len(self._folders)))
+        else:
+            self._others.append(image)
+            self._places.append(-len(self._others))
+        self._ends.append(len(self._names))
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self._ends)
 
     @overload
     def __getitem__(self, index: int) -> Encoded: ...
@@ -75,8 +85,19 @@ class EncodedList(Sequence[Encoded]):
     def __getitem__(self, index: int | slice) -> Encoded | Sequence[Encoded]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        image = self._images[index]
-        return Path(image) if isinstance(image, str) else image
+        index = range(len(self))[index]
+        place = self._places[index]
+        if place < 0:
+            return self._others[-1 - place]
+        name = self._names[self._ends[index - 1] if index else 0 : self._ends[index]]
+        return Path(self._folder_names[place], os.fsdecode(bytes(name)))
+
+    @property
+    def _folder_names(self) -> list[str]:
+        """The folders by their number."""
+        if len(self._known) < len(self._folders):
+            self._known = list(self._folders)
+        return self._known
 
 
 class Container:

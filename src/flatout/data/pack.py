@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flatout.data import pack_files
+from flatout.data.arrival import Arrival, Building
 from flatout.data.source import describe
 from flatout.data.splits import SPLITS
 from flatout.errors import InputError, first_line
@@ -57,8 +58,12 @@ class Pack:
         resize: how images got their shape, as `data.resize`.
         skipped: file -> reason of the bad images that were left out.
         was_cached: whether it was found in the cache.
+        is_decoded: whether the images were decoded from files, by the cache or for this run.
         build_seconds: the time it took to build, now or then.
-        fingerprint: a digest of images, labels and splits; the class names are not part of it.
+        fingerprint: a digest of images, labels and splits; the class names are not part of it. Empty while images
+            are missing.
+        arrival: which images are there, while the pack is made; None for all.
+        building: the thread that makes it, in the process that has it.
     """
 
     folder: Path | None
@@ -73,8 +78,11 @@ class Pack:
     notes: tuple[str, ...]
     skipped: dict[str, str]
     was_cached: bool
+    is_decoded: bool = False
     build_seconds: float
     fingerprint: str
+    arrival: Arrival | None = None
+    building: Building | None = None
 
     @property
     def bits(self) -> int:
@@ -123,6 +131,7 @@ def _opened(folder: Path, about: dict[str, Any], images: np.ndarray, labels: np.
         notes=tuple(about["notes"]),
         skipped=about["skipped"],
         was_cached=True,
+        is_decoded=about.get("is_decoded", False),
         build_seconds=about["build_seconds"],
         fingerprint=fingerprint_of(labels, splits, [crc32 for _, crc32 in about["blocks"]]),
     )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flatout.data.arrival import Arrival
 from flatout.errors import InputError, first_line
 from flatout.host import usable_cores
 from flatout.settings import Size, sides, typed
@@ -44,7 +45,7 @@ CHECKED_BYTES = 2 << 30
 # Samples for one thread at a time: few enough that all threads end a block together.
 _SAMPLES_PER_TASK = 16
 
-Fill = Callable[[int, int, np.ndarray], dict[int, str]]
+Fill = Callable[[Sequence[int], np.ndarray], dict[int, str]]
 
 
 class DamagedPack(InputError):
@@ -53,7 +54,10 @@ class DamagedPack(InputError):
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A line of the journal: samples and rows so far, and CRC-32 and bad samples (index -> reason) of the block."""
+    """A line of the journal: samples and rows so far, and CRC-32 and bad samples (index -> reason) of the block.
+
+    Samples are counted in the order in which they are decoded.
+    """
 
     samples: int
     rows: int
@@ -73,16 +77,22 @@ def write_images(
     bits: int = 8,
     fill: Fill,
     report: "Progress",
+    arrival: Arrival | None = None,
 ) -> tuple[list[Block], dict[int, str]]:
     """Write `folder/images.npy` from `count` samples, on all cores, continuing where an earlier process was killed.
 
     Blocks are written with ordinary writes: through a map, a full disk would kill the process, and the pages would
     count as its memory. Returns the blocks, and index -> reason of the bad samples, which `fill` returns and which are
     left out.
+
+    With `arrival`, samples are decoded in its order, each into its own row, and announced there; bad ones keep their
+    rows, and nothing is announced from the first of them on.
     """
     dtype = type_of(bits)
     header, row_bytes = npy_header((count, *image_shape), dtype), int(np.prod(image_shape)) * dtype.itemsize
-    done = _read_journal(folder, key, len(header), row_bytes)
+    if arrival is not None:
+        return _write_in_order(folder, key, (image_shape, dtype), fill, report, arrival)
+    done = _read_journal(folder, {"key": key}, lambda first, last: [(first, last)], len(header), row_bytes)
     with (
         (folder / IMAGES).open("r+b" if done else "w+b") as file,
         (folder / JOURNAL).open("a", encoding="utf-8") as journal,
@@ -91,7 +101,7 @@ def write_images(
         _reserve(file, len(header) + count * row_bytes)
         rows = done[-1].rows if done else 0
         start = done[-1].samples if done else 0
-        for stop, good, bad in _decoded(pool, fill, start, count, (image_shape, dtype), report):
+        for stop, good, bad in _decoded(pool, fill, range(count), start, (image_shape, dtype), report):
             content = good.reshape(-1).data
             file.seek(len(header) + rows * row_bytes)
             file.write(content)
@@ -105,6 +115,72 @@ def write_images(
         file.truncate(len(header) + rows * row_bytes)
         _sync(file)
     return done, {int(index): reason for block in done for index, reason in block.bad.items()}
+
+
+def _write_in_order(
+    folder: Path, key: str, image: tuple[tuple[int, ...], np.dtype], fill: Fill, report: "Progress", arrival: Arrival
+) -> tuple[list[Block], dict[int, str]]:
+    """Write the rows of `images.npy` in the order of `arrival`; arguments and result are those of `write_images`."""
+    (shape, dtype), order = image, arrival.order
+    count = len(order)
+    header, row_bytes = npy_header((count, *shape), dtype), int(np.prod(shape)) * dtype.itemsize
+
+    def spans(first: int, last: int) -> list[tuple[int, int]]:
+        """Return first and last row, exclusive, of each run of rows in a part of the order, which ascend in it."""
+        rows = order[first:last]
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        return [(int(run[0]), int(run[-1]) + 1) for run in runs]
+
+    wanted = {"key": key, "order": zlib.crc32(order), "task": arrival.task, "bits": 8 * dtype.itemsize}
+    done = _read_journal(folder, wanted, spans, len(header), row_bytes)
+    with (
+        (folder / IMAGES).open("r+b" if done else "w+b") as file,
+        (folder / JOURNAL).open("a", encoding="utf-8") as journal,
+        _decoding_threads() as pool,
+    ):
+        _reserve(file, len(header) + count * row_bytes)
+        file.write(header)
+        file.truncate(len(header) + count * row_bytes)
+        _sync(file)
+        bad = {index: reason for block in done for index, reason in block.bad.items()}
+        start = done[-1].samples if done else 0
+        arrival.begin(folder / IMAGES, 0 if bad else start)
+        for stop, images, bad_here in _decoded(pool, fill, order, start, image, report):
+            content, at = images.reshape(-1).data, 0
+            for first, last in spans(start, stop):
+                length = (last - first) * row_bytes
+                file.seek(len(header) + first * row_bytes)
+                file.write(content[at : at + length])
+                at += length
+            _sync(file)
+            block, start = Block(samples=stop, rows=stop, crc32=zlib.crc32(content), bad=bad_here), stop
+            journal.write(json.dumps(asdict(block)) + "\n")
+            _sync(journal)
+            bad |= bad_here
+            if not bad:
+                arrival.announce(stop)
+    blocks = _blocks_of(folder / IMAGES, count, len(header), row_bytes)
+    return blocks, {int(index): reason for index, reason in bad.items()}
+
+
+def _blocks_of(path: Path, count: int, header_bytes: int, row_bytes: int) -> list[Block]:
+    """Return the blocks of a finished file, as they are when it is written row after row."""
+    rows = max(1, min(BLOCK_BYTES // row_bytes, count))
+    blocks = []
+    for start in range(0, count, rows):
+        stop = min(start + rows, count)
+        crc32 = _crc32_of(path, [(header_bytes + start * row_bytes, (stop - start) * row_bytes)])
+        assert crc32 is not None
+        blocks.append(Block(samples=stop, rows=stop, crc32=crc32, bad={}))
+    return blocks
+
+
+def unfinished(partial: Path) -> dict[str, Any]:
+    """Return task and bits of a pack that a run trained on while it was being written; empty where there is none."""
+    with suppress(OSError, ValueError, LookupError, TypeError), (partial / JOURNAL).open(encoding="utf-8") as journal:
+        header = json.loads(journal.readline())
+        return {"task": header["task"], "bits": header["bits"]}
+    return {}
 
 
 def publish(partial: Path, target: Path, labels: np.ndarray, description: dict[str, Any]) -> None:
@@ -146,16 +222,16 @@ def crc32s_of(images: np.ndarray) -> list[int]:
 def _decoded(
     pool: ThreadPoolExecutor,
     fill: Fill,
+    order: Sequence[int] | np.ndarray,
     start: int,
-    count: int,
     image: tuple[tuple[int, ...], np.dtype],
     report: "Progress",
 ) -> Iterator[tuple[int, np.ndarray, dict[str, str]]]:
-    """Yield (stop, good rows, bad samples) of blocks in order; while one is used the next is decoded.
+    """Yield (stop, rows, bad samples) of blocks of `order` from `start` on; while one is used the next is decoded.
 
-    `image` is the shape of an image and its type.
+    `image` is the shape of an image and its type. Of samples in the order of the file, the rows are without bad ones.
     """
-    shape, dtype = image
+    (shape, dtype), count = image, len(order)
     block_rows = max(1, min(BLOCK_BYTES // (int(np.prod(shape)) * dtype.itemsize), count))
     step = max(1, min(_SAMPLES_PER_TASK, block_rows // usable_cores()))
     buffers = [np.empty((block_rows, *shape), dtype) for _ in range(2)]
@@ -163,7 +239,7 @@ def _decoded(
     def submit(first: int, buffer: np.ndarray) -> list[Future[dict[int, str]]]:
         last = min(first + block_rows, count)
         spans = [(a, min(a + step, last)) for a in range(first, last, step)]
-        return [pool.submit(fill, a, b, buffer[a - first : b - first]) for a, b in spans]
+        return [pool.submit(fill, order[a:b], buffer[a - first : b - first]) for a, b in spans]
 
     tasks = submit(start, buffers[0])
     for number, first in enumerate(range(start, count, block_rows)):
@@ -173,8 +249,10 @@ def _decoded(
         for index, task in enumerate(tasks):
             bad |= task.result()
             report.update(min(first + (index + 1) * step, stop), count)
-        good = np.delete(buffer[: stop - first], [i - first for i in bad], axis=0) if bad else buffer[: stop - first]
-        yield stop, good, {str(i): reason for i, reason in bad.items()}
+        rows = buffer[: stop - first]
+        if bad and isinstance(order, range):
+            rows = np.delete(rows, [i - first for i in bad], axis=0)
+        yield stop, rows, {str(i): reason for i, reason in bad.items()}
         tasks = following
 
 
@@ -184,8 +262,8 @@ def _decoding_threads() -> Iterator[ThreadPoolExecutor]:
     import torch
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # new threads take over what is set when they first call torch
-    pool = ThreadPoolExecutor(usable_cores(), thread_name_prefix="flatout-pack")
+    # Set in each of them: training may run meanwhile with a number of its own.
+    pool = ThreadPoolExecutor(usable_cores(), "flatout-pack", torch.set_num_threads, (1,))
     try:
         yield pool
     finally:
@@ -193,20 +271,30 @@ def _decoding_threads() -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(threads)
 
 
-def _read_journal(folder: Path, key: str, header_bytes: int, row_bytes: int) -> list[Block]:
-    """Return the blocks of the same pack that are unchanged on the disk, and leave only these in the journal."""
+def _read_journal(
+    folder: Path,
+    wanted: dict[str, Any],
+    spans: Callable[[int, int], list[tuple[int, int]]],
+    header_bytes: int,
+    row_bytes: int,
+) -> list[Block]:
+    """Return the blocks of the same pack that are unchanged on the disk, and leave only these in the journal.
+
+    `wanted` is the first line of the journal of that pack, and `spans` returns which rows some samples or rows are.
+    """
     done: list[Block] = []
     # An error means another journal, or the line that was being written when the process was killed.
     with suppress(FileNotFoundError, ValueError, LookupError, TypeError):
         lines = (folder / JOURNAL).read_text(encoding="utf-8").splitlines()
-        is_same = json.loads(lines[0])["key"] == key
+        is_same = json.loads(lines[0]) == wanted
         for line in lines[1:] if is_same else ():
-            block, start = Block(**json.loads(line)), done[-1].rows if done else 0
-            offset, length = header_bytes + start * row_bytes, (block.rows - start) * row_bytes
-            if _crc32_of(folder / IMAGES, offset, length) != block.crc32:
+            block = Block(**json.loads(line))
+            rows = spans(done[-1].rows if done else 0, block.rows)
+            places = [(header_bytes + first * row_bytes, (last - first) * row_bytes) for first, last in rows]
+            if _crc32_of(folder / IMAGES, places) != block.crc32:
                 break
             done.append(block)
-    kept = "".join(json.dumps(entry) + "\n" for entry in [{"key": key}, *map(asdict, done)])
+    kept = "".join(json.dumps(entry) + "\n" for entry in [wanted, *map(asdict, done)])
     (folder / JOURNAL).write_text(kept, encoding="utf-8")
     return done
 
@@ -284,7 +372,7 @@ def _verify_images(path: Path, blocks: list[list[int]], row_bytes: int) -> None:
 
     def is_intact(number: int) -> bool:
         start, (stop, crc32) = starts[number], blocks[number]
-        return _crc32_of(path, header_bytes + start * row_bytes, (stop - start) * row_bytes) == crc32
+        return _crc32_of(path, [(header_bytes + start * row_bytes, (stop - start) * row_bytes)]) == crc32
 
     with ThreadPoolExecutor(usable_cores()) as pool:
         for number, intact in zip(checked, pool.map(is_intact, checked), strict=True):
@@ -292,15 +380,20 @@ def _verify_images(path: Path, blocks: list[list[int]], row_bytes: int) -> None:
                 raise damaged(path, f"images {starts[number]:,} to {blocks[number][0] - 1:,} have changed")
 
 
-def _crc32_of(path: Path, offset: int, length: int) -> int | None:
-    """Return the CRC-32 of a part of a file, None where there is no such part."""
+def _crc32_of(path: Path, places: Sequence[tuple[int, int]]) -> int | None:
+    """Return the CRC-32 of parts of a file, (offset, length) each, one after another; None where one is missing."""
+    crc32 = 0
     try:
         with path.open("rb") as file:
-            file.seek(offset)
-            content = file.read(length)
+            for offset, length in places:
+                file.seek(offset)
+                content = file.read(length)
+                if len(content) < length:
+                    return None
+                crc32 = zlib.crc32(content, crc32)
     except FileNotFoundError:
         return None
-    return zlib.crc32(content) if len(content) == length else None
+    return crc32
 
 
 def _json_crc32(description: dict[str, Any]) -> int:

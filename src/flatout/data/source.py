@@ -214,11 +214,17 @@ def assemble(
         classes=found.classes if names is None or ids == names else names,
         labels=found.values,
         splits=spans,
-        files=EncodedList(*images) if is_files else None,
+        files=_listed(images) if is_files else None,
         images=None if is_files else _join(images, list(splits), where),
         groups=None if groups is None else np.array(groups),
         notes=notes + found.notes,
     )
+
+
+def _listed(parts: list[Sequence[Encoded]]) -> EncodedList:
+    """Return the files of all splits; those of a single one are not copied."""
+    only = parts[0]
+    return only if len(parts) == 1 and isinstance(only, EncodedList) else EncodedList(*parts)
 
 
 def _join(parts: list[np.ndarray], names: list[str], where: str) -> np.ndarray:

@@ -35,7 +35,7 @@ def agree(world: "World", recipe: Recipe, pack: "Pack") -> None:
     facts |= {("recipe", key): value for key, value in recipe.flat().items() if key not in free}
     if world.local_size < world.size:
         # The ranks of one host read the same file.
-        facts |= {("data", name): value for name, value in data_facts(pack).items()}
+        facts |= {("data", name): value for name, value in data_facts(pack, recipe).items()}
     everyone = world.all_gather_object((socket.gethostname(), facts))
     first_host, first = everyone[0]
     for rank, (host, other) in enumerate(everyone):
@@ -47,8 +47,20 @@ def agree(world: "World", recipe: Recipe, pack: "Pack") -> None:
                 )
 
 
-def data_facts(pack: "Pack") -> dict[str, Any]:
-    """Return what identifies the data: classes, split sizes, and checksums of labels and images."""
+def data_facts(pack: "Pack", recipe: Recipe) -> dict[str, Any]:
+    """Return what identifies the data: classes, split sizes, and checksums of labels and images.
+
+    Of images that are decoded during training there is none: a run begins before they are there.
+    """
+    facts = {
+        "classes": list(pack.classes),
+        "splits": {name: stop - start for name, (start, stop) in pack.splits.items()},
+        "labels (digest)": hashlib.blake2b(pack.labels.tobytes(), digest_size=8).hexdigest(),
+    }
+    return facts if recipe.data.decode == "during" else {**facts, "images (checksum)": _checksum(pack)}
+
+
+def _checksum(pack: "Pack") -> int:
     image_bytes, checksum = pack.images[:1].nbytes, 0
     rows = np.linspace(0, len(pack.images) - 1, min(len(pack.images), max(1, COMPARED_BYTES // image_bytes)))
     samples = Samples(images=pack.images, rows=rows.astype(np.int64), labels=pack.labels[rows.astype(np.int64)])
@@ -56,10 +68,4 @@ def data_facts(pack: "Pack") -> dict[str, Any]:
         # Read, not mapped: mapped pages count as memory of the process.
         images = samples.read(positions, np.empty((len(positions), *pack.images.shape[1:]), pack.images.dtype))
         checksum = zlib.crc32(images.data, checksum)
-    labels = hashlib.blake2b(pack.labels.tobytes(), digest_size=8).hexdigest()
-    return {
-        "classes": list(pack.classes),
-        "splits": {name: stop - start for name, (start, stop) in pack.splits.items()},
-        "labels (digest)": labels,
-        "images (checksum)": checksum,
-    }
+    return checksum

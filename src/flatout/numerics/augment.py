@@ -69,9 +69,11 @@ def epoch_transforms(recipe: Recipe, epoch: int, count: int, block: int = 0) -> 
         return None
     if augment.views:
         epoch %= augment.views
-    starts = range(0, count, SAMPLES_AT_ONCE)
-    parts = [_transforms(recipe, epoch, start, min(SAMPLES_AT_ONCE, count - start)) for start in starts]
-    found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    found: Transforms = {}
+    for start in range(0, count, SAMPLES_AT_ONCE):
+        part = _transforms(recipe, epoch, start, min(SAMPLES_AT_ONCE, count - start))
+        for name, rows in part.items():
+            found.setdefault(name, np.empty((count, *rows.shape[1:]), rows.dtype))[start : start + len(rows)] = rows
     if augment.mixup or augment.cutmix:
         found["partner"] = _partners(recipe.seed, epoch, count, block).astype(np.int32)
     return found

@@ -13,6 +13,8 @@ from flatout.recipe import FREE_KEYS, Recipe, from_dict, with_known_bits
 from flatout.run.progress import Progress, from_plain, to_plain
 
 _BEST = "best."
+# What keys mean in checkpoints of versions that did not have them.
+EARLIER = (("data.order", "full"), ("data.decode", "before"))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,7 +86,7 @@ def check_same(before: Recipe, now: Recipe) -> None:
     flat = before.flat()
     for key, value in now.flat().items():
         # In checkpoints of earlier versions.
-        is_left_to_data = flat[key] == "auto" and (key == "task" or (key, value) == ("data.order", "full"))
+        is_left_to_data = flat[key] == "auto" and (key == "task" or (key, value) in EARLIER)
         if key not in FREE_KEYS and flat[key] != value and not is_left_to_data:
             raise InputError(
                 f"--resume: the run has {key} = {flat[key]!r}; {key} = {value!r} needs a new run. "

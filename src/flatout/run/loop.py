@@ -93,7 +93,11 @@ class _Loop:
     def run(self) -> str:
         progress = self.progress
         while progress.position(self._steps) < self.recipe.total_steps(self._steps):
-            self._train_epoch()
+            try:
+                self._train_epoch()
+            except Stopped:
+                progress.counts += self.engine.counts()[0]  # of the steps before a wait for images that was ended
+                raise
             # Rank 0's times and choices are those of all ranks.
             record = self.world.broadcast_object(self._finish_epoch())
             if not self.engine.is_finite():

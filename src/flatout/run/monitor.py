@@ -33,10 +33,12 @@ RECORDED_LOSSES = 100
 class Monitor(Callbacks):
     """Keeps the run folder and the console up to date while the loop runs."""
 
-    def __init__(self, session: "Session", engine: "Engine", train: "DeviceSplit", progress: Progress) -> None:
-        self._session, self._engine, self._progress = session, engine, progress
+    def __init__(
+        self, session: "Session", engine: "Engine", placed: "dict[str, DeviceSplit]", progress: Progress
+    ) -> None:
+        self._session, self._engine, self._placed, self._progress = session, engine, placed, progress
         self._console, recipe = session.console, session.recipe
-        images_per_epoch = len(train.samples)
+        images_per_epoch = len(placed["train"].samples)
         self._steps = steps_per_epoch(images_per_epoch, recipe.batch_size, recipe.drop_last)
         self._images_per_epoch = images_per_epoch
         self._record_every = math.ceil(recipe.total_steps(self._steps) / RECORDED_LOSSES)
@@ -109,7 +111,10 @@ class Monitor(Callbacks):
         if session.world.broadcast_object(self._is_checkpoint_due(0.0)):
             self.checkpoint()
         ended = session.calls.epoch(progress.history[-1].to_plain())
-        return ended if progress.position(self._steps) < recipe.total_steps(self._steps) else ""
+        if not progress.position(self._steps) < recipe.total_steps(self._steps):
+            return ""
+        session.place_again(self._engine, self._placed)
+        return ended
 
     def checkpoint(self) -> None:
         """Write a checkpoint, unless the newest one is of the same step. Every process must call this."""

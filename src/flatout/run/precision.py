@@ -3,8 +3,12 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from flatout.data.order import epoch_batches
 from flatout.recipe import Recipe
 from flatout.run.budget import seconds_per_step
 
@@ -32,7 +36,10 @@ def fastest_precision(
     from flatout.engine.eager.device_setup import BF16_WORTH
 
     count = min(len(samples), BATCHES * recipe.batch_size)
-    few = dataclasses.replace(samples, rows=samples.rows[:count], labels=samples.labels[:count])
+    # Those that are needed first are there first.
+    positions = np.concatenate([batch.samples for batch in islice(epoch_batches(recipe, samples, 0), BATCHES)])
+    positions = np.sort(positions[:count])
+    few = dataclasses.replace(samples, rows=samples.rows[positions], labels=samples.labels[positions])
     default, seconds = formats[0], {}
     for name in (default, "bf16"):
         one = recipe.override({"precision": name})

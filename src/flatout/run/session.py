@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flatout.callbacks.base import Callback
 from flatout.console import Console, counted
 from flatout.data.order import steps_per_epoch
@@ -136,6 +138,8 @@ class Session:
         self.data_facts: dict[str, Any] = {}
         self.budget: Budget | None = None
         self._claimed: Path | None = None
+        # Whether images were still being decoded when the splits were placed.
+        self._is_arriving = False
         # The recipe of the checkpoint from which a run goes on.
         self._continued: Recipe | None = None
 
@@ -238,15 +242,19 @@ class Session:
 
         def load_alone() -> Pack:
             with self.world.heartbeat.alone("making the pack"):
-                pack = load(data, self.recipe, cache=self.options.cache, report=self.console)
+                pack = load(data, recipe, cache=self.options.cache, report=self.console, may_be_incomplete=True)
             self.console.finish()
             return pack
 
-        data = self.data
+        data, recipe = self.data, self.recipe
+        if recipe.data.decode == "auto" and self.options.minutes is not None:
+            # Steps are measured, and the evaluation, before training starts.
+            recipe = self.recipe = recipe.override({"data.decode": "before"})
         self._time("start")
         pack = load_once_per_host(self.world, load_alone)
         self._time("pack")
-        yield pack
+        with contextlib.nullcontext() if pack.building is None else pack.building.completed():
+            yield pack
 
     def _split(self, pack: "Pack") -> "dict[str, Samples]":
         """Describe and split the pack, and fill in what the recipe leaves to the data."""
@@ -271,8 +279,11 @@ class Session:
             self.note("no held-out data: accuracy will not be measured")
         if not self.recipe.data.bits:
             self.recipe = self.recipe.override({"data.bits": pack.bits})
+        self._choose_decoding(pack)
         if not self.recipe.data.mean:
-            mean, std = measure(splits["train"])
+            waiting = self.world.heartbeat.alone("decoding the first images")
+            with waiting if splits["train"].is_arriving else contextlib.nullcontext():
+                mean, std = measure(splits["train"])
             self.recipe = self.recipe.override({"data.mean": mean, "data.std": std})
         before, self.recipe = self.recipe.loss, with_task(self.recipe, pack.task)
         if self.recipe.loss != before:
@@ -287,14 +298,36 @@ class Session:
         self._time("read")
         return splits
 
+    def _choose_decoding(self, pack: "Pack") -> None:
+        """Replace `data.decode = "auto"` by the value of the run that is continued, or one that suits the data."""
+        from flatout.data.load import decodes_during_training
+
+        if self.recipe.data.decode == "auto":
+            chosen = "during" if decodes_during_training(self.recipe, pack) else "before"
+            self.recipe = self.recipe.override({"data.decode": self._of_run("decode", "before") or chosen})
+        if pack.arrival is None:
+            return
+        if self.recipe.data.decode == "before":
+            with self.world.heartbeat.alone("making the pack"):
+                pack.arrival.wait(np.arange(len(pack.labels)))
+        else:
+            self.note(f"{len(pack.labels):,} images are decoded during the first epoch (data.decode = during)")
+
+    def _of_run(self, key: str, earlier: str) -> str:
+        """Return the value of a key of `data` in the run that is continued; "" in a new run.
+
+        `earlier` is what a run means that was begun before there was a choice.
+        """
+        value = ""
+        if self._has_checkpoints() and self.world.is_main:
+            value = getattr(load_recipe(self.out / run_files.RECIPE).data, key).replace("auto", earlier)
+        return self.world.broadcast_object(value)
+
     def _choose_order(self, train: "Samples") -> None:
         """Replace `data.order = "auto"` by the order of the run that is continued, or of one that suits the host."""
         if self.recipe.data.order != "auto":
             return
-        order = ""
-        if self._has_checkpoints() and self.world.is_main:
-            # Before there was a choice, the order was full.
-            order = load_recipe(self.out / run_files.RECIPE).data.order.replace("auto", "full")
+        order = self._of_run("order", "full")
         free = min(self.world.all_gather_object(available_memory()))
         if not order and train.is_on_disk and train.nbytes > free:
             order = "blocks"
@@ -416,7 +449,7 @@ class Session:
         """Load the newest checkpoint if the run is to be resumed; None where there is none."""
         from flatout.run.checkpoint import Checkpoint, load_newest
 
-        self.data_facts = data_facts(pack)
+        self.data_facts = data_facts(pack, self.recipe)
         if not self._is_continued():
             return None
         newest: Any = None
@@ -460,11 +493,27 @@ class Session:
 
     def place(self, engine: "Engine", splits: "dict[str, Samples]") -> "dict[str, DeviceSplit]":
         """Bring the splits to the devices, and compile the steps."""
+        self._is_arriving = self._are_arriving(splits)
         placed = {name: engine.place(samples) for name, samples in splits.items()}
         self._time("place")
         placed["train"].compile()
         self._time("compile")
         return placed
+
+    def place_again(self, engine: "Engine", placed: "dict[str, DeviceSplit]") -> None:
+        """Bring the splits to the devices when all images are decoded; until then they are read from the disk."""
+        splits = {name: split.samples for name, split in placed.items()}
+        if not self._is_arriving or self._are_arriving(splits):
+            return
+        self._is_arriving = False
+        with self.world.heartbeat.alone("placing the images"):
+            placed.update({name: engine.place(samples) for name, samples in splits.items()})
+            placed["train"].compile()
+
+    def _are_arriving(self, splits: "dict[str, Samples]") -> bool:
+        """Return whether images are being decoded on any host."""
+        is_arriving = any(samples.is_arriving for samples in splits.values())
+        return self.recipe.data.decode == "during" and any(self.world.all_gather_object(is_arriving))
 
     def _fit_into_budget(self, engine: "Engine", placed: "dict[str, DeviceSplit]", progress: Progress) -> None:
         """Choose the number of steps by the time that some take, where the user has given a time budget."""
@@ -528,7 +577,7 @@ class Session:
             f"{counted(recipe.epochs, 'epoch')}, batch {recipe.batch_size}"
         )
         self.setup_seconds = time.perf_counter() - self.began
-        monitor = Monitor(self, engine, placed["train"], progress)
+        monitor = Monitor(self, engine, placed, progress)
         try:
             ended, failure = train(engine, self.world, self.recipe, placed, progress, monitor), None
         except (RankLost, DiskFull):

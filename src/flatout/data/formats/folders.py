@@ -232,6 +232,8 @@ def _list_classes(folder: Path) -> tuple[dict[str, _Listing], _Listing]:
         classes[entry.name].add(entry.path)
     has_arrays_only = all(is_array_name(str(image)) for listing in classes.values() for image in listing.images)
     for listing in () if has_arrays_only else classes.values():
+        if not any(is_array_name(str(image)) for image in listing.images):
+            continue
         images = EncodedList(image for image in listing.images if not is_array_name(str(image)))
         listing.others.update([".npy"] * (len(listing.images) - len(images)))
         listing.images = images

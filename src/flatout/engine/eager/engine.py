@@ -198,6 +198,7 @@ class TorchEngine:
 
     def place(self, samples: Samples) -> TorchSplit:
         """See `Engine.place`."""
+        self._release_graph()
         placement = self.recipe.data.placement
         here = self.world.local_size
         return TorchSplit(self, place(samples, self.task, self.setup.accelerator, placement, ranks_here=here))

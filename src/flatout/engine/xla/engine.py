@@ -22,6 +22,7 @@ from torch import nn
 from flatout.data.feed import Samples, prefetch, read_ahead
 from flatout.data.order import Batch, block_size, evaluation_batches
 from flatout.dist.world import World
+from flatout.engine.arrived import arrived, wait_for_all
 from flatout.engine.base import Evaluation
 from flatout.engine.eager.split import NOT_AUGMENTED
 from flatout.engine.recorder import Recorder
@@ -396,7 +397,7 @@ class XlaSplit:
         """See `DeviceSplit.begin_epoch`."""
         engine, recipe = self._engine, self._engine.recipe
         engine.begin_epoch(self)
-        transforms = epoch_transforms(recipe, epoch, len(self.samples), block_size(recipe, self.samples))
+        transforms = epoch_transforms(recipe, epoch, len(self.samples), block_size(recipe, self.samples, epoch))
         if engine.cut:
             self._read_view(epoch % recipe.augment.views if transforms else NOT_AUGMENTED, transforms)
         else:
@@ -406,6 +407,7 @@ class XlaSplit:
         """See `DeviceSplit.feed`. A thread reads all batches of a dispatch into one array, ahead of time."""
         world, read = self._engine.world, self._reader(self._engine.program(self.batch).batch, is_training=True)
         if self.table is None:
+            batches = arrived(self._read, batches, self._engine.recipe, world)
             batches = read_ahead(self._read, batches, world.local_rank, world.local_size)
         items = iter(batches)
         groups = iter(lambda: list(islice(items, self._steps)), [])
@@ -467,6 +469,7 @@ class XlaSplit:
             self._read_view(NOT_AUGMENTED, None)
         program = engine.program(self.batch, evaluates=True)
         size, results = program.evaluation_batch, []
+        wait_for_all(self._read, engine.recipe, engine.world)
         read = self._reader(size, is_training=False)
         for group in prefetch(read, ([batch] for batch in evaluation_batches(count, size))):
             engine.world.control.check_stop()
