@@ -104,6 +104,7 @@ def test_parts_that_were_decoded_before_the_end_of_a_process_are_not_decoded_aga
     assert source.files is not None
     with held_from(source, 20) as (event, _):
         pack, building = started(source, tmp_path / "cache")
+        assert pack.arrival is not None
         pack.arrival.wait(ORDER[:20])
         threading.Timer(0.2, event.set).start()
         building.cancel()
@@ -124,6 +125,7 @@ def test_another_order_begins_anew(source, tmp_path):
         threading.Timer(0.2, event.set).start()
         building.cancel()
     pack = building_of(source, tmp_path / "cache", ORDER[::-1].copy()).start()
+    assert pack.building is not None
     assert np.array_equal(read(samples_of(pack), np.arange(45)), expected_images(source, settings()))
     pack.building.cancel()
 

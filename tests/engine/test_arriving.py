@@ -125,6 +125,7 @@ def test_all_ranks_learn_that_images_cannot_be_decoded(tmp_path: Path) -> None:
 
 def test_a_run_that_waits_can_be_stopped(tmp_path: Path) -> None:
     with small_windows(), arriving(tmp_path, count=140, until=100) as samples:
+        assert samples.arrival is not None
         samples.arrival.fail = lambda error: None
         world, progress = World(), Progress()
         engine = TorchEngine(make_net(), DURING, world=world)

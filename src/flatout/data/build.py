@@ -356,7 +356,7 @@ def _refuse_channels(source: Source, settings: PackSettings) -> None:
 
 
 def _fill(
-    source: Source, settings: PackSettings, highest: int, samples: Sequence[int], out: np.ndarray
+    source: Source, settings: PackSettings, highest: int, samples: Sequence[int] | np.ndarray, out: np.ndarray
 ) -> dict[int, str]:
     """Put samples, of arrays consecutive ones, into `out` [n, H, W, C]; return index -> reason of the bad ones."""
     how: dict[str, Any] = {key: getattr(settings, key) for key in ("size", "channels", "resize", "bits")}

@@ -45,7 +45,7 @@ CHECKED_BYTES = 2 << 30
 # Samples for one thread at a time: few enough that all threads end a block together.
 _SAMPLES_PER_TASK = 16
 
-Fill = Callable[[Sequence[int], np.ndarray], dict[int, str]]
+Fill = Callable[[Sequence[int] | np.ndarray, np.ndarray], dict[int, str]]
 
 
 class DamagedPack(InputError):
@@ -131,7 +131,7 @@ def _write_in_order(
         runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
         return [(int(run[0]), int(run[-1]) + 1) for run in runs]
 
-    wanted = {"key": key, "order": zlib.crc32(order), "task": arrival.task, "bits": 8 * dtype.itemsize}
+    wanted = {"key": key, "order": zlib.crc32(order.data), "task": arrival.task, "bits": 8 * dtype.itemsize}
     done = _read_journal(folder, wanted, spans, len(header), row_bytes)
     with (
         (folder / IMAGES).open("r+b" if done else "w+b") as file,
