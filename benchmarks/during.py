@@ -15,13 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import simplejpeg
+from about import about
 
 CLASSES = 10
 LOGGED_STEP = 10
@@ -109,13 +108,8 @@ def main() -> None:
     if runs["during"]["weights_digest"] != runs["during, cached"]["weights_digest"]:
         sys.exit("the weights depend on whether the pack was cached")
 
-    from flatout.engine.devices import machine
-
-    packages = ("flatout", "torch", "numpy")
     result = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+        **about("flatout", "torch", "numpy"),
         "images": args.images,
         "image_size": args.size,
         "devices": args.devices,

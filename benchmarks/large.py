@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from about import about
-from memory import peak_rss_of, write_images
-
 from flatout.host import available_memory
+from memory import peak_rss_of, write_images
 
 MODEL = """\
 from torch import nn
