@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import simplejpeg
+
 from about import about
 
 CLASSES = 10
