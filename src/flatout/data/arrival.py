@@ -100,25 +100,28 @@ class Arrival:
         return int(self._place[rows].max(initial=-1)) + 1
 
     def done(self) -> int:
-        """Return how many rows in the order are there.
+        """Return how many rows in the order are there."""
+        return int(self._state["done"][0])
+
+    def has(self, rows: np.ndarray) -> bool:
+        """Return whether rows, int64 [n], are there.
 
         Raises:
-            InputError, DiskFull: no more will come.
+            InputError, DiskFull: they are not, and will not come.
         """
-        done = int(self._state["done"][0])
-        if done < len(self) and self._state["has_failed"][0]:
+        if self.is_complete or self.done() >= self.needed(rows):
+            return True
+        if self._state["has_failed"][0]:
             with Path(self._path).open("rb") as file:
                 file.seek(_STATE.itemsize)
                 kind, message = pickle.load(file)
             raise kind(message)
-        return done
+        return False
 
     def wait(self, rows: np.ndarray) -> None:
-        """Return when rows, int64 [n], are there; raises as `done`."""
-        if not self.is_complete:
-            needed = self.needed(rows)
-            while self.done() < needed:
-                time.sleep(POLL_SECONDS)
+        """Return when rows, int64 [n], are there; raises as `has`."""
+        while not self.has(rows):
+            time.sleep(POLL_SECONDS)
 
 
 class Building:

@@ -62,6 +62,6 @@ def _wait(samples: Samples, positions: np.ndarray, world: "World") -> None:
 def _are_there(samples: Samples, rows: np.ndarray) -> bool | Exception:
     arrival = samples.arrival
     try:
-        return arrival is None or arrival.is_complete or arrival.done() >= arrival.needed(rows)
+        return arrival is None or arrival.has(rows)
     except (InputError, DiskFull) as error:
         return error
