@@ -51,7 +51,7 @@ def small_parts() -> Iterator[None]:
 
 def command(photos: Path, out: Path, decode: str = "during", *changes: str) -> list[str]:
     recipe = ["--model", "parallel-cnn", "--batch-size", "8", "--epochs", "2", "--devices", "cpu"]
-    recipe += ["--set", "image_size=8", "--set", f"data.decode={decode}", *MEAN]
+    recipe += ["--set", "image_size=8", "--set", "precision=fp32", "--set", f"data.decode={decode}", *MEAN]
     return ["train", str(photos), *recipe, "--out", str(out), *changes]
 
 
