@@ -219,6 +219,7 @@ def test_the_estimate_computes_in_the_recipes_precision(
     from flatout.engine.eager import accelerator
 
     monkeypatch.setattr(accelerator, "processor_flags", lambda: {"avx512_bf16"})
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     recipe = Recipe(model="test", image_size=8, channels=1, epochs=1, batch_size=64).override({"precision": precision})
     model, generator = Formats(), torch.get_rng_state()
     assert probe.seconds_per_image(model, recipe) > 0

@@ -222,7 +222,7 @@ def test_shorten_keeps_both_ends():
     assert style.shorten("two\nlines", 40) == "two lines"
 
 
-@pytest.mark.parametrize("count", [2, 10, 101, 300])
+@pytest.mark.parametrize("count", [2, 10, 101, pytest.param(300, marks=pytest.mark.slow)])
 def test_confusion_shows_right_in_blue_and_wrong_in_red(tmp_path: Path, count: int):
     classes = [f"a rather long name {i}" for i in range(count)]
     path = tmp_path / "c.png"

@@ -208,9 +208,9 @@ def _text(record: bytes, values: "list[int | slice]", place: str) -> str:
         raise InputError(f"{place}: its class is no UTF-8 text") from None
 
 
-# Protocol buffers. Their libraries copy the values of a message and do not give their places; parsed here, images stay in
-# the file until they are decoded. Example {1: Features {1: map<string, Feature>}}, Feature {1: BytesList, 2: FloatList,
-# 3: Int64List}, each list {1: repeated value}.
+# Protocol buffers. Their libraries copy the values of a message and do not give their places; parsed here, images stay
+# in the file until they are decoded. Example {1: Features {1: map<string, Feature>}}, Feature {1: BytesList,
+# 2: FloatList, 3: Int64List}, each list {1: repeated value}.
 
 
 def _features(record: bytes) -> "dict[str, list[int | slice]]":
