@@ -184,6 +184,7 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
     from flatout.console import aligned
     from flatout.run.evaluate import evaluate
     from flatout.run.folder import load
+    from flatout.run.trust import lines_of as trust_lines
     from flatout.tasks import describe_metrics
 
     run, keys = load(args.run, allow_code=args.allow_code), ("precision", "recall", "f1")
@@ -193,6 +194,7 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
     # The mean of several models' probabilities has none.
     loss = "" if result[f"{name}_loss"] is None else f", loss {result[f'{name}_loss']:.4f}"
     lines = [f"{describe_metrics(name, result)}{loss}{how}"]
+    lines += trust_lines(name, result)
     if result["task"] == "multi-label":
         table = [[row["class"], *(f"{row[k]:.3f}" for k in keys), f"{row['support']:,}"] for row in result["per_class"]]
         lines += aligned([["class", *keys, "support"], *table])
@@ -208,6 +210,15 @@ def do_predict(args: Namespace, console: Console) -> Output:
     run = load(args.run, allow_code=args.allow_code)
     predictions = predict(run, args.files, top=args.top, tta=args.tta, coverage=args.coverage)
     return {"run": str(args.run), "predictions": [p.to_dict() for p in predictions]}, list(map(str, predictions))
+
+
+@_command("RUN OTHER", "--run --json", "compare runs/first runs/second")
+def do_compare(args: Namespace, console: Console) -> Output:
+    """Test whether two runs differ by more than chance."""
+    from flatout.run.compare import compare, lines_of
+
+    result = compare(args.run, Path(args.other))
+    return result, lines_of(result)
 
 
 @_command("RUN", "--run", "report runs/first")

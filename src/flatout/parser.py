@@ -77,6 +77,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
 _OPERANDS = {
     "JOB": f"one of {', '.join(builtin_jobs())}; a recipe.toml; or the path of your data",
     "RUN": "the run folder",
+    "OTHER": "the run folder to compare it with",
     "DATA": "folder, archive, CSV, IDX, JSON, .npz, .npy, shards, pack or URL",
     "FILE": "image files, or folders of them",
     "SHELL": "bash, zsh or fish",

@@ -134,3 +134,11 @@ def mcnemar(is_right: np.ndarray, is_right_too: np.ndarray) -> tuple[int, int, f
 
     first, second = int((is_right & ~is_right_too).sum()), int((~is_right & is_right_too).sum())
     return first, second, float(binomtest(first, first + second).pvalue) if first + second else 1.0
+
+
+def smaller_errors(first: np.ndarray, second: np.ndarray) -> tuple[tuple[int, int], float]:
+    """Return how often each error is the smaller one, and the p-value of Wilcoxon's signed-rank test."""
+    from scipy.stats import wilcoxon
+
+    counts = int((first < second).sum()), int((second < first).sum())
+    return counts, float(wilcoxon(first, second).pvalue) if sum(counts) else 1.0  # pyright: ignore

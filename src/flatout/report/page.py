@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from flatout.console import duration
-from flatout.report import pictures
+from flatout.report import pictures, trust
 from flatout.report.html import SMOOTH_FROM_PIXELS, data_uri, thumbnail, write_page
 from flatout.report.run_files import METRICS, REPORT, SUMMARY, Predictions, RunFiles, read_run
 from flatout.style import finite
 from flatout.tasks import task_named
 from flatout.tasks.base import Task
-from flatout.tasks.single_label import NUMBERS_UP_TO_CLASSES, SingleLabel, confusion
+from flatout.tasks.single_label import NUMBERS_UP_TO_CLASSES
 
 CLASSES_SHOWN, PAIRS_SHOWN, SKIPPED_SHOWN = 20, 10, 100
 SPLIT_NAMES = {"test": "test", "valid": "validation"}
@@ -113,8 +113,12 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
         "picture": [text.format(split=split) for text in task.picture],
         "columns": list(task.table_columns),
         "metric": task.metric_title,
+        "trust": trust.facts(summary, "test" if shown and shown.split == "test" else "valid"),
+        "sets": trust.sets(summary),
+        "set_columns": trust.SET_COLUMNS,
+        "trust_charts": trust.charts(summary, shown, task, names),
         "confusion": data_uri("image/png", (files.run / "confusion.png").read_bytes()) if shown else "",
-        "pairs": _confused_pairs(shown, names) if shown and isinstance(task, SingleLabel) else [],
+        "pairs": _confused_pairs(shown, names, task) if shown else [],
         "worst": rows[:CLASSES_SHOWN],
         "all_classes": sorted(rows) if len(rows) > CLASSES_SHOWN else [],
         "time": _time(summary),
@@ -200,14 +204,11 @@ def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Ta
     return tiles
 
 
-def _confused_pairs(shown: Predictions, names: list[str]) -> list[tuple[str, str, int, int]]:
+def _confused_pairs(shown: Predictions, names: list[str], task: Task) -> list[tuple[Any, ...]]:
     """Return the most frequent mistakes; none where the picture of the confusion matrix has the numbers."""
-    matrix_KK = confusion(shown.predicted, shown.labels, len(names))
-    count_K = np.bincount(shown.labels, minlength=len(names))
-    np.fill_diagonal(matrix_KK, 0)
-    most = np.argsort(-matrix_KK, axis=None, kind="stable")[:PAIRS_SHOWN].tolist()
-    cells = [divmod(cell, len(names)) for cell in most if len(names) > NUMBERS_UP_TO_CLASSES]
-    return [(names[a], names[p], int(matrix_KK[a, p]), int(count_K[a])) for a, p in cells if matrix_KK[a, p] > 1]
+    if len(names) <= NUMBERS_UP_TO_CLASSES:
+        return []
+    return [tuple(row.values()) for row in task.confused_pairs(shown.predicted, shown.labels, names)[:PAIRS_SHOWN]]
 
 
 def _time(summary: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:

@@ -20,6 +20,7 @@ from flatout.tasks.base import Task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -87,18 +88,24 @@ def draw_curves(path: Path, metrics: Lines, summary: Mapping[str, Any]) -> None:
 
 def curve_svg(metrics: Lines, summary: Mapping[str, Any], quantity: str) -> str:
     """Return one panel of `draw_curves` as an SVG element whose colours are CSS variables, for light and dark pages."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-
     figure = style.new_figure(*((9.6, 1.5) if quantity == "learning_rate" else (4.7, 3.1)), dpi=72)
     draw_panel(figure.add_subplot(), metrics, summary, quantity)
+    return as_svg(figure, quantity)
+
+
+def as_svg(figure: "Figure", name: str) -> str:
+    """Return a figure as an SVG element whose colours are CSS variables; `name` is its own on the page."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
     buffer = io.StringIO()
-    FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    with style.no_glyph_warnings():
+        FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace("#ffffff", "none")
     variables = {style.INK: "ink", style.MUTED: "muted", style.FAINT: "line", style.WRONG: "wrong"}
     for colour, variable in [*variables.items(), *((colour, name) for name, (colour, _) in LINES.items())]:
         svg = svg.replace(colour, f"var(--{variable})")
-    return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{quantity}-", svg)  # several panels share one page
+    return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)  # several panels share one page
 
 
 def learning_rate_changes(metrics: Lines) -> bool:

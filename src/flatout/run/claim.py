@@ -28,6 +28,7 @@ _FILES_OF_A_RUN = (
     run_files.METRICS,
     run_files.SUMMARY,
     run_files.WEIGHTS,
+    run_files.KNOWN,
     run_files.PREDICTIONS,
     run_files.REPORT,
 )

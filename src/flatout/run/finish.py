@@ -68,6 +68,7 @@ def finish(
     wanted = ("valid", "test") if is_fold else ("test", "valid")
     shown = next((name for name in wanted if name in placed), None)
     results: dict[str, Evaluation] = {}
+    known: Evaluation | None = None
     began = time.perf_counter()
     is_trusted = session.recipe.task == "single-label" and not is_fold and "valid" in placed
     if reason := trust.missing(session.recipe, placed):
@@ -85,6 +86,9 @@ def finish(
                 results[name] = placed[name].evaluate(
                     with_probabilities=is_fold or name == shown, with_logits=is_trusted, tta=session.recipe.tta
                 )
+            if is_trusted and results:
+                some = trust.sample_of(placed["train"].samples, len(pack.classes))
+                known = engine.place(some).evaluate(with_logits=True, tta=session.recipe.tta)
     except Stopped as stopped:
         failure = failure or stopped
         ended = ended or f"{stopped.how} during evaluation"
@@ -96,16 +100,20 @@ def finish(
         with session.world.heartbeat.alone("writing the report"):
             splits = {name: split.samples for name, split in placed.items()}
             task = engine.task
-            found = trust.fit(results["valid"]) if is_trusted and "valid" in results else None
+            found = trust.fit(known, results["valid"]) if known else None
             # The images of a fold choose nothing.
             if "valid" in results and not is_fold:
                 task = task.tuned(results["valid"].predicted, results["valid"].labels)
                 task = dataclasses.replace(task, temperature=found.temperature if found else 1.0)
                 results = {name: result.of_task(task) for name, result in results.items()}
             _write_weights(session, state, pack, task, found)
+            if found:
+                found.write(session.out / run_files.KNOWN)
             scores: dict[str, Any] = {}
             if shown in results:
                 more = {"test_probabilities": results["test"].probabilities} if is_fold and "test" in results else {}
+                if found and found.novelty:
+                    more["unknown"] = found.novelty.score(results[shown].logits, results[shown].features)
                 write_predictions(session, shown, results[shown], splits[shown], pack.classes, **more)
                 scores = scores_of(shown, results[shown], pack.classes, found)
             summary = _summary(session, engine, pack, results, splits, progress, ended) | memory | scores

@@ -12,7 +12,7 @@ import numpy as np
 
 from flatout.errors import InputError
 from flatout.recipe import Data, Recipe, load_recipe, with_known_bits
-from flatout.report.run_files import FOLD, RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
+from flatout.report.run_files import FOLD, KNOWN, RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
 from flatout.run.predict import Outputs, Prediction, predict
 from flatout.run.trust import Trust
 from flatout.settings import in_python
@@ -90,7 +90,7 @@ class Run:
     @cached_property
     def trust(self) -> Trust | None:
         """What the validation images say about the answers; None where there were none."""
-        return Trust.of(self._weights[1])
+        return Trust.of(self._weights[1], self.path / KNOWN)
 
     @cached_property
     def _weights(self) -> tuple[dict[str, Any], dict[str, str]]:

@@ -123,9 +123,11 @@ def _more(run: "Run", outputs: Outputs, coverage: float | None) -> list[dict[str
     fields: list[dict[str, Any]] = [{} for _ in outputs.probabilities]
     if run.trust is None or outputs.logits is None:
         return fields
+    if (unknown := run.trust.is_unknown(outputs.logits, outputs.features)) is not None:
+        fields = [{"unknown": bool(one)} for one in unknown]
     if coverage is not None and (inside := run.trust.in_set(outputs.logits, coverage)) is not None:
-        for one, logits, is_in in zip(fields, outputs.probabilities, inside, strict=True):
-            best = [int(k) for k in np.argsort(-logits, kind="stable") if is_in[k]]
+        for one, row, is_in in zip(fields, outputs.probabilities, inside, strict=True):
+            best = [int(k) for k in np.argsort(-row, kind="stable") if is_in[k]]
             one |= {"coverage": coverage, "classes_in_set": tuple(run.classes[k] for k in best)}
     return fields
 

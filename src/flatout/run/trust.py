@@ -6,11 +6,14 @@ Shape letters: N images, K classes.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.numerics import calibration
+from flatout.data.feed import Samples
+from flatout.numerics import calibration, novelty
+from flatout.numerics.novelty import KNOWN_SHARE, Novelty
 
 if TYPE_CHECKING:
     from flatout.engine.base import Evaluation
@@ -20,6 +23,10 @@ if TYPE_CHECKING:
 LEAST_IMAGES = 20
 # The coverages of the prediction sets in summary and report.
 COVERAGES = (0.9, 0.95, 0.99)
+# So many training images show what is known: more where that is less than these of each class.
+TRAINING_IMAGES, IMAGES_OF_A_CLASS = 5000, 10
+# The arrays of `Novelty`.
+_ARRAYS = ("means", "precision", "overall")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,31 +37,64 @@ class Trust:
         temperature: see `calibration.fit_temperature`.
         set_thresholds: see `calibration.set_thresholds`; for logits that are divided by the temperature.
         images: the validation images that it rests on.
+        novelty: which images are unknown; None where it could not be computed, or its file is missing.
     """
 
     temperature: float
     set_thresholds: tuple[float, ...]
     images: int
+    novelty: Novelty | None = None
 
     def metadata(self) -> dict[str, str]:
         """Return it as metadata of the weights."""
-        thresholds = [round(value, 5) for value in self.set_thresholds]
+        known, thresholds = self.novelty, [round(value, 5) for value in self.set_thresholds]
         return {
             "temperature": repr(self.temperature),
             "set_thresholds": json.dumps(thresholds, separators=(",", ":")),
             "calibration_images": str(self.images),
+            **({"unknown": json.dumps([known.centre, known.scale, known.threshold])} if known else {}),
         }
 
+    def write(self, path: Path) -> None:
+        """Write what unknown images are found with beside the weights, if there is anything but numbers."""
+        import torch
+
+        from flatout.models.weights import save_tensors
+
+        arrays = {name: getattr(self.novelty, name, None) for name in _ARRAYS}
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
+        if tensors:
+            save_tensors(path, tensors, {"format": "pt"})
+
     @classmethod
-    def of(cls, metadata: Mapping[str, str]) -> "Trust | None":
-        """Return what the metadata of weights has; None where the run had no validation images."""
+    def of(cls, metadata: Mapping[str, str], path: Path) -> "Trust | None":
+        """Return what the metadata of weights and the file of `write` have; None where there were no validation images.
+
+        Raises:
+            InputError: the file is damaged.
+        """
+        from flatout.models.weights import read_weights
+
         if "temperature" not in metadata:
             return None
+        found = None
+        if "unknown" in metadata:
+            centre, scale, threshold = json.loads(metadata["unknown"])
+            tensors = read_weights(path)[0] if path.is_file() else {}
+            arrays: dict[str, Any] = {name: tensors[name].numpy() if name in tensors else None for name in _ARRAYS}
+            if tensors or len(centre) == 1:
+                found = Novelty(**arrays, centre=tuple(centre), scale=tuple(scale), threshold=threshold)
         return cls(
             temperature=float(metadata["temperature"]),
             set_thresholds=tuple(json.loads(metadata["set_thresholds"])),
             images=int(metadata["calibration_images"]),
+            novelty=found,
         )
+
+    def is_unknown(self, logits: np.ndarray, features: np.ndarray | None) -> np.ndarray | None:
+        """Return which images are unlike the training images, bool [N]; None where the run does not know."""
+        known = self.novelty
+        return None if known is None else known.score(logits, features) > known.threshold
 
     def in_set(self, logits: np.ndarray, coverage: float) -> np.ndarray | None:
         """Return which classes are in the prediction set of each image, bool [N, K].
@@ -82,6 +122,8 @@ class Trust:
             for coverage in COVERAGES
             if (inside := self.in_set(logits, coverage)) is not None
         ]
+        if (unknown := self.is_unknown(result.logits, result.features)) is not None:
+            found["unknown"] = {"known_share": KNOWN_SHARE, "flagged": float(unknown.mean())}
         return found
 
 
@@ -114,8 +156,18 @@ def missing(recipe: "Recipe", splits: Mapping[str, Any]) -> str:
     )
 
 
-def fit(valid: "Evaluation") -> Trust | None:
-    """Return what the validation images say; None where too few answers are finite."""
+def sample_of(samples: Samples, classes: int) -> Samples:
+    """Return training images that are spread evenly over a split, enough to know each class."""
+    count = min(len(samples), max(TRAINING_IMAGES, IMAGES_OF_A_CLASS * classes))
+    positions = np.linspace(0, len(samples) - 1, count).astype(np.int64)
+    return Samples(images=samples.images, rows=samples.rows[positions], labels=samples.labels[positions])
+
+
+def fit(train: "Evaluation", valid: "Evaluation") -> Trust | None:
+    """Return what the validation images say, and features of some training images.
+
+    None where too few answers are finite.
+    """
     assert valid.logits is not None
     is_finite = np.isfinite(valid.logits).all(axis=1)
     logits, labels = valid.logits[is_finite], valid.labels[is_finite]
@@ -123,4 +175,33 @@ def fit(valid: "Evaluation") -> Trust | None:
         return None
     temperature = calibration.fit_temperature(logits, labels)
     thresholds = calibration.set_thresholds(logits / temperature, labels)
-    return Trust(temperature=temperature, set_thresholds=tuple(thresholds), images=len(labels))
+    features = None if valid.features is None else valid.features[is_finite]
+    return Trust(
+        temperature=temperature,
+        set_thresholds=tuple(thresholds),
+        images=len(labels),
+        novelty=novelty.fit(train.features, train.labels, (logits, features)),
+    )
+
+
+def lines_of(split: str, figures: Mapping[str, Any]) -> list[str]:
+    """Return intervals, further metrics and calibration in words; `figures` as in `summary.json`."""
+    found, lines = figures.get("trust") or {}, []
+    parts = []
+    if interval := figures.get(f"{split}_accuracy_interval"):
+        parts.append(f"95 % interval {interval[0]:.4f} to {interval[1]:.4f}")
+    names = {"balanced_accuracy": "balanced", "top5_accuracy": "top-5", "roc_auc": "ROC AUC"}
+    values = {name: figures.get(f"{split}_{key}") for key, name in names.items()}
+    parts += [f"{name} {value:.4f}" for name, value in values.items() if value is not None]
+    lines += [", ".join(parts)] if parts else []
+    if "ece_after" in found:
+        error, temperature = (found[key] for key in ("ece_before", "temperature"))
+        lines.append(
+            f"expected calibration error {found['ece_after']:.4f} ({error:.4f} before temperature {temperature:.3g})"
+        )
+        if "unknown" in found:
+            lines.append(f'answered "unknown": {found["unknown"]["flagged"]:.2%}')
+        for row in found.get("prediction_sets") or ():
+            size = f"{row['mean_size']:.2f} classes on average"
+            lines.append(f"{100 * row['coverage']:g} % sets: {row['covered']:.4f} hold the right class, {size}")
+    return lines

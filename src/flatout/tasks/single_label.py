@@ -46,7 +46,7 @@ class SingleLabel(Task):
         "The {count} wrong answers on the {split} images with the highest probability."
         " They often show wrong labels too.",
     )
-    table_columns = ("class", "right", "of", "accuracy", "most often taken for")
+    table_columns = ("class", "images", "precision", "recall", "F1", "most often taken for")
 
     @staticmethod
     def check(recipe: Recipe) -> None:
@@ -212,15 +212,14 @@ class SingleLabel(Task):
     def class_table(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[tuple[Any, ...]]:
         """See `Task.class_table`; the last cell is the most frequent wrong answer."""
         matrix_KK = confusion(answers, labels, len(classes))
-        right_K, count_K = np.diag(matrix_KK).tolist(), np.bincount(labels, minlength=len(classes)).tolist()
         np.fill_diagonal(matrix_KK, 0)
         rival_K, times_K = matrix_KK.argmax(axis=1).tolist(), matrix_KK.max(axis=1).tolist()
         rows = []
-        for name, right, count, rival, times in zip(classes, right_K, count_K, rival_K, times_K, strict=True):
-            if count:
+        for row, rival, times in zip(self.per_class(answers, labels, classes), rival_K, times_K, strict=True):
+            if row["support"]:
                 taken_for = f"{classes[rival]} ({times:,}\u00a0×)" if times else "—"
-                rows.append((name, right, count, right / count, taken_for))
-        return sorted(rows, key=lambda row: (row[3], -row[2]))
+                rows.append((*(row[key] for key in ("class", "support", "precision", "recall", "f1")), taken_for))
+        return sorted(rows, key=lambda row: (row[4], -row[1]))
 
     def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
         """Return the wrong answers, the most confident first."""

@@ -1,0 +1,111 @@
+"""The part of the report on how far answers can be trusted: figures and charts."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout import style
+from flatout.report.pictures import as_svg
+from flatout.report.run_files import Predictions
+from flatout.style import finite, shorten
+from flatout.tasks.base import Curve, Task
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# A curve is drawn with so many points at most, and so many curves of single classes.
+POINTS, CURVES = 200, 40
+SET_COLUMNS = ("prediction sets", "hold the right class", "have one class", "classes, mean")
+
+
+def facts(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
+    """Return names and values, as text; `split` is `test` or `valid`."""
+    found = summary.get("trust") or {}
+    rows: list[tuple[str, str]] = []
+    interval = summary.get(f"{split}_accuracy_interval")
+    if isinstance(interval, list) and len(interval) == 2:
+        rows.append(("95 % confidence", "–".join(f"{end:.3f}" for end in interval)))
+    names = {"balanced_accuracy": "balanced accuracy", "top5_accuracy": "top-5 accuracy", "roc_auc": "area under ROC"}
+    values = {name: finite(summary.get(f"{split}_{key}")) for key, name in names.items()}
+    rows += [(name, f"{value:.3f}") for name, value in values.items() if value is not None]
+    before, after = finite(found.get("ece_before")), finite(found.get("ece_after"))
+    if before is not None and after is not None:
+        rows += [("calibration error", f"{after:.3f}"), ("before scaling", f"{before:.3f}")]
+        rows.append(("temperature", f"{found['temperature']:.3g}"))
+    if (share := finite((found.get("unknown") or {}).get("flagged"))) is not None:
+        rows.append(("answered “unknown”", f"{100 * share:.1f}\u00a0%"))
+    return rows
+
+
+def sets(summary: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return a row for each coverage of prediction sets, with the columns `SET_COLUMNS`."""
+    found = (summary.get("trust") or {}).get("prediction_sets") or ()
+    return [
+        (f"{100 * row['coverage']:g}\u00a0%", row["covered"], row["single"], f"{row['mean_size']:.2f}") for row in found
+    ]
+
+
+def charts(summary: Mapping[str, Any], shown: Predictions | None, task: Task, names: Sequence[str]) -> dict[str, str]:
+    """Return SVG elements by their names: the reliability diagram, and ROC and precision-recall curves."""
+    found, drawn = summary.get("trust") or {}, {}
+    if found.get("reliability_after"):
+        figure = style.new_figure(4.7, 3.4, dpi=72)
+        _draw_reliability(figure.add_subplot(), found)
+        drawn["reliability diagram"] = as_svg(figure, "reliability")
+    curves = task.curves(shown.labels, shown.probabilities, names) if shown else []
+    for name, draw in (("ROC curve", _draw_roc), ("precision-recall curve", _draw_precision)) if curves else ():
+        figure = style.new_figure(4.7, 3.4, dpi=72)
+        draw(figure.add_subplot(), curves)
+        drawn[name] = as_svg(figure, name.partition(" ")[0].partition("-")[0])
+    return drawn
+
+
+def _draw_reliability(axes: "Axes", found: Mapping[str, Any]) -> None:
+    style.style_panel(axes, "Reliability: accuracy by probability", "probability of the answer")
+    axes.plot([0, 1], [0, 1], color=style.FAINT, linewidth=1.2, label="perfect")
+    for name, colour in (("before", style.MUTED), ("after", style.RIGHT)):
+        rows = found[f"reliability_{name}"]
+        label = f"{name} scaling, error {found[f'ece_{name}']:.3f}"
+        x, y, counts = (np.array([row[key] for row in rows]) for key in ("confidence", "accuracy", "count"))
+        axes.plot(x, y, color=colour, linewidth=0.9, label=label)
+        # The area of a point is its share of the images, so that noisy bins look small.
+        axes.scatter(x, y, s=4 + 220 * counts / counts.sum(), color=colour, linewidths=0, alpha=0.85, zorder=3)
+    _unit_square(axes)
+    style.add_legend(axes, loc="lower right")
+
+
+def _draw_roc(axes: "Axes", curves: Sequence[Curve]) -> None:
+    style.style_panel(axes, "ROC", "false positive rate")
+    axes.plot([0, 1], [0, 1], color=style.FAINT, linewidth=1.2)
+    for number, (one, looks) in enumerate(_looks(curves)):
+        label = f"{shorten(one.name, 24)}  {one.roc_auc:.3f}" if number == 0 else None
+        axes.plot(*_thinned(one.false_positive_rate, one.true_positive_rate), label=label, **looks)
+    _unit_square(axes)
+    style.add_legend(axes, loc="lower right")
+
+
+def _draw_precision(axes: "Axes", curves: Sequence[Curve]) -> None:
+    style.style_panel(axes, "Precision and recall", "recall")
+    for number, (one, looks) in enumerate(_looks(curves)):
+        label = f"{shorten(one.name, 24)}  {one.average_precision:.3f}" if number == 0 else None
+        axes.plot(*_thinned(one.recall, one.precision), label=label, **looks)
+    _unit_square(axes)
+    style.add_legend(axes, loc="lower left")
+
+
+def _looks(curves: Sequence[Curve]) -> list[tuple[Curve, dict[str, Any]]]:
+    """Return the curves with their looks: the first is the main one, the others are of single classes."""
+    main: dict[str, Any] = {"color": style.RIGHT, "linewidth": 1.8, "zorder": 3}
+    thin: dict[str, Any] = {"color": style.MUTED, "linewidth": 0.5}
+    return [(curve, thin if number else main) for number, curve in enumerate(curves[: CURVES + 1])]
+
+
+def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    kept = np.unique(np.linspace(0, len(x) - 1, min(len(x), POINTS)).astype(np.int64))
+    return x[kept], y[kept]
+
+
+def _unit_square(axes: "Axes") -> None:
+    axes.set_xlim(-0.02, 1.02)
+    axes.set_ylim(-0.02, 1.04)

@@ -1,0 +1,234 @@
+"""Calibration, prediction sets, unknown images, intervals and the comparison of runs, against planted truths."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.metrics import roc_auc_score, top_k_accuracy_score
+
+import flatout
+from flatout.cli import main
+from flatout.numerics import calibration, novelty
+from flatout.report.page import draw_all
+from flatout.tasks import task_named
+
+ONE, SEVERAL = task_named("single-label"), task_named("multi-label")
+
+
+def answers_of(seed: int, count: int, classes: int, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """Return logits that are `scale` times too large, and labels drawn from the true probabilities."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 2, (count, classes))
+    labels = np.array([rng.choice(classes, p=np.exp(row)) for row in calibration.log_softmax(logits)])
+    return (scale * logits).astype(np.float32), labels
+
+
+def test_the_temperature_is_that_by_which_logits_are_too_large() -> None:
+    logits, labels = answers_of(0, 4000, 5, scale=2.5)
+    assert calibration.fit_temperature(logits, labels) == pytest.approx(2.5, rel=0.1)
+    one = logits[:, 1:2] - logits[:, :1]
+    both = np.concatenate([np.zeros_like(one), one], axis=1)
+    two = (np.random.default_rng(1).random(4000) < 1 / (1 + np.exp(-one[:, 0] / 2.5))).astype(np.int64)
+    assert calibration.fit_temperature(one, two) == pytest.approx(calibration.fit_temperature(both, two))
+
+
+def test_the_calibration_error_is_that_of_a_plain_loop() -> None:
+    logits, labels = answers_of(0, 500, 4, scale=2.0)
+    probabilities = np.exp(calibration.log_softmax(logits))
+    confidence, is_right = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
+    expected = 0.0
+    for number in range(calibration.BINS):
+        low, high = number / calibration.BINS, (number + 1) / calibration.BINS
+        inside = (confidence >= low) & (confidence < high)
+        if inside.any():
+            expected += inside.mean() * abs(is_right[inside].mean() - confidence[inside].mean())
+    assert calibration.calibration_error(calibration.reliability(confidence, is_right)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("classes", [1, 2, 20])
+def test_sets_have_the_wanted_coverage_over_20_seeds(classes: int) -> None:
+    covered: dict[float, list[float]] = {0.9: [], 0.95: [], 0.99: []}
+    for seed in range(20):
+        logits, labels = answers_of(seed, 1500, max(2, classes), scale=3.0)
+        logits = logits[:, 1:] - logits[:, :1] if classes == 1 else logits
+        thresholds = calibration.set_thresholds(logits[:1000], labels[:1000])
+        for coverage, found in covered.items():
+            threshold = calibration.set_threshold(thresholds, coverage)
+            assert threshold is not None
+            inside = calibration.strangeness(logits[1000:]) <= threshold
+            found.append(inside[np.arange(500), labels[1000:]].mean())
+    assert {c: float(np.mean(found)) for c, found in covered.items()} == pytest.approx(
+        {c: c for c in covered}, abs=0.02
+    )
+
+
+def test_the_strangeness_of_sure_answers_differs() -> None:
+    logits = np.array([[40.0, 0, 0], [50, 0, 0], [0, 1, 2]], np.float32)
+    found = calibration.strangeness(logits)
+    assert found[1, 0] < found[0, 0] < found[2, 2]
+    probabilities = np.exp(calibration.log_softmax(logits[2:]))
+    np.testing.assert_allclose(found[2:], np.log((1 - probabilities) / probabilities))
+
+
+def test_few_calibration_images_give_no_high_coverage() -> None:
+    thresholds = calibration.set_thresholds(*answers_of(0, 30, 3))
+    assert calibration.set_threshold(thresholds, 0.9) is not None
+    assert calibration.set_threshold(thresholds, 0.99) is None
+    assert calibration.highest_coverage(thresholds) == pytest.approx(0.967)
+
+
+def test_images_far_from_all_classes_are_unknown() -> None:
+    rng = np.random.default_rng(0)
+    means = rng.normal(0, 3, (4, 8))
+
+    def images(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        labels = rng.integers(0, 4, count)
+        features = (means[labels] + rng.normal(0, 1, (count, 8))).astype(np.float32)
+        return (features @ means.T).astype(np.float32), features, labels
+
+    _, features, labels = images(2000)
+    valid, test = images(1000), images(2000)
+    found = novelty.fit(features, labels, valid[:2])
+    strange = rng.normal(0, 1, (2000, 8)).astype(np.float32)
+    scores = [found.score(*test[:2]), found.score((strange @ means.T).astype(np.float32), strange)]
+    assert np.mean(scores[0] > found.threshold) == pytest.approx(0.05, abs=0.02)
+    assert roc_auc_score(np.repeat([0, 1], 2000), np.concatenate(scores)) > 0.95
+    assert found.score(np.full((1, 4), np.nan), strange[:1])[0] == np.inf
+    energy = novelty.fit(None, labels, (valid[0], None))
+    assert np.mean(energy.score(test[0], None) > energy.threshold) == pytest.approx(0.05, abs=0.02)
+
+
+def test_intervals_and_tests_of_differences() -> None:
+    assert calibration.wilson(90, 100) == pytest.approx((0.8256, 0.9448), abs=1e-4)
+    a, b = np.array([1] * 80 + [0] * 20, bool), np.array([1] * 75 + [0] * 5 + [1] * 12 + [0] * 8, bool)
+    assert calibration.mcnemar(a, b)[:2] == (5, 12)
+    assert calibration.mcnemar(a, b)[2] == pytest.approx(0.1435, abs=1e-4)
+    assert calibration.mcnemar(a, a) == (0, 0, 1.0)
+
+
+def test_scores_are_those_of_scikit_learn() -> None:
+    logits, labels = answers_of(0, 300, 8)
+    probabilities = np.exp(calibration.log_softmax(logits))
+    predicted = probabilities.argmax(axis=1)
+    found = ONE.scores(predicted, labels, probabilities)
+    assert found["top5_accuracy"] == pytest.approx(top_k_accuracy_score(labels, probabilities, k=5))
+    assert "roc_auc" not in found
+    pairs = ONE.confused_pairs(predicted, labels, list("abcdefgh"))
+    assert all(
+        ((labels == ord(p["actual"]) - 97) & (predicted == ord(p["predicted"]) - 97)).sum() == p["count"] for p in pairs
+    )
+    assert sorted((p["count"] for p in pairs), reverse=True) == [p["count"] for p in pairs]
+    two = np.stack([1 - probabilities[:, 0], probabilities[:, 0]], axis=1)
+    is_first = (labels == 0).astype(np.int64)
+    assert ONE.scores(two.argmax(axis=1), is_first, two)["roc_auc"] == pytest.approx(roc_auc_score(is_first, two[:, 1]))
+    assert ONE.curves(np.zeros(5, np.int64), two[:5], ["a", "b"]) == []
+    broken = np.full_like(probabilities, np.nan)
+    assert ONE.scores(np.full(300, -1), labels, broken)["top5_accuracy"] == 0
+    present = (probabilities > 0.1).astype(np.uint8)
+    present[:, 3] = 0
+    areas = [roc_auc_score(present[:, k], probabilities[:, k] ** 2) for k in range(8) if k != 3]
+    assert SEVERAL.scores(probabilities, present, probabilities**2)["roc_auc"] == pytest.approx(np.mean(areas))
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trust")
+    for name, epochs in (("first", "2"), ("second", "4")):
+        assert main(["train", "digits", "--epochs", epochs, "--devices", "cpu", "--out", str(folder / name)]) == 0
+    return folder
+
+
+def test_a_run_keeps_what_its_figures_rest_on(digits: Path) -> None:
+    run = flatout.load(digits / "second")
+    trust, summary = run.trust, run.summary
+    assert trust is not None
+    assert trust.novelty is not None
+    with np.load(run.path / "predictions.npz") as saved:
+        probabilities, labels, predicted, unknown = (
+            saved[n] for n in ("probabilities", "labels", "predicted", "unknown")
+        )
+        assert saved["classes"].tolist() == list(run.classes)
+    assert summary["test_top5_accuracy"] == pytest.approx(top_k_accuracy_score(labels, probabilities, k=5))
+    assert summary["test_accuracy_interval"] == list(calibration.wilson(int((predicted == labels).sum()), len(labels)))
+    bins = calibration.reliability(probabilities.max(axis=1), probabilities.argmax(axis=1) == labels)
+    found = summary["trust"]
+    assert found["ece_after"] == pytest.approx(calibration.calibration_error(bins), abs=1e-5)
+    assert found["temperature"] == trust.temperature != 1
+    assert found["unknown"]["flagged"] == pytest.approx((unknown > trust.novelty.threshold).mean())
+    result = run.evaluate(devices="cpu")
+    assert result["per_class"] == summary["per_class"]
+    assert result["trust"]["ece_after"] == pytest.approx(found["ece_after"], abs=1e-5)
+    assert result["trust"]["prediction_sets"] == found["prediction_sets"]
+
+
+def test_predict_answers_with_sets_and_unknown(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = flatout.load(digits / "second")
+    rng = np.random.default_rng(0)
+    noise = [rng.integers(0, 256, (8, 8), dtype=np.uint8) for _ in range(20)]
+    found = run.predict(noise, coverage=0.9)
+    assert all(set(one.classes_in_set) <= set(run.classes) and one.coverage == 0.9 for one in found)
+    assert sum(bool(one.unknown) for one in found) > 10
+    assert any("unknown; most like" in str(one) for one in found)
+    assert found[0].to_dict().keys() == {"file", "predictions", "unknown", "coverage", "set"}
+    (run.path / "known.safetensors").rename(run.path / "moved")
+    assert flatout.load(run.path).predict(noise[:1])[0].unknown is None
+    (run.path / "moved").rename(run.path / "known.safetensors")
+    for coverage, reason in (("1.5", "must be from"), ("0.999", "too high for the 180 validation images")):
+        assert main(["predict", str(run.path), "x.png", "--coverage", coverage]) == 2
+        assert reason in capsys.readouterr().err
+
+
+def test_two_runs_are_compared(digits: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    first, second = (str(digits / name) for name in ("first", "second"))
+    assert main(["compare", first, second, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    right = []
+    for run in (first, second):
+        with np.load(Path(run) / "predictions.npz") as saved:
+            right.append(saved["predicted"] == saved["labels"])
+    assert found["only_right"] == [int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())]
+    assert found["values"] == pytest.approx([one.mean() for one in right])
+    assert found["differ"] == (found["p_value"] < 0.05)
+    assert main(["compare", first, second]) == 0
+    assert "McNemar test: p = " in capsys.readouterr().out
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("recipe.toml", "summary.json", "metrics.jsonl"):
+        (other / name).write_bytes((digits / "first" / name).read_bytes())
+    with np.load(Path(first) / "predictions.npz") as saved:
+        content: dict[str, Any] = dict(saved)
+    assert main(["compare", first, str(other)]) == 2
+    assert "no predictions.npz" in capsys.readouterr().err
+    np.savez(other / "predictions.npz", **(content | {"brightness": content["brightness"][::-1]}))
+    assert main(["compare", first, str(other)]) == 2
+    assert "test images are not the same" in capsys.readouterr().err
+
+
+def test_the_report_has_the_figures(digits: Path) -> None:
+    draw_all(digits / "second")
+    text = (digits / "second" / "report.html").read_text(encoding="utf-8")
+    for wanted in (
+        "95 % confidence",
+        "calibration error",
+        "hold the right class",
+        "reliability diagram",
+        "most often taken for",
+    ):
+        assert wanted in text
+
+
+def test_without_validation_images_a_note_says_what_is_missing(tmp_path: Path, capsys: Any) -> None:
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (40, 8, 8), dtype=np.uint8), np.arange(40) % 2
+    settings = {"data.valid_fraction": 0.0, "epochs": 1, "batch_size": 20, "devices": "cpu", "out": tmp_path / "run"}
+    run = flatout.fit("parallel-cnn", (images, labels), **settings)
+    assert run.trust is None
+    assert run.summary["trust"] is None
+    assert any("no validation images: probabilities are not calibrated" in note for note in run.summary["notes"])
+    assert main(["predict", str(run.path), "x.png", "--coverage", "0.9"]) == 2
+    assert "too few validation images" in capsys.readouterr().err
