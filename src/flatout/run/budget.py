@@ -9,6 +9,7 @@ from flatout.data.order import epoch_batches, steps_per_epoch
 from flatout.errors import InputError
 from flatout.numerics.augment import tta_views
 from flatout.recipe import Recipe
+from flatout.run.trust import TRAINING_IMAGES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from flatout.engine.base import DeviceSplit, Engine
 
 # What pictures, the report and the end of the processes take, besides the last evaluation.
-REPORT_SECONDS = 7.0
+REPORT_SECONDS = 9.0
 # The measurement: first steps, in which algorithms are chosen and memory is claimed; then steps for this long.
 FIRST_STEPS, MEASURED_SECONDS, LARGEST_SHARE = 3, 3.0, 0.03
 # The rest of the steps is planned again after every such share of the budget, if it is off by more than TOLERANCE.
@@ -115,7 +116,10 @@ def measure(
         began = time.perf_counter()
         held_out[name].evaluate()
         watched = _longest(world, time.perf_counter() - began)
-        evaluated = watched * sum(len(s.samples) for s in held_out.values()) / len(held_out[name].samples)
+        images = sum(len(s.samples) for s in held_out.values())
+        # Some training images are evaluated, too.
+        images += min(len(placed["train"].samples), TRAINING_IMAGES) if "valid" in held_out else 0
+        evaluated = watched * images / len(held_out[name].samples)
         evaluated *= len(tta_views(recipe)) if recipe.tta else 1
     engine.restore(before)
     return Rates(step=each, evaluate=evaluated, watch=watched)

@@ -8,7 +8,7 @@ import numpy as np
 
 from flatout.errors import InputError
 from flatout.numerics.calibration import mcnemar, smaller_errors, wilson
-from flatout.report.run_files import Predictions, RunFiles, read_run
+from flatout.report.run_files import PREDICTIONS, Predictions, RunFiles, read_run
 from flatout.tasks import task_named
 
 # Runs differ if chance alone gives such a difference less often.
@@ -48,7 +48,8 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
 
 def _predictions(files: RunFiles) -> Predictions:
     if files.predictions is None:
-        raise InputError(f"{files.run}: {next(iter(files.missing.values()), 'it has no predictions')}")
+        reason = files.missing.get(PREDICTIONS, "")
+        raise InputError(f"{files.run}: has no predictions to compare. {reason}")
     return files.predictions
 
 

@@ -200,7 +200,7 @@ def lines_of(split: str, figures: Mapping[str, Any]) -> list[str]:
             f"expected calibration error {found['ece_after']:.4f} ({error:.4f} before temperature {temperature:.3g})"
         )
         if "unknown" in found:
-            lines.append(f'answered "unknown": {found["unknown"]["flagged"]:.2%}')
+            lines.append(f'answered "unknown": {100 * found["unknown"]["flagged"]:.1f} %')
         for row in found.get("prediction_sets") or ():
             size = f"{row['mean_size']:.2f} classes on average"
             lines.append(f"{100 * row['coverage']:g} % sets: {row['covered']:.4f} hold the right class, {size}")
