@@ -139,7 +139,7 @@ def test_page_holds_every_section_in_order_and_is_self_contained(tmp_path: Path)
     draw_all(run)
     page = Page(run / "report.html")
     assert list(page.sections)[1:] == [
-        "Verdict", "Curves", "25 predictions", "Most confident mistakes", "Confusion matrix", "Accuracy of each class",
+        "Verdict", "Curves", "25 predictions", "Most confident mistakes", "Confusion matrix", "Results of each class",
         "Where the time went", "Recipe", "Environment", "Skipped images",
     ]  # fmt: skip
     assert "80 of 100 right" in page.sections[""]
@@ -165,19 +165,21 @@ def test_names_from_data_are_escaped(tmp_path: Path):
     assert "b" not in page.tags
     assert "<b>bad</b>" in page.sections["Skipped images"]
     for name in HOSTILE:
-        assert name in page.sections["Accuracy of each class"]
+        assert name in page.sections["Results of each class"]
 
 
 @pytest.mark.usefixtures("page_alone")
 def test_class_table_is_worst_first_and_short(tmp_path: Path):
     classes = [f"class {i:02}" for i in range(30)]
     draw_all(write_run(tmp_path / "run", classes, count=90))
-    table = Page(tmp_path / "run" / "report.html").sections["Accuracy of each class"]
-    shown = re.findall(r"class \d\d(?= \| \d+ \| 3 \|)", table)
-    assert shown == [*classes[::3], *[name for name in classes if name not in classes[::3]][:10], *classes]
+    table = Page(tmp_path / "run" / "report.html").sections["Results of each class"]
+    shown = re.findall(r"class \d\d(?= \| 3 \|)", table)
+    # A third is always taken for the next class, whose precision is 1/2.
+    assert shown == [*classes[::3], *classes[1::3], *classes]
     assert "the worst 20 of 30 classes" in table
     assert "All 30 classes" in table
-    assert re.search(r"class 00 \| 0 \| 3 \|\s+0\.000 \|\s+class 01 \(3\s×\)", table)
+    assert re.search(r"class 00 \| 3 \|\s+0\.000 \|\s+0\.000 \|\s+0\.000 \|\s+class 01 \(3\s×\)", table)
+    assert re.search(r"class 01 \| 3 \|\s+0\.500 \|\s+1\.000 \|\s+0\.667 \|\s+—", table)
 
 
 @pytest.mark.parametrize(("size", "channels"), [(8, 1), (28, 3), (128, 3)])
@@ -365,7 +367,7 @@ def test_stored_predictions_decide_ties(tmp_path: Path):
     page = Page(run / "report.html")
     assert "40 of 40 right" in page.sections[""]
     assert "There are none" in page.sections["Most confident mistakes"]
-    assert re.search(r"dog \| 20 \| 20 ", page.sections["Accuracy of each class"])
+    assert re.search(r"dog \| 20 \|\s+1\.000 \|\s+1\.000 ", page.sections["Results of each class"])
 
 
 @pytest.mark.parametrize(
@@ -410,7 +412,7 @@ def test_readable_names_of_classes(tmp_path: Path, file: str):
     separator = "," if file.endswith(".csv") else " "
     (tmp_path / file).write_text(f"n01440764{separator}tench, Tinca tinca\nn02102040{separator}springer\nn9 cat\n")
     draw_all(run)
-    table = Page(run / "report.html").sections["Accuracy of each class"]
+    table = Page(run / "report.html").sections["Results of each class"]
     assert "tench, Tinca tinca" in table
     assert "n01440764" not in table
 
