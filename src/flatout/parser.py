@@ -84,7 +84,8 @@ _OPERANDS = {
     "DIR": "the folder that holds the runs (runs)",
 }
 # What a shell completes after a flag, or for an operand, that takes a file or a folder.
-_FOLDERS, _FILES = ("--run", "--out", "--images", "RUN", "DIR"), ("--data", "--weights", "--classes", "DATA", "FILE")
+_FOLDERS = ("--run", "--out", "--images", "RUN", "OTHER", "DIR")
+_FILES = ("--data", "--weights", "--classes", "DATA", "FILE")
 _WORDS = {
     "--devices": ("auto", "cpu", "2xcpu", "cuda", "mps", "8xtpu"),
     "--engine": ("auto", "torch", "xla"),
