@@ -53,6 +53,7 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
     Raises:
         InputError: the device lacks the recipe's precision.
     """
+    ranks = min(ranks, recipe.batch_size)  # more ranks than images are refused where the run begins
     accelerator = accelerator_of(torch.device(device))
     formats = [choose_precision(accelerator, recipe.precision)]
     if recipe.precision == "auto" and not recipe.exact_sums and "bf16" in accelerator.precisions():
