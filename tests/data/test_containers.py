@@ -274,6 +274,39 @@ def test_a_split_of_unknown_labels_is_left_out(tmp_path: Path):
     assert source.notes == ("there is no test split: its labels are all -1, which means unknown",)
 
 
+def test_small_tables_that_expand_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Pages that are nothing but zeros, or a row that is repeated, and a label of megabytes."""
+    import pyarrow.parquet
+
+    def written(name: str, images: list[bytes], label: str) -> Path:
+        columns = pyarrow.table({"image": images, "label": [label, "other"] * (len(images) // 2)})
+        pyarrow.parquet.write_table(columns, tmp_path / name, compression="zstd")
+        return tmp_path / name
+
+    monkeypatch.setattr("flatout.data.members._EXPANSION_SLACK_BYTES", 1 << 16)
+    with pytest.raises(InputError, match=r"pages\.parquet: row group 0: expands from [\d,]+ to 2,\d{3},\d{3} bytes"):
+        read(written("pages.parquet", [bytes(1 << 20), bytes(1 << 20) + b"1"], "cat"))
+    monkeypatch.undo()
+    monkeypatch.setattr("flatout.data.formats.parquet._FEW_ROWS", 1000)
+    with pytest.raises(InputError, match=r"rows\.parquet: has 20,000 rows in [\d,]+ bytes"):
+        read(written("rows.parquet", [b"x"] * 20_000, "cat"))
+    with pytest.raises(InputError, match=r"label\.parquet: train: the label 'xxx.* has 100,000 characters"):
+        read(written("label.parquet", [png(0)] * 4, "x" * 100_000))
+
+
+def test_a_row_group_of_repeated_and_other_images(tmp_path: Path):
+    """The writer gives up its dictionary in the middle."""
+    import pyarrow.parquet
+
+    random = np.random.default_rng(0)
+    content = [png(i % 3) if i % 2 else random.bytes(1000) for i in range(4000)]
+    columns = pyarrow.table({"image": content, "label": [i % 2 for i in range(4000)]})
+    pyarrow.parquet.write_table(columns, tmp_path / "a.parquet", row_group_size=4000)
+    source = read(tmp_path / "a.parquet")
+    assert source.files is not None
+    assert [file.read_bytes() for file in source.files] == content
+
+
 @pytest.mark.parametrize("limit", [None, 0])
 def test_row_groups_in_memory_are_few(limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two of all files, or as many as take little memory: threads that decode are in several, each read once."""

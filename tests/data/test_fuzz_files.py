@@ -201,6 +201,12 @@ def test_damaged_files(name: str, tmp_path: Path):
     check(name, 10, tmp_path)
 
 
+def test_a_description_of_a_pack_that_is_nested_too_deeply(tmp_path: Path):
+    pack(tmp_path, "pack.json").write_text("[" * 100_000)
+    with pytest.raises(InputError, match=r"pack\.json: is damaged"):
+        recognise(tmp_path / "pack").read()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETS)
 def test_damaged_files_at_length(name: str, tmp_path: Path):

@@ -20,6 +20,7 @@ from flatout.errors import InputError
 
 LISTED = 10
 CLASS_LIST_NAME = "classes.txt"
+MAX_LABEL_LENGTH = 4096
 _NUMBER = re.compile(r"(-?(?:0|[1-9]\d{0,17}))(?:\.0+)?", re.ASCII)
 _ID_AND_NAME = re.compile(r"([^\s:]+)(?::|\s)\s*(\S.*)")
 _DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
@@ -120,6 +121,11 @@ def flat_labels(labels: Any, where: object) -> np.ndarray:
     Raises:
         InputError: the labels have another shape or type, or are not finite.
     """
+    if isinstance(labels, list):  # an array would hold all texts in the length of the longest
+        long = next((text for text in labels if isinstance(text, str) and len(text) > MAX_LABEL_LENGTH), None)
+        if long is not None:
+            what = f"the label {long[:40]!r}... has {len(long):,} characters"
+            raise InputError(f"{where}: {what}; shorten it to {MAX_LABEL_LENGTH:,}")
     try:
         labels = np.asarray(labels)
     except ValueError:

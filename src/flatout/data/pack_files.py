@@ -356,7 +356,7 @@ def _read_description(path: Path) -> dict[str, Any]:
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
         version, crc32 = description["format_version"], description.pop("crc32")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, f"{type(error).__name__}: {error}") from None
     if version not in READABLE_VERSIONS:
         raise InputError(f"{path}: has format {version}, this flatout reads {FORMAT_VERSION}; update flatout")

@@ -14,6 +14,13 @@ from flatout.errors import InputError
 from flatout.recipe import Data
 
 KIND = "CIFAR binaries"
+# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
+ABOUT = {
+    KIND: (
+        "the folder",
+        "`data_batch_1.bin` and `test_batch.bin`; `train.bin`, `test.bin` and `fine_label_names.txt`",
+    ),
+}
 _PIXELS = 3 * 32 * 32
 _NAMES = ("batches.meta.txt", "fine_label_names.txt")
 _PICKLES = (("data_batch_1", "test_batch"), ("train", "test", "meta"))

@@ -10,6 +10,10 @@ from flatout.data.splits import in_order, split_of
 from flatout.errors import InputError
 
 KIND = "images with classes in their names"
+# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
+ABOUT = {
+    KIND: ("the folder, and `--set data.label_pattern=...`", "the pattern is set"),
+}
 
 
 def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:

@@ -21,6 +21,10 @@ from flatout.recipe import Data
 T = TypeVar("T", str, Path)
 
 KIND = "class folders"
+# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
+ABOUT = {
+    KIND: ("the folder", "one folder per class, with or without split folders around them"),
+}
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".gif"),
     *(".webp", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".heic", ".heif", ".npy"),

@@ -24,6 +24,10 @@ from flatout.errors import InputError
 from flatout.recipe import Data
 
 KIND = "IDX files"
+# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
+ABOUT = {
+    KIND: ("the folder", "names such as `train-images-idx3-ubyte`, with or without `.gz`"),
+}
 _NAME = re.compile(r"(?P<before>.*?)[-_.]?(?P<role>images|labels)[-_.]idx\d-(ubyte|byte|short|int)(?P<gz>\.gz)?", re.I)
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _BLOCK_BYTES = 1 << 24

@@ -10,6 +10,13 @@ from flatout.data.splits import in_order, split_of
 from flatout.errors import InputError
 
 KIND = "PaddleClas lists"
+# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
+ABOUT = {
+    KIND: (
+        "the folder or a list",
+        "`train_list.txt`, `val_list.txt`, `test_list.txt`: lines of image file, space, class",
+    ),
+}
 _CLASS_LISTS = ("label_list.txt", "labels.txt")
 
 

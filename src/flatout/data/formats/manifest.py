@@ -25,6 +25,14 @@ from flatout.data.splits import SPLITS, in_order, split_of, split_within, words_
 from flatout.errors import InputError
 
 KIND = "CSV manifest"
+# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
+ABOUT = {
+    KIND: (
+        "the file or its folder",
+        "`.csv`, `.tsv` or `.jsonl` with rows of image file and labels; Hugging Face's `metadata.csv` and "
+        "`metadata.jsonl`",
+    ),
+}
 SUFFIXES = (".csv", ".tsv", ".jsonl")
 _DELIMITERS = ",;\t"
 _FILE_COLUMNS = (

@@ -15,6 +15,10 @@ from flatout.data.splits import SPLITS, in_order, split_within, words_of
 from flatout.errors import InputError, first_line
 
 KIND = "NumPy arrays"
+# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
+ABOUT = {
+    KIND: ("an `.npz`, an `.npy`, or a folder of `.npy`", "words in the names of arrays or files"),
+}
 _IMAGE_WORDS = {"x", "image", "images", "img", "imgs", "data", "pixels"}
 _LABEL_WORDS = {"y", "label", "labels", "target", "targets"}
 _NAMES = "x_train, y_train, x_test, y_test, or images and labels"

@@ -16,18 +16,25 @@ import numpy as np
 
 from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.labels import first_few
-from flatout.data.members import Encoded
+from flatout.data.members import Encoded, refuse_bomb
 from flatout.data.shards import reference, shards
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import split_of
 from flatout.errors import InputError, first_line
 
 KIND, SAVED_KIND = "Parquet files", "saved Hugging Face data set"
+# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
+ABOUT = {
+    KIND: ("the folder, a `.parquet`, or a pattern with braces", "a column of encoded images and one of classes"),
+    SAVED_KIND: ("the folder", "`dataset_dict.json`, or `dataset_info.json` and `state.json`"),
+}
 _IMAGE_NAMES = ("image", "img", "images", "jpg", "png", "picture")
 _LABEL_NAMES = ("label", "labels", "class", "target", "category", "cls")
 # Threads are in as many row groups as their next images lie in: two at least, where one ends and the next begins.
 _KEPT_CHUNKS = 2
 _KEPT_BYTES = 1 << 27
+# More rows than these need a byte each in the file.
+_FEW_ROWS = 1_000_000
 
 
 def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
@@ -170,7 +177,9 @@ class _Table:
                 self._arrow = None
                 with pyarrow.parquet.ParquetFile(path) as file:
                     schema, about = file.schema_arrow, file.metadata
-                    self._image, label = self._columns(schema, options)
+                self._image, label = self._columns(schema, options)
+                self._texts = _refuse_bombs(path, about, {self._image, label})
+                with self._open() as file:
                     groups = [about.row_group(i) for i in range(about.num_row_groups)]
                     rows = [group.num_rows for group in groups]
                     self.group_bytes = [_bytes_of_column(group, self._image) for group in groups]
@@ -183,7 +192,7 @@ class _Table:
                 self._arrow.validate(full=True)  # Arrow trusts what it maps: a wrong offset would end the process
                 rows = [len(chunk) for chunk in self._arrow.column(self._image).chunks]
                 labels = self._arrow.column(label)
-            self.labels: list[Any] = labels.to_pylist()
+            self.labels = _values(labels)
             self.class_names = _class_names(schema, label)
         except InputError:
             raise
@@ -206,6 +215,10 @@ class _Table:
         except ImportError:
             raise InputError(f"{self.path}: needs the package pyarrow: pip install 'flatout[parquet]'") from None
         return pyarrow
+
+    def _open(self) -> Any:
+        """Open a Parquet file. What it stores once stays so in memory: a page of a kilobyte may be a billion rows."""
+        return self._import().parquet.ParquetFile(self.path, read_dictionary=self._texts)
 
     def _columns(self, schema: Any, options: ReadOptions) -> tuple[str, str]:
         """Return the columns of images and labels."""
@@ -237,9 +250,44 @@ class _Table:
             size = self.group_bytes[number]
             raise OSError(f"it has {size:,} bytes; write the file again with smaller row groups")
         # Opened for each row group, as there may be more files than a process may have open.
-        with self._import().parquet.ParquetFile(self.path) as file:
+        with self._open() as file:
             column = file.read_row_group(number, columns=[self._image]).column(0)
             return _bytes_of(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
+
+
+def _refuse_bombs(path: Path, about: Any, names: set[str]) -> list[str]:
+    """Return the parts of columns that are text or bytes, from the metadata of a Parquet file.
+
+    Raises:
+        InputError: these columns expand to far more than their size, or have more rows than images can be in the file.
+    """
+    if about.num_rows > max(_FEW_ROWS, path.stat().st_size):
+        size = path.stat().st_size
+        raise InputError(f"{path}: has {about.num_rows:,} rows in {size:,} bytes, too few for images; write it again")
+    texts: set[str] = set()
+    for number in range(about.num_row_groups):
+        group = about.row_group(number)
+        columns = [group.column(i) for i in range(group.num_columns)]
+        columns = [column for column in columns if column.path_in_schema.split(".")[0] in names]
+        compressed, expanded = (
+            sum(getattr(c, f"total_{how}_size") for c in columns) for how in ("compressed", "uncompressed")
+        )
+        refuse_bomb(f"{path}: row group {number}", compressed, expanded)
+        texts |= {column.path_in_schema for column in columns if column.physical_type == "BYTE_ARRAY"}
+    return sorted(texts)
+
+
+def _values(column: Any) -> list[Any]:
+    """Return the values of a column; those of a dictionary are the same objects each time."""
+    import pyarrow
+
+    if not pyarrow.types.is_dictionary(column.type):
+        return column.to_pylist()
+    values: list[Any] = []
+    for chunk in column.chunks:
+        known = chunk.dictionary.to_pylist()
+        values += [None if i is None else known[i] for i in chunk.indices.to_pylist()]
+    return values
 
 
 def _bytes_of_column(group: Any, name: str) -> int:

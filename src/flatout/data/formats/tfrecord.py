@@ -23,6 +23,13 @@ from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.errors import InputError
 
 KIND = "TFRecord files"
+# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
+ABOUT = {
+    KIND: (
+        "the folder, a file, or a pattern with braces",
+        "names such as `train-00000-of-00010` or `train.tfrecord`",
+    ),
+}
 # Slim's train-00000-of-00010, TFDS's mnist-train.tfrecord-00000-of-00001, Kaggle's train00-512.tfrec
 _NAME = re.compile(r".*\.tfrec(ord)?s?(-\d+-of-\d+)?(\.gz)?|[^.]*-\d+-of-\d+", re.I)
 _IMAGE_KEYS = ("image/encoded", "image", "image_raw", "image/raw", "img", "image_bytes", "encoded")

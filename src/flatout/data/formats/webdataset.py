@@ -16,6 +16,13 @@ from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.errors import InputError
 
 KIND = "WebDataset shards"
+# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
+ABOUT = {
+    KIND: (
+        "the folder, a `.tar`, or a pattern with braces",
+        "`.tar` files with members such as `000001.jpg` and `000001.cls` or `000001.json`",
+    ),
+}
 _LABEL_KEYS = ("label", "cls", "class", "target", "class_id", "category")
 _PEEKED = 16
 _MAX_LABEL_BYTES = 1 << 20
