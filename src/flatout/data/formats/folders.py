@@ -50,6 +50,8 @@ def without_arrays(files: list[T]) -> list[T]:
 class Entry:
     """One entry of a folder. A symbolic link that leads nowhere or in a circle is neither a file nor a folder."""
 
+    __slots__ = ("_entry", "name")
+
     def __init__(self, entry: "os.DirEntry[str]") -> None:
         self.name, self._entry = entry.name, entry
 

@@ -20,6 +20,7 @@ from flatout.data.archive import Member
 from flatout.data.formats import folders
 from flatout.data.formats.folders import is_image_name, visible, without_arrays
 from flatout.data.labels import first_few
+from flatout.data.members import EncodedList
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import SPLITS, in_order, split_of, split_within, words_of
 from flatout.errors import InputError
@@ -57,7 +58,7 @@ class _NoLabels(InputError):
     """A CSV file without a column of classes."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Row:
     line: int
     file: str
@@ -399,18 +400,18 @@ class _Locator:
         return {stem: name for name, stem in images.items() if counts[stem] == 1}
 
 
-def _locate(rows: dict[str, list[tuple[Path, _Row]]], options: ReadOptions) -> dict[str, list[Path]]:
+def _locate(rows: dict[str, list[tuple[Path, _Row]]], options: ReadOptions) -> dict[str, EncodedList]:
     """Return split -> the rows' files.
 
     Raises:
         InputError: files are missing or lie outside the folders; ten are listed.
     """
-    files: dict[str, list[Path]] = {}
+    files: dict[str, EncodedList] = {}
     outside: list[str] = []
     missing: list[str] = []
     folder = next(iter(rows.values()))[0][0].parent
     for split, some in rows.items():
-        folder, files[split] = some[0][0].parent, []
+        folder, files[split] = some[0][0].parent, EncodedList()
         locator = _Locator(folder, split, options)
         for path, row in some:
             if file := locator.find(row.file):
