@@ -297,7 +297,7 @@ def test_a_real_run_answers_an_image(browser: Any, tmp_path: Path) -> None:
     digits: Any = load_digits()
     Image.fromarray((digits.images[0] * 255 / 16).round().astype("uint8")).save(tmp_path / "zero.png")
     page.click('tr[data-id="digits"]')
-    page.keyboard.press("5")
+    page.click("#tab-classify")
     page.set_input_files("input[type=file]", str(tmp_path / "zero.png"))
     page.wait_for_selector(".bars li", timeout=120_000)
     assert len(page.query_selector_all(".bars li")) == 5

@@ -25,6 +25,8 @@ from flatout.data.pack import open_pack
 from flatout.data.pack_files import IMAGES
 from flatout.errors import InputError
 from flatout.report import run_files
+from flatout.run import live
+from flatout.run.progress import Progress
 from tests.unit.test_report import epoch_line, write_run
 
 CLASSES = ["cat", "<script>alert(1)</script>", "dog"]
@@ -180,12 +182,12 @@ def test_what_a_run_writes_is_sent_once(tmp_path: Path) -> None:
     assert watch.news() == {}
     with (run / "logs" / "rank-0.log").open("a") as log, (run / run_files.LIVE).open("a") as live:
         log.write("first\nsecond\nhalf a li")
-        live.write('{"epoch": 0.5}\nnot JSON\n')
+        live.write('{"epoch": 0.5, "loss": NaN}\nnot JSON\n')
         log.flush()
         live.flush()
         news = watch.news()
         assert news["log"] == {"lines": ["first", "second"], "replace": True}
-        assert news["live"]["lines"] == [{"epoch": 0.5}]
+        assert news["live"]["lines"] == [{"epoch": 0.5, "loss": None}]
         log.write("ne\n")
         log.flush()
         assert watch.news() == {"log": {"lines": ["half a line"], "replace": False}}
@@ -321,3 +323,19 @@ def test_wrong_words_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "is a file" in capsys.readouterr().err
     assert main(["board", str(tmp_path), "--port", "70000"]) == 2
     assert "must be from 0 to 65535" in capsys.readouterr().err
+
+
+def test_a_run_writes_figures_within_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line once so much time has passed, with what has happened since the last one; training survives a full disk."""
+    now = [0.0]
+    monkeypatch.setattr(live.time, "perf_counter", lambda: now[0])
+    progress = Progress()
+    files = [live.LiveFile(path, progress, 10, lambda: 7) for path in (tmp_path / "live.jsonl", Path("/dev/full"))]
+    for step in range(1, 8):
+        progress.step, progress.images_trained, progress.train_seconds = step, 100 * step, 0.5 * step
+        now[0] = 0.5 * step
+        for file in files:
+            file.step(1 / step)
+    lines = [json.loads(line) for line in (tmp_path / "live.jsonl").read_text().splitlines()]
+    assert [(line["epoch"], line["loss"], line["images_per_second"]) for line in lines] == [(0.4, 0.25, 200.0)]
+    assert lines[0]["device_bytes"] == 7

@@ -108,7 +108,7 @@ class Answers:
         """Return an image's answer with its most probable classes. Raises InputError where there is none."""
         self._check(i)
         answer = self.task.answer(self.shown.probabilities[i], self.classes, 5)
-        return {**self._sample(i), "answer": {key: value for key, value in answer.items() if value is not None}}
+        return {**self._sample(i), "answer": run_files.plain(answer)}
 
     def image(self, i: int, *, full: bool = False) -> tuple[str, bytes]:
         """Return type and content of an image, as PNG or JPEG. Raises InputError where it is not there."""

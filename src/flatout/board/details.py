@@ -30,8 +30,8 @@ def details(path: Path) -> dict[str, Any]:
     return {
         "folder": str(path.resolve()),
         "recipe": files.recipe_text,
-        "flat": flat(files.recipe),
-        "figures": {key: value for key in FIGURES if (value := files.summary.get(key)) is not None},
+        "flat": run_files.plain(flat(files.recipe)),
+        "figures": {key: run_files.plain(value) for key in FIGURES if (value := files.summary.get(key)) is not None},
         "logs": sorted(log.name for log in (path / run_files.LOGS).glob("rank-*.log")),
         "pictures": [name for name in (*run_files.PICTURES, run_files.REPORT) if (path / name).is_file()],
     }
@@ -61,7 +61,7 @@ def compare(paths: dict[str, Path]) -> dict[str, Any]:
         except InputError:
             recipes[name], metrics[name] = {}, []
             continue
-        recipes[name], metrics[name] = flat(files.recipe), files.metrics
+        recipes[name], metrics[name] = run_files.plain(flat(files.recipe)), run_files.plain(files.metrics)
     return {"metrics": metrics, "differences": differences(recipes)}
 
 
@@ -118,7 +118,7 @@ class Watch:
         if changed != self._metrics_changed:
             self._metrics_changed = changed
             lines = run_files.read_metrics(self.run, {})
-            found["metrics"] = [{k: v for k, v in line.items() if not isinstance(v, dict)} for line in lines]
+            found["metrics"] = [run_files.plain(line) for line in lines]
         lines, is_new = self._live.read()
         if lines:
             found["live"] = {"lines": [line for text in lines if (line := _object(text))], "replace": is_new}
@@ -133,4 +133,4 @@ def _object(text: str) -> dict[str, Any] | None:
         line = json.loads(text)
     except ValueError:
         return None
-    return line if isinstance(line, dict) else None
+    return run_files.plain(line) if isinstance(line, dict) else None

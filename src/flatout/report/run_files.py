@@ -229,17 +229,18 @@ def visible(images: np.ndarray, white: int = 0) -> np.ndarray:
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON atomically; NaN and infinity become null."""
-    write_atomically(path, (json.dumps(_finite(content), indent=2) + "\n").encode())
+    write_atomically(path, (json.dumps(plain(content), indent=2) + "\n").encode())
 
 
 def write_metrics(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Write a JSON object a line, atomically."""
-    write_atomically(path, "".join(json.dumps(_finite(record)) + "\n" for record in records).encode())
+    write_atomically(path, "".join(json.dumps(plain(record)) + "\n" for record in records).encode())
 
 
-def _finite(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value of JSON with null in place of NaN and infinity."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [plain(inner) for inner in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
 
 from flatout.run.progress import Progress
 
@@ -35,7 +34,6 @@ class LiveFile:
         self._path, self._progress, self._steps, self._device_bytes = path, progress, steps, device_bytes
         self._process = psutil.Process()
         self._process.cpu_percent()  # the next call measures from here
-        self._file: TextIO | None = None
         self._is_open = True
         self._began = self._last = time.perf_counter()
         self._before = self._totals()
@@ -68,9 +66,6 @@ class LiveFile:
             "rss_bytes": self._process.memory_info().rss,
             "device_bytes": self._device_bytes(),
         }
-        if self._file is None:
-            # It stays open as long as the process.
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        # Unbuffered: of a line that does not fit on the disk, nothing is left to write at the end.
+        with self._path.open("ab", buffering=0) as file:
+            file.write((json.dumps(line) + "\n").encode())
