@@ -294,6 +294,13 @@ def test_small_tables_that_expand_are_refused(tmp_path: Path, monkeypatch: pytes
         read(written("label.parquet", [png(0)] * 4, "x" * 100_000))
 
 
+def test_names_of_columns_that_are_not_utf8(tmp_path: Path):
+    file = table(tmp_path / "a.parquet", image=[png(0), png(1)], label=[0, 1])
+    file.write_bytes(file.read_bytes().replace(b"image", b"\xffmage"))
+    with pytest.raises(InputError, match=r"a\.parquet: is damaged or cannot be read"):
+        read(file)
+
+
 def test_a_row_group_of_repeated_and_other_images(tmp_path: Path):
     """The writer gives up its dictionary in the middle."""
     import pyarrow.parquet
