@@ -15,6 +15,16 @@ DRAW_ALL = "flatout.report.page.draw_all"
 SHORT_LIMITS = {"SILENT_SECONDS": 2.5, "STALLED_SECONDS": 2.5, "GRACE_SECONDS": 0.5}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_stacks() -> Iterator[None]:
+    """Spare launchers most of a second: for its log, torch reads the source of every frame, of pytest's too."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_rendezvous, "get_method_name", lambda depth=2: "")
+        yield
+
+
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out pictures and report, which take longer than a small run."""
