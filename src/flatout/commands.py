@@ -12,7 +12,7 @@ from typing import Any
 
 from flatout.console import Console
 from flatout.errors import InputError
-from flatout.recipe import MAX_CHANNELS, MAX_IMAGE_SIZE, Data, Recipe
+from flatout.recipe import MAX_CHANNELS, MAX_IMAGE_SIZE, Data, with_settings
 from flatout.settings import Size, nearest, one_or_both, parse_setting
 
 # The result for --json, and the lines that are printed otherwise.
@@ -299,7 +299,7 @@ def _data_options(args: Namespace) -> Data:
     changes = {"data.classes": args.classes or "", **_changes(args)}
     if others := [key for key in changes if not key.startswith("data.")]:
         raise InputError(f"--set {others[0]}: {args.command} takes keys that start with data.")
-    return Recipe(model="any", image_size=1, epochs=1, batch_size=1).override(changes).data
+    return with_settings(changes).data
 
 
 @_command("DATA", "--data --images --classes --set --json", "check my-photos/")

@@ -458,7 +458,7 @@ class Recipe(_Checked):
 
 def known_keys() -> list[str]:
     """Return every dotted recipe key."""
-    return list(Recipe(model="any", image_size=1, epochs=1, batch_size=1).flat())
+    return list(with_settings({}).flat())
 
 
 def from_dict(table: Mapping[str, Any], where: str = "") -> Recipe:
@@ -494,9 +494,23 @@ def _build(cls: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
     return cls(**values)
 
 
-def with_known_bits(recipe: Recipe) -> Recipe:
-    """Return the recipe of a run: those that were written before images had 16 bits do not name theirs, 8."""
-    return recipe if recipe.data.bits else recipe.override({"data.bits": 8})
+def with_settings(changes: Mapping[str, Any]) -> Recipe:
+    """Return a recipe of which only `changes`, dotted keys, mean something.
+
+    Raises:
+        InputError: as `Recipe.override`.
+    """
+    return Recipe(model="any", image_size=1, epochs=1, batch_size=1).override(changes)
+
+
+# What runs are that were begun before these keys were written: those had no choice.
+EARLIER = {"data.bits": 8, "data.order": "full", "data.decode": "before", "task": "single-label"}
+
+
+def of_run(recipe: Recipe) -> Recipe:
+    """Return a recipe from a run's files with what earlier versions did not write."""
+    flat = recipe.flat()
+    return recipe.override({key: value for key, value in EARLIER.items() if flat[key] in (0, "auto")})
 
 
 def load_recipe(path: Path) -> Recipe:

@@ -18,7 +18,7 @@ from flatout.console import duration
 from flatout.data.members import Encoded
 from flatout.data.source import DataRef, Source
 from flatout.errors import InputError, WeightsUnavailable
-from flatout.recipe import Recipe, from_dict
+from flatout.recipe import Recipe, from_dict, with_settings
 from flatout.settings import Size, one_or_both, shown, sides
 
 # Image sizes to choose from; on a CPU, 128 pixels keep an epoch of a few thousand images within a minute.
@@ -141,8 +141,7 @@ def advise(
     """
     facts = look(found, path, accelerated=accelerated, seconds=seconds)
     if "image_size" in changes:
-        plain = Recipe(model="any", image_size=1, epochs=1, batch_size=1)
-        size = plain.override({"image_size": changes["image_size"]}).image_size
+        size = with_settings({"image_size": changes["image_size"]}).image_size
         facts = replace(facts, size=size, side=_side(size), is_size_given=True)
     if rate:
         rate = _as_changed(rate, changes)
@@ -166,7 +165,7 @@ def advise(
         "class_weights": "balanced" if facts.balance > UNBALANCED else "none",
     }
     recipe["data"] = {"path": path, "resize": facts.resize, **recipe.get("data", {})}
-    about = {"image_size": facts.why_size(recipe["image_size"])}
+    about = {"image_size": facts.why_size(recipe["image_size"]) + reasons.pop("image_size", "")}
     if facts.why_resize:
         about["data.resize"] = f"data.resize = {facts.resize}: {facts.why_resize}"
     reasons = about | reasons
@@ -231,7 +230,7 @@ def _from_scratch(facts: Facts, model: str, rate: Rate | None) -> Advice:
     expected = f", about {duration(recipe['epochs'] * facts.images / speed)} here" if speed else ""
     geometry = " and ".join([*["flip"] * augment["flip"], "resized crop" if facts.is_photo else "shift"])
     return recipe, {
-        "image_size": facts.why_size(recipe["image_size"]) + why_size,
+        "image_size": why_size,
         "model": f"model = {recipe['model']}: {why_model}",
         "epochs": f"epochs = {recipe['epochs']}: for {facts.images:,} training images{expected}",
         "batch_size": f"batch_size = {batch}: for {facts.images:,} training images",
@@ -246,7 +245,7 @@ def _sizes_and_widths(facts: Facts, model: str) -> list[tuple[Size, int]]:
     if facts.is_size_given or not facts.is_photo or facts.side <= PHOTO:
         return [(facts.size, width) for width in widths or WIDTHS]
     height, width = sides(facts.size)
-    small = one_or_both(sides(_of_shape(PHOTO, width / height)))
+    small = one_or_both(_of_shape(PHOTO, width / height))
     return [
         *((small, width) for width in widths or WIDTHS[:2]),
         *((facts.size, width) for width in widths or WIDTHS[1:]),
@@ -376,22 +375,23 @@ def look(found: DataRef | Source, path: str, *, accelerated: bool, seconds: floa
         is_pack, resize = True, pack.resize
     else:
         source = found if isinstance(found, Source) else found.read()
-    ratio, why = 1.0, ""
+    ratio, why, exact = 1.0, "", 0
     if source.images is not None:
         height, width, channels = source.images.shape[1:]
         side, ratio, shape = max(height, width), width / height, f"the images are {height}x{width}"
         pixels = height * width
-        exact = one_or_both((height, width)) if side <= largest or is_pack else None
+        if side <= largest or is_pack:
+            exact = one_or_both((height, width))
     else:
-        exact = None
         side, pixels, ratio, channels, resize, why = _shape_of_files(source.files or ())
         shape = f"the median of the images' shorter sides is {side} pixels"
-    if 1 / NEARLY_SQUARE < ratio < NEARLY_SQUARE:
+    if exact:
+        size: Size = exact
+    elif 1 / NEARLY_SQUARE < ratio < NEARLY_SQUARE:
         # The largest size that does not enlarge most images.
-        size: Size = max((usual for usual in SIZES if usual <= min(side, largest)), default=side)
+        size = max((usual for usual in SIZES if usual <= min(side, largest)), default=side)
     else:
         size = _of_shape(min(math.sqrt(pixels), largest), ratio)
-    size = exact or size
     start, stop = source.splits["train"]
     counts = np.ones(1)
     if source.task == "single-label":
@@ -418,8 +418,8 @@ def _side(size: Size) -> int:
     return round(math.sqrt(math.prod(sides(size))))
 
 
-def _of_shape(side: float, ratio: float) -> Size:
-    """Return the size of about side * side pixels whose ratio of width to height is about `ratio`."""
+def _of_shape(side: float, ratio: float) -> tuple[int, int]:
+    """Return height and width of about side * side pixels whose ratio of width to height is about `ratio`."""
     stride, longer_by = STRIDE if side >= STRIDE_FROM else SMALL_STRIDE, max(ratio, 1 / ratio)
     shorter = stride * max(1, round(side / math.sqrt(longer_by) / stride))
     longer = stride * round(shorter * longer_by / stride)

@@ -9,12 +9,10 @@ from typing import Any
 
 from flatout.errors import InputError
 from flatout.models.weights import read_weights, save_tensors
-from flatout.recipe import FREE_KEYS, Recipe, from_dict, with_known_bits
+from flatout.recipe import FREE_KEYS, Recipe, from_dict, of_run
 from flatout.run.progress import Progress, from_plain, to_plain
 
 _BEST = "best."
-# What keys mean in checkpoints of versions that did not have them.
-EARLIER = (("data.order", "full"), ("data.decode", "before"))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,9 +83,7 @@ def check_same(before: Recipe, now: Recipe) -> None:
     """Raise InputError where a run is to go on with a recipe that differs in a key other than `FREE_KEYS`."""
     flat = before.flat()
     for key, value in now.flat().items():
-        # In checkpoints of earlier versions.
-        is_left_to_data = flat[key] == "auto" and (key == "task" or (key, value) in EARLIER)
-        if key not in FREE_KEYS and flat[key] != value and not is_left_to_data:
+        if key not in FREE_KEYS and flat[key] != value:
             raise InputError(
                 f"--resume: the run has {key} = {flat[key]!r}; {key} = {value!r} needs a new run. "
                 f"Only {', '.join(FREE_KEYS)} can change"
@@ -124,7 +120,7 @@ def _read(path: Path) -> Checkpoint:
             state={name: value for name, value in tensors.items() if not name.startswith(_BEST)},
             best=best,
             progress=from_plain(json.loads(metadata["progress"])),
-            recipe=with_known_bits(from_dict(tomllib.loads(metadata["recipe"]), where=str(path))),
+            recipe=of_run(from_dict(tomllib.loads(metadata["recipe"]), where=str(path))),
             data=json.loads(metadata.get("data", "{}")),
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.errors import InputError
-from flatout.recipe import Data, Recipe, load_recipe, with_known_bits
+from flatout.recipe import Data, Recipe, load_recipe, of_run
 from flatout.report.run_files import FOLD, KNOWN, RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
 from flatout.run.predict import Outputs, Prediction, predict
 from flatout.run.trust import Trust
@@ -56,9 +56,7 @@ class Run:
     @cached_property
     def recipe(self) -> Recipe:
         """The complete recipe."""
-        recipe = with_known_bits(load_recipe(self.path / RECIPE))
-        # Runs of earlier versions.
-        return recipe.override({"task": "single-label"}) if recipe.task == "auto" else recipe
+        return of_run(load_recipe(self.path / RECIPE))
 
     @cached_property
     def summary(self) -> dict[str, Any]:

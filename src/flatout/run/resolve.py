@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.console import Console
 from flatout.errors import InputError
 from flatout.jobs import builtin_jobs, load_job
-from flatout.recipe import Recipe, load_recipe
+from flatout.recipe import Recipe, load_recipe, with_settings
 from flatout.settings import nearest, nearest_path
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def resolve(
             raise InputError("no job and no data: give one of them")
         data = str(job) if data is None else data
         options = {key: value for key, value in changes.items() if key.startswith("data.") or key == "task"}
-        plain = Recipe(model="any", image_size=1, epochs=1, batch_size=1).override(options)
+        plain = with_settings(options)
         found = find(data, plain.data, plain.task, console=console)
 
         def report(sentence: str) -> None:

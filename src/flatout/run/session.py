@@ -22,7 +22,7 @@ from flatout.dist.hosts import Hosts
 from flatout.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
 from flatout.host import available_memory
 from flatout.numerics.schedule import describe_scaling, learning_rate
-from flatout.recipe import Augment, Recipe, load_recipe
+from flatout.recipe import Augment, Recipe, load_recipe, of_run
 from flatout.report import run_files
 from flatout.run import claim, sanity
 from flatout.run.budget import Budget, measure
@@ -304,7 +304,7 @@ class Session:
 
         if self.recipe.data.decode == "auto":
             chosen = "during" if decodes_during_training(self.recipe, pack) else "before"
-            self.recipe = self.recipe.override({"data.decode": self._of_run("decode", "before") or chosen})
+            self.recipe = self.recipe.override({"data.decode": self._of_run("decode") or chosen})
         if pack.arrival is None:
             return
         if self.recipe.data.decode == "before":
@@ -313,21 +313,18 @@ class Session:
         else:
             self.note(f"{len(pack.labels):,} images are decoded during the first epoch (data.decode = during)")
 
-    def _of_run(self, key: str, earlier: str) -> str:
-        """Return the value of a key of `data` in the run that is continued; "" in a new run.
-
-        `earlier` is what a run means that was begun before there was a choice.
-        """
+    def _of_run(self, key: str) -> str:
+        """Return the value of a key of `data` in the run that is continued; "" in a new run."""
         value = ""
         if self._has_checkpoints() and self.world.is_main:
-            value = getattr(load_recipe(self.out / run_files.RECIPE).data, key).replace("auto", earlier)
+            value = getattr(of_run(load_recipe(self.out / run_files.RECIPE)).data, key)
         return self.world.broadcast_object(value)
 
     def _choose_order(self, train: "Samples") -> None:
         """Replace `data.order = "auto"` by the order of the run that is continued, or of one that suits the host."""
         if self.recipe.data.order != "auto":
             return
-        order = self._of_run("order", "full")
+        order = self._of_run("order")
         free = min(self.world.all_gather_object(available_memory()))
         if not order and train.is_on_disk and train.nbytes > free:
             order = "blocks"
