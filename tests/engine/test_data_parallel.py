@@ -187,10 +187,12 @@ def evaluate_all(world: World) -> dict[str, tuple[int, int, float, np.ndarray]]:
     results = {}
     for name, (count, batch_size) in EVALUATED.items():
         engine = TorchEngine(make_net(), make_recipe(batch_size=batch_size), world=world)
-        found = engine.place(make_samples(count)).evaluate(with_probabilities=True)
+        found = engine.place(make_samples(count)).evaluate(with_probabilities=True, with_logits=True)
         engine.close()
-        assert found.probabilities is not None
-        results[name] = (found.metrics["correct"], len(found.labels), found.loss, found.probabilities)
+        columns = [found.probabilities, found.logits, found.features]
+        table = np.concatenate([column for column in columns if column is not None], axis=1)
+        assert table.shape[1] > 10
+        results[name] = (found.metrics["correct"], len(found.labels), found.loss, table)
     return results
 
 

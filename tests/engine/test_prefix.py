@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.engine.eager.engine import TorchEngine
+from flatout.models.features import compact
 from flatout.models.frozen_prefix import cut_frozen_prefix
-from flatout.models.layers import freeze, set_train_mode
+from flatout.models.layers import freeze, head_modules, set_train_mode
 from flatout.recipe import Recipe
 from tests.engine.engines import make_engine
 from tests.engine.test_against_plain_loop import engine_weights, make_net, make_recipe, make_samples
@@ -51,9 +52,25 @@ def test_evaluation_through_the_cache_is_the_same() -> None:
     results = []
     for cache in (True, False):
         engine = TorchEngine(frozen_net(), make_recipe(), cache_prefix=cache)
-        results.append(engine.place(make_samples()).evaluate(with_probabilities=True))
+        results.append(engine.place(make_samples()).evaluate(with_probabilities=True, with_logits=True))
     assert results[0].metrics == results[1].metrics
-    np.testing.assert_array_equal(results[0].probabilities, results[1].probabilities)
+    for name in ("probabilities", "logits", "features"):
+        np.testing.assert_array_equal(getattr(results[0], name), getattr(results[1], name))
+
+
+def test_features_are_what_the_head_reads() -> None:
+    net, samples = frozen_net(), make_samples()
+    (head,) = head_modules(net).values()
+    seen: list[torch.Tensor] = []
+    x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
+    with torch.no_grad(), head.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0])):
+        logits = net.eval()(x)
+    found = TorchEngine(frozen_net(), make_recipe()).place(samples).evaluate(with_logits=True)
+    np.testing.assert_allclose(found.features, seen[0].flatten(1), atol=1e-5)
+    np.testing.assert_allclose(found.logits, logits, atol=1e-5)
+    assert compact(torch.ones(2, 3, 7)).shape == (2, 7)
+    assert compact(torch.ones(2, 5000)).shape == (2, 1000)
+    assert compact(torch.full((2, 7, 4, 4), 3.0)).eq(3).all()
 
 
 def test_no_cut_with_augmentation_or_nothing_frozen() -> None:

@@ -86,11 +86,13 @@ def test_evaluation_counts_each_image_once(name: str, placement: str) -> None:
     engines = [make_engine(engine_name, small_net(), recipe) for engine_name in ("torch", name)]
     for count in (101, 64, 8, 3):
         samples = make_samples(count)
-        theirs, ours = (engine.place(samples).evaluate(with_probabilities=True) for engine in engines)
+        placed = [engine.place(samples) for engine in engines]
+        theirs, ours = (split.evaluate(with_probabilities=True, with_logits=True) for split in placed)
         assert ours.metrics["correct"] == theirs.metrics["correct"]
         assert len(ours.labels) == len(theirs.labels) == count
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
-        np.testing.assert_allclose(ours.probabilities, theirs.probabilities, atol=1e-6)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        for array in ("probabilities", "logits", "features"):
+            np.testing.assert_allclose(getattr(ours, array), getattr(theirs, array), atol=2e-6, err_msg=array)
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def test_the_report_has_the_figures(digits: Path) -> None:
     for wanted in (
         "95 % confidence",
         "calibration error",
-        "hold the right class",
+        "with right class",
         "reliability diagram",
         "most often taken for",
     ):

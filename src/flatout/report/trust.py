@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # A curve is drawn with so many points at most, and so many curves of single classes.
 POINTS, CURVES = 200, 40
-SET_COLUMNS = ("prediction sets", "hold the right class", "have one class", "classes, mean")
+SET_COLUMNS = ("sets of", "with right class", "of one class", "mean size")
 
 
 def facts(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
