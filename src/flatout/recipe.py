@@ -6,6 +6,7 @@ folder, so that the file alone repeats the run.
 
 import dataclasses
 import functools
+import html
 import math
 import operator
 import re
@@ -50,6 +51,17 @@ class _Checked:
         for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
             for interval in getattr(hint, "__metadata__", ()):
                 self._check_range(name, interval)
+
+    def _repr_html_(self) -> str:
+        """Return the keys with their values, for notebooks; those that differ from their defaults are bold."""
+        rows = ""
+        for one in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, one.name)
+            text = value._repr_html_() if isinstance(value, _Checked) else html.escape(repr(value))
+            plain = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+            name = one.name if value == plain else f"<b>{one.name}</b>"
+            rows += f'<tr><th style="text-align:left">{name}</th><td style="text-align:left">{text}</td></tr>'
+        return f"<table>{rows}</table>"
 
     def _check_range(self, name: str, interval: str) -> None:
         low, high = map(float, interval[1:-1].split(","))
@@ -301,6 +313,7 @@ class Recipe(_Checked):
     task: what the labels are: one class, any number of classes, or a number. auto: as the data shows.
     loss: by the task; the default stands for that of the task.
     dropout: the rate of every dropout layer; -1 for the model's own.
+    class_weights: of the classes in the loss: balanced, inverse to their number of images; or a number for each.
     clip_norm: the largest norm of all gradients together; larger ones are scaled down. 0 for no limit.
     ema: the decay of an exponential moving average of the weights, which is evaluated and kept; 0 for none.
     drop_last: leave out a short last batch instead of padding it.
@@ -331,7 +344,7 @@ class Recipe(_Checked):
     dropout: float = -1.0
     clip_norm: Annotated[float, "[0, inf)"] = 0.0
     ema: Annotated[float, "[0, 1)"] = 0.0
-    class_weights: Literal["none", "balanced"] = "none"
+    class_weights: Literal["none", "balanced"] | tuple[float, ...] = "none"
     drop_last: bool = False
     pretrained: bool = False
     weights: str = ""
@@ -351,9 +364,12 @@ class Recipe(_Checked):
         super().__post_init__()
         if self.dropout != -1:
             self._check_range("dropout", "[0, 1)")
+        weights = self.class_weights if isinstance(self.class_weights, tuple) else ()
+        positive = "must be at least 0, and not all 0"
         need = f"must have 1 value or one for each of the {self.channels} channels"
         self._require(
             (bool(self.model), "model", "must name a model"),
+            (all(weight >= 0 for weight in weights) and (not weights or any(weights)), "class_weights", positive),
             (0 <= self.seed < 2**63, "seed", "must be at least 0 and less than 2^63"),
         )
         largest = self._largest_sides

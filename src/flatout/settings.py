@@ -65,6 +65,9 @@ def typed(value: Any, hint: Any, key: str) -> Any:
             raise InputError(f"{key} = {value!r}: must be a whole number of pixels, or [height, width]")
         return one_or_both((both[0], both[1]))
     if origin in (types.UnionType, typing.Union):
+        if types.NoneType not in args:
+            # A choice of words, or numbers.
+            return typed(value, args[not isinstance(value, str)], key)
         return None if value is None else typed(value, args[0], key)
     if origin is tuple:
         values = value if isinstance(value, list | tuple) else [value]

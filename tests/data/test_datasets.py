@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from flatout.data.formats.torch_dataset import from_dataset
 from flatout.errors import InputError
@@ -132,21 +132,15 @@ def test_torchvision_with_a_transform(tmp_path):
         from_dataset(datasets.ImageFolder(str(tmp_path)))
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield GREY, 0
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (Stream(), "is a Stream; give"),
         (7, "is a int; give"),
         (Items([]), "the data set is empty"),
         ({"train": Items([(GREY, 0), (GREY, 1)]), "test": Items([])}, "test: the data set is empty"),
         ({"test": Items([(GREY, 0)])}, "no training split"),
         (Items([GREY, GREY]), "item 0 is a ndarray; a pair"),
-        (Items([{"image": GREY}]), "item 0 is a dict; a pair"),
+        (Items([{"image": GREY}]), "item 0 is a dict of image; name its label one of label,"),
         (Items([("a.png", 0)]), "the image is a str; a PIL image"),
         (Items([(GREY, 0), (COLOUR, 1)]), "item 1 has .* put a conversion to RGB"),
         (Items([(GREY.astype(np.int64), 0)]), "pixels of type int64"),

@@ -16,7 +16,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 CELL_SECONDS = 90
-EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "several_devices.ipynb"
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 SETUP = """
 import threading, time
 import numpy as np, torch, flatout
@@ -227,9 +227,17 @@ flatout.fit(Locking(), (images, labels), **settings)
     assert "lock" in outside.error[1]
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
-    example = nbformat.read(EXAMPLE, as_version=4)
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        ("first_model", "first-model"),
+        ("your_own_folder", "own-functions"),
+        ("several_devices", "several-devices"),
+    ],
+)
+def test_the_examples_run(name: str, run: str, tmp_path: Path) -> None:
+    example = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
     env = os.environ | {"IPYTHONDIR": str(tmp_path / "ipython")}
     client = nbclient.NotebookClient(example, timeout=CELL_SECONDS, resources={"metadata": {"path": str(tmp_path)}})
     client.execute(env=env)
-    assert (tmp_path / "several-devices" / "weights.safetensors").is_file()
+    assert (tmp_path / run / "report.html").is_file()

@@ -150,7 +150,7 @@ def test_checked_and_unchecked_runs_are_identical_to_the_bit(
         torch.manual_seed(0)
         run = flatout.fit(Net(), *images, out=tmp_path / name, **(words | more))
         assert ("check" in run.summary["time_seconds"]) == (name == "checked")
-        losses = [line["valid_loss"] for line in run.history]
+        losses = [line["valid_loss"] for line in run.epochs]
         found.append((losses, read_weights(tmp_path / name / "weights.safetensors")[0]))
     (losses, weights), (other_losses, other_weights) = found
     assert losses == other_losses

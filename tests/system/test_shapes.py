@@ -78,7 +78,7 @@ def test_a_run_goes_on(runs: dict[str, Path], data: Path, tmp_path: Path, engine
     whole = flatout.fit(out=tmp_path / "whole", epochs=2, **keys)
     flatout.fit(out=tmp_path / "parts", epochs=1, **keys)
     parts = flatout.fit(out=tmp_path / "parts", epochs=2, resume=True, **keys)
-    assert parts.history[-1]["train_loss"] == pytest.approx(whole.history[-1]["train_loss"], rel=1e-6)
+    assert parts.epochs[-1]["train_loss"] == pytest.approx(whole.epochs[-1]["train_loss"], rel=1e-6)
 
 
 def test_the_report_shows_wide_images_of_many_channels(runs: dict[str, Path]) -> None:

@@ -134,7 +134,7 @@ def test_a_signal_ends_a_pass_between_batches(frozen: bool, at: int, tmp_path: P
         net.load_state_dict(fresh[0].state_dict())
     resumed = flatout.fit(fresh[0], images(), **settings, resume=True)
     assert resumed.summary["epochs_trained"] == 2
-    assert resumed.history[0]["learning_rate"] == resumed.recipe.optimizer.lr
+    assert resumed.epochs[0]["learning_rate"] == resumed.recipe.optimizer.lr
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_several_labels_from_a_csv_file(listed: Path, tmp_path: Path, capsys: py
     }
     assert {key: summary[key] for key in expected} == pytest.approx(expected)
     assert not [key for key in summary if "accuracy" in key]
-    assert {"train_exact_match", "valid_map", "valid_loss"} <= run.history[-1].keys()
+    assert {"train_exact_match", "valid_map", "valid_loss"} <= run.epochs[-1].keys()
     result = command(capsys, "evaluate", run.path, "--devices", "cpu")
     assert {key: result[key] for key in expected} == pytest.approx(expected, rel=1e-5)
     assert [row["class"] for row in result["per_class"]] == list("0123456789")
@@ -168,7 +168,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(pairs_of: Callable[[int], Pairs],
     first, second = (read_weights(run.path / "weights.safetensors") for run in (whole, parts))
     assert all(np.array_equal(first[0][name], second[0][name]) for name in first[0])
     assert first[1] == second[1]
-    assert whole.history[-1]["valid_loss"] == parts.history[-1]["valid_loss"]
+    assert whole.epochs[-1]["valid_loss"] == parts.epochs[-1]["valid_loss"]
 
 
 @pytest.mark.slow

@@ -439,8 +439,8 @@ def test_the_best_epoch_goes_by_balanced_accuracy_where_the_loss_is_balanced(
     weights: str, best: int, tmp_path: Path
 ) -> None:
     run = fit_scripted(Scripted(answers([0, 0, 0], [1, 1, 2])), tmp_path / "run", class_weights=weights)
-    assert [line["valid_accuracy"] for line in run.history] == [0.6, 0.4]
-    assert [line["valid_balanced_accuracy"] for line in run.history] == pytest.approx([1 / 3, 2 / 3])
+    assert [line["valid_accuracy"] for line in run.epochs] == [0.6, 0.4]
+    assert [line["valid_balanced_accuracy"] for line in run.epochs] == pytest.approx([1 / 3, 2 / 3])
     assert run.summary["best_epoch"] == best
     assert run.summary["test_correct"] == (24, 16)[best - 1]
 

@@ -53,7 +53,8 @@ class Evaluation:
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics of the task, by name."""
-        return self.task.metrics(self.predicted, self.labels)
+        own = self.task.own(self.predicted, self.labels)
+        return {**self.task.metrics(self.predicted, self.labels), **own}
 
 
 class DeviceSplit(Protocol):

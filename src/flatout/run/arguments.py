@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from flatout.errors import InputError
-from flatout.recipe import Augment, known_keys
+from flatout.recipe import Augment, Optimizer, known_keys
+from flatout.run import torch_objects
 
 _OBJECTS = {
-    "optimizer": 'flatout builds it for every device: optimizer="adam", or flatout.Adam(lr=0.001)',
+    "optimizer": 'flatout makes it on every device: optimizer="adam", or flatout.Adam(lr=0.001), or torch.optim.RAdam',
     "schedule": 'give a name or a section: schedule="cosine", or flatout.Schedule(name="cosine", warmup_epochs=1)',
-    "loss": 'give a name: loss="cross-entropy" or "binary-cross-entropy"',
+    "loss": 'give a name, loss="cross-entropy" or "binary-cross-entropy", or a loss of torch, nn.CrossEntropyLoss()',
     "augment": "give amounts: flatout.Augment(flip=True, rotate=10)",
 }
 
@@ -23,7 +24,7 @@ def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     key will do where only one ends in it: `lr=0.01`, `weight_decay=0.01`, `flip=True`.
     """
     changes: dict[str, Any] = {}
-    for key, value in arguments.items():
+    for key, value in _without_objects(arguments).items():
         full = [known for known in known_keys() if known.rpartition(".")[2] == key]
         if key == "augment" and (value is None or value is False):
             value = Augment()
@@ -45,11 +46,73 @@ def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return changes
 
 
+def _without_objects(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with recipe keys in place of torch's optimizers and losses and of dicts of class weights."""
+    given = dict(arguments)
+    optimizer = given.get("optimizer")
+    if optimizer is not None and not isinstance(optimizer, str | Mapping | Optimizer):
+        given["optimizer"] = torch_objects.optimizer_keys(optimizer) or optimizer
+    loss = given.get("loss")
+    if loss is not None and not isinstance(loss, str) and (keys := torch_objects.loss_keys(loss)) is not None:
+        if twice := keys.keys() & (given.keys() - {"loss"}):
+            raise InputError(f"{twice.pop()}: is given twice, also by the loss")
+        given |= keys
+    # Keras has it in the singular.
+    for name in [name for name in ("class_weight", "class_weights") if isinstance(given.get(name), Mapping)]:
+        given["class_weights"] = torch_objects.class_weight_list(given.pop(name))
+    return given
+
+
+def is_own_loss(loss: Any) -> bool:
+    """Whether a loss is a function, or a module, that no recipe key stands for."""
+    return callable(loss) and not isinstance(loss, type) and torch_objects.loss_keys(loss) is None
+
+
+def loader_batch_size(data: Any) -> int | None:
+    """Return the batch size of a DataLoader, or of that for training, if one is given."""
+    for value in (data, *(data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else ())):
+        if _is_loader(value):
+            return value.batch_size
+    return None
+
+
+def _is_loader(value: Any) -> bool:
+    return all(hasattr(value, name) for name in ("dataset", "batch_size", "collate_fn"))
+
+
+def _data_set_of(value: Any) -> Any:
+    """Return the data set of a DataLoader; that of each part of a dict or tuple; anything else as it is.
+
+    Raises:
+        InputError: the loader does what flatout would not: it draws with weights, or makes batches of its own kind.
+    """
+    if isinstance(value, Mapping):
+        return {key: _data_set_of(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_data_set_of, value))
+    if not _is_loader(value):
+        return value
+    from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler, default_collate
+
+    sampler = value.sampler
+    is_plain = isinstance(sampler, SequentialSampler | RandomSampler) and not getattr(sampler, "replacement", False)
+    if hasattr(value.dataset, "__getitem__") and hasattr(value.dataset, "__len__") and not is_plain:
+        instead = ' For rare classes, class_weights="balanced".' * isinstance(sampler, WeightedRandomSampler)
+        raise InputError(
+            f"data: the sampler of the DataLoader, {type(sampler).__name__}, cannot be used: flatout shuffles by "
+            f"itself, so that results do not depend on the devices; give loader.dataset.{instead}"
+        )
+    if value.collate_fn is not default_collate:
+        raise InputError(
+            "data: the collate_fn of the DataLoader cannot be used: flatout makes the batches; give loader.dataset, "
+            "whose items are (image, label)"
+        )
+    return value.dataset
+
+
 def join_data(data: Any, labels: Any, validation_data: Any) -> Any:
     """Return the data of `fit(model, images, labels, validation_data=...)` as one value."""
-    for value in (data, validation_data):
-        if hasattr(value, "dataset") and hasattr(value, "batch_size"):
-            raise InputError("data: give the data set of the DataLoader, loader.dataset, and batch_size=...")
+    data, validation_data = _data_set_of(data), _data_set_of(validation_data)
     if labels is not None:
         if isinstance(data, str | Path | Mapping | tuple):
             raise InputError("labels: go with an array of images only: flatout.fit(model, images, labels)")

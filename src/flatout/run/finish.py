@@ -219,7 +219,8 @@ def write_predictions(
     assert probabilities is not None
     grid = np.sort(permutation(session.recipe.seed, Stream.PICTURES, 0, len(labels))[:PICTURES])
     mistakes = task.mistakes(result.predicted, labels, probabilities)[:PICTURES]
-    sample, positions = np.unique(np.concatenate([grid, mistakes]), return_inverse=True)
+    worst = np.argsort(-task.losses_of(probabilities.astype(np.float64), labels), kind="stable")[:PICTURES]
+    sample, positions = np.unique(np.concatenate([grid, mistakes, worst]), return_inverse=True)
     images = samples.read(sample, np.empty((len(sample), *samples.images.shape[1:]), samples.images.dtype))
     arrays: dict[str, Any] = {
         "split": np.array(split),
@@ -232,7 +233,7 @@ def write_predictions(
         "sample": sample,
         "images": images,
         "grid": positions[: len(grid)],
-        "mistakes": positions[len(grid) :],
+        "mistakes": positions[len(grid) : len(grid) + len(mistakes)],
         **more,
     }
     buffer = io.BytesIO()

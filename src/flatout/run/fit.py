@@ -41,6 +41,8 @@ def fit(
     restarts: int | None = None,
     minutes: float | None = None,
     callbacks: "Callback | str | Sequence[Callback | str]" = (),
+    metrics: Any = (),
+    batch_transforms: Any = (),
     quiet: bool = False,
     **changes: Any,
 ) -> Run:
@@ -55,7 +57,7 @@ def fit(
         model: a torch module, a Keras 3 model, one of our names, `timm:NAME`, `package.module:factory` or
             `file.py:factory`; None for the job's model, or one that suits the data.
         data: a path; images as an array, with `labels`; a pair (images, labels), or a dict or tuple of such pairs for
-            train, valid and test; torch map-style data sets in the same way. None for the job's data.
+            train, valid and test; torch data sets and DataLoaders in the same way. None for the job's data.
         labels: the labels of `data`, if that is an array of images.
         validation_data: a pair or a data set for validation.
         job: a built-in job, a recipe file or a Recipe to start from; by default a recipe is made for the data.
@@ -70,9 +72,16 @@ def fit(
         minutes: train as many steps as fit into this time, from this call to the report.
         callbacks: `flatout.Callback` objects, and names of experiment trackers: `tensorboard`, `wandb`, `trackio`,
             `mlflow`.
+        metrics: functions of labels and answers, such as `sklearn.metrics.cohen_kappa_score`, in a list or a dict by
+            name. They are computed on the validation and test images, and named as in `valid_cohen_kappa_score`.
+        batch_transforms: functions of training images, float32 [B, C, H, W], augmented and normalised, on the device;
+            each returns changed images. Only the torch engine has them.
         quiet: print nothing.
         **changes: recipe keys, such as `epochs=5`, `batch_size=256`, `lr=0.01`, `optimizer="adam"` or
-            `optimizer=flatout.SGD(lr=0.01)`, `augment=flatout.Augment(flip=True)` or `augment={"flip": True}`.
+            `optimizer=flatout.SGD(lr=0.01)`, `augment=flatout.Augment(flip=True)` or `augment={"flip": True}`. Objects
+            of torch stand for keys: `optimizer=torch.optim.RAdam`, `loss=nn.CrossEntropyLoss(label_smoothing=0.1)`.
+            `loss` may also be a function of logits and targets that returns a loss for each image, [B], on the torch
+            engine.
 
     Raises:
         InputError: an argument or the data is wrong; the message names it and the fix.
@@ -87,13 +96,18 @@ def fit(
     from flatout.engine.factory import rate_on
     from flatout.models.keras import KerasModule, is_keras
     from flatout.models.load import copied
-    from flatout.run.arguments import join_data, recipe_changes
+    from flatout.run.arguments import is_own_loss, join_data, loader_batch_size, recipe_changes
+    from flatout.run.own import own_functions
     from flatout.run.resolve import resolve
 
     process = launched()
     rank = process.rank if process else 0
     console = Console(None if quiet or rank else sys.stdout, rank=rank)
-    data, flat = join_data(data, labels, validation_data), recipe_changes(changes)
+    own_loss = changes.pop("loss") if is_own_loss(changes.get("loss")) else None
+    own, flat = own_functions(own_loss, batch_transforms, metrics), recipe_changes(changes)
+    if (loaded := loader_batch_size(data)) is not None:
+        flat.setdefault("batch_size", loaded)
+    data = join_data(data, labels, validation_data)
     module = None
     if isinstance(model, str):
         flat["model"] = model
@@ -116,6 +130,7 @@ def fit(
         began=began,
         allow_code=isinstance(model, str),
         callbacks=callbacks_of(callbacks),
+        own=own,
     )
     reasons: list[str] = []
     try:
@@ -130,7 +145,8 @@ def fit(
             words=python_words,
             explain=reasons.append,
         )
-        options = dataclasses.replace(options, notes=tuple(reasons))
+        own.check(recipe, engine)
+        options = dataclasses.replace(options, notes=(*reasons, *own.notes()))
         folder = train_recipe(recipe, found, options, console, module=module)
     except Stopped:
         raise KeyboardInterrupt from None

@@ -13,6 +13,7 @@ import numpy as np
 from flatout.errors import InputError
 from flatout.recipe import Data, Recipe, load_recipe, of_run
 from flatout.report.run_files import FOLD, KNOWN, RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
+from flatout.run import answers
 from flatout.run.predict import Outputs, Prediction, predict
 from flatout.run.trust import Trust
 from flatout.settings import in_python
@@ -68,9 +69,18 @@ class Run:
         return summary
 
     @cached_property
-    def history(self) -> list[dict[str, Any]]:
+    def epochs(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, one per epoch."""
         return read_metrics(self.path, {})
+
+    @property
+    def history(self) -> Any:
+        """The lines of metrics.jsonl as a pandas DataFrame, whose index is the epoch.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        return answers.history(self.epochs)
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
@@ -213,6 +223,26 @@ class Run:
                 content = b64encode(path.read_bytes()).decode()
                 pictures += f'<img style="max-width:45%" src="data:image/png;base64,{content}">'
         return f"<table>{rows}</table>{pictures}"
+
+    def top_losses(self, count: int = 9) -> "answers.Answers":
+        """Return the `count` test images (those of validation without any) with the highest loss, the worst first.
+
+        A notebook shows them as pictures.
+
+        Raises:
+            InputError: the run has not been tested.
+        """
+        return answers.top_losses(self, count)
+
+    def confusion(self) -> "answers.Confusion":
+        """Return how often each class was taken for each, on the test images or those of validation without any.
+
+        `counts` is the matrix, `frame()` a DataFrame; a notebook shows the picture.
+
+        Raises:
+            InputError: the run has not been tested, or its images have not one class each.
+        """
+        return answers.confusion(self)
 
     def show(self) -> Any:
         """Show the report: in a notebook in the cell, else its path is printed."""

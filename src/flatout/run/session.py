@@ -29,8 +29,9 @@ from flatout.run.budget import Budget, measure
 from flatout.run.calls import Calls
 from flatout.run.loop import train
 from flatout.run.monitor import Monitor, signals_noted
+from flatout.run.own import OwnFunctions
 from flatout.run.progress import Progress
-from flatout.tasks import task_of, with_task
+from flatout.tasks import task_of, weights_of, with_task
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,6 +67,7 @@ class Options:
         began: when the user asked for the run, by time.perf_counter.
         notes: sentences about the recipe, for the summary and the report.
         callbacks: called by the main process.
+        own: functions given in Python.
     """
 
     out: Path | None = None
@@ -81,6 +83,7 @@ class Options:
     began: float = field(default_factory=time.perf_counter)
     notes: tuple[str, ...] = ()
     callbacks: tuple[Callback, ...] = ()
+    own: OwnFunctions = field(default_factory=OwnFunctions)
 
     @property
     def seconds(self) -> float | None:
@@ -377,7 +380,8 @@ class Session:
             engine=self.options.engine,
             devices=self.options.devices,
             world=self.world,
-            class_weights=task.class_weights(labels, len(pack.classes)) if task.is_balanced else None,
+            class_weights=weights_of(recipe, task, labels, pack.classes),
+            **self._own_functions(),
         )
         if recipe.linear_probe and not self._has_checkpoints():
             self._fit_head(model, splits, make)
@@ -395,6 +399,7 @@ class Session:
             self.note(reason)
             recipe = self.recipe = recipe.override({"precision": chosen})
         engine = make(model, recipe, report=self.note)
+        engine.task = replace(engine.task, own_metrics=self.options.own.metrics)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         names = [name for names in self.world.all_gather_object(engine.device_names) for name in names]
@@ -403,6 +408,11 @@ class Session:
             self.console.note(sentence)
         self._time("model")
         return engine
+
+    def _own_functions(self) -> dict[str, Any]:
+        """Return the options of the torch engine for functions of the user's; `check` has refused them elsewhere."""
+        own = self.options.own
+        return {"loss": own.loss, "batch_transforms": own.batch_transforms} if own.loss or own.batch_transforms else {}
 
     def _fit_head(self, model: "nn.Module", splits: "dict[str, Samples]", make: "Callable[..., Engine]") -> None:
         """Fit the head to the output of the layers before it, computed on the devices of the run."""
@@ -541,7 +551,11 @@ class Session:
     def _check_sanity(self, engine: "Engine", train: "DeviceSplit", progress: Progress, classes: int) -> None:
         """Before a long run, note what would make it useless. A resumed run has been checked before."""
         recipe = self.recipe
-        if (progress.epoch, progress.step) != (0, 0) or not sanity.is_worthwhile(recipe, len(train.samples)):
+        if (
+            self.options.own.loss
+            or (progress.epoch, progress.step) != (0, 0)
+            or not sanity.is_worthwhile(recipe, len(train.samples))
+        ):
             return
         is_fresh = not (recipe.pretrained or recipe.weights)
         for sentence in sanity.check(engine, train, recipe, self.world, classes, is_fresh=is_fresh):

@@ -195,7 +195,7 @@ def _measured(folder: Path) -> dict[str, Any]:
     """Return the figures of a finished run."""
     run = Run(folder)
     summary = run.summary
-    epochs = [line["seconds"] for line in run.history]
+    epochs = [line["seconds"] for line in run.epochs]
     figures: dict[str, Any] = {name: summary.get(name) for name in FIGURES}
     figures["epoch_seconds"] = statistics.median(epochs[1:] or epochs)
     if figures["warmup_seconds"] is None and len(epochs) > 1:

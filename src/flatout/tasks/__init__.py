@@ -1,7 +1,9 @@
 """The tasks by name, and the one of a recipe."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from flatout.errors import InputError
 from flatout.recipe import Recipe
@@ -29,6 +31,20 @@ def task_of(recipe: Recipe, thresholds: tuple[float, ...] = (), temperature: flo
         thresholds=thresholds,
         temperature=temperature,
     )
+
+
+def weights_of(recipe: Recipe, task: Task, labels: np.ndarray, classes: Sequence[str]) -> np.ndarray | None:
+    """Return the weights of the classes in the loss, float32 [classes]; None where all have the same.
+
+    Raises:
+        InputError: the recipe does not have one for each class.
+    """
+    given = recipe.class_weights
+    if isinstance(given, str):
+        return task.class_weights(labels, len(classes)) if task.is_balanced else None
+    if len(given) != len(classes):
+        raise InputError(f"class_weights has {len(given)} numbers, but the data has {len(classes)} classes")
+    return np.array(given, np.float32)
 
 
 def describe_metrics(split: str, figures: Mapping[str, Any]) -> str:

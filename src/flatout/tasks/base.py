@@ -28,6 +28,7 @@ class Task(ABC):
         loss, label_smoothing: as in the recipe; `is_balanced` is its `class_weights = "balanced"`.
         label_mean, label_std: by which numbers are standardised.
         thresholds: the least probability of each class that is predicted; empty for 1/2.
+        own_metrics: pairs of a name and a function of the user's, of labels and answers.
         temperature: what logits are divided by before they become probabilities; see `numerics.calibration`.
         name: as the recipe's `task`.
         losses: the recipe's choices of `loss`, the default first.
@@ -45,6 +46,7 @@ class Task(ABC):
     label_mean: float = 0.0
     label_std: float = 1.0
     thresholds: tuple[float, ...] = ()
+    own_metrics: tuple[tuple[str, Callable[..., Any]], ...] = ()
     temperature: float = 1.0
 
     name: ClassVar[str]
@@ -126,6 +128,24 @@ class Task(ABC):
         """Return `metric_names` with their values."""
 
     @abstractmethod
+    def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """Return how wrong each answer is, float64 [N]: the plain loss of probabilities float64 [N, classes]."""
+
+    def own(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        """Return the metrics of the user's, by name.
+
+        Raises:
+            InputError: one raises an exception, or does not return a number.
+        """
+        answers, found = self.decided(predicted), {}
+        for name, function in self.own_metrics:
+            try:
+                found[name] = float(function(labels, answers))
+            except Exception as error:
+                raise InputError(f"metrics: {name} raised {type(error).__name__}: {error}") from error
+        return found
+
+    @abstractmethod
     def merit(self, metrics: dict[str, float]) -> float:
         """Return the metric that chooses the best epoch; the higher, the better."""
 
@@ -195,6 +215,10 @@ class Task(ABC):
     @abstractmethod
     def draw(self, path: Path, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> None:
         """Write the picture of all answers, `confusion.png`."""
+
+
+# Below this, a probability is taken for it, so that its logarithm is finite.
+LEAST_PROBABILITY = 1e-12
 
 
 def refuse(recipe: Recipe, task: str, reasons: dict[str, tuple[Any, str]]) -> None:

@@ -15,7 +15,7 @@ from flatout import style
 from flatout.errors import InputError
 from flatout.recipe import Recipe
 from flatout.style import finite, shorten
-from flatout.tasks.base import Curve, Task, class_rows, curve
+from flatout.tasks.base import LEAST_PROBABILITY, Curve, Task, class_rows, curve
 from flatout.tasks.single_label import LABEL_WIDTH, averaged_sigmoid
 
 if TYPE_CHECKING:
@@ -129,6 +129,11 @@ class MultiLabel(Task):
         """See `Task.remark`."""
         macro, micro = (finite(figures.get(f"{split}_f1_{how}")) for how in ("macro", "micro"))
         return f"F1 {macro:.3f} (macro), {micro:.3f} (micro)" if macro is not None and micro is not None else ""
+
+    def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """See `Task.losses_of`: binary cross-entropy, the mean over the classes."""
+        given_NK = np.where(labels > 0, probabilities, 1 - probabilities)
+        return -np.log(np.maximum(given_NK, LEAST_PROBABILITY)).mean(axis=1)
 
     def merit(self, metrics: dict[str, float]) -> float:
         """See `Task.merit`."""

@@ -112,6 +112,10 @@ class Regression(Task):
         explained = finite(figures.get(f"{split}_r2"))
         return f"R² {explained:.3f}" if explained is not None else ""
 
+    def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """See `Task.losses_of`: the absolute error."""
+        return np.abs(probabilities[:, 0] - labels)
+
     def merit(self, metrics: dict[str, float]) -> float:
         """See `Task.merit`."""
         return -metrics["mae"]

@@ -15,7 +15,7 @@ from flatout.errors import InputError
 from flatout.numerics.calibration import wilson
 from flatout.recipe import Recipe
 from flatout.style import shorten
-from flatout.tasks.base import Curve, Task, class_rows, curve
+from flatout.tasks.base import LEAST_PROBABILITY, Curve, Task, class_rows, curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -150,6 +150,10 @@ class SingleLabel(Task):
         """See `Task.remark`."""
         correct, count = figures.get(f"{split}_correct"), figures.get(f"{split}_count") or 0
         return f"{correct:,} of {count:,} right" if correct is not None else ""
+
+    def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """See `Task.losses_of`: cross-entropy."""
+        return -np.log(np.maximum(probabilities[np.arange(len(labels)), labels], LEAST_PROBABILITY))
 
     def merit(self, metrics: dict[str, float]) -> float:
         """See `Task.merit`: as the classes are weighted in the loss."""

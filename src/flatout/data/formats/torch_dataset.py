@@ -1,6 +1,6 @@
-"""Torch map-style data sets, in Python, read once into an array."""
+"""Data sets of torch and Hugging Face, in Python, read once into an array."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ KIND = "torch data sets"
 # Interpolation in floats may leave 0..1 by this much.
 _TOLERANCE = 1e-3
 _READ_TWICE = 16
+_FIRST_GUESS = 1024
 _RANDOM = (
     "items of the {name} data set differ each time they are read, so its transform is random. flatout reads each item "
     "once: the random changes stay the same in every epoch. Take random transforms out of the data set, and use "
@@ -21,40 +22,48 @@ _RANDOM = (
 )
 
 
+# Where an item is a dict: the names of its image and its label, in the order in which they are tried.
+_IMAGE_KEYS = ("image", "img", "pixel_values", "images", "x")
+_LABEL_KEYS = ("label", "labels", "target", "targets", "y", "fine_label", "class")
+
+
 def is_dataset(value: object) -> bool:
-    """Whether a value is a map-style data set: it has a length and items, and is no array, mapping or tuple."""
-    has_items = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    """Whether a value is a data set, with a length and items or iterable, and no array, mapping or tuple."""
+    has_items = _is_map_style(value) or hasattr(value, "__iter__")
     return has_items and not is_array(value) and not isinstance(value, (Mapping, tuple, str, bytes))
 
 
+def _is_map_style(value: object) -> bool:
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__")
+
+
 def from_dataset(data: object, task: str = "auto") -> Source:
-    """Return the source of map-style data sets whose items are (image, label); every item is read once.
+    """Return the source of data sets whose items are (image, label), or dicts of these; every item is read once.
+
+    A data set has a length and items, or is iterated once to its end.
 
     An image is a PIL image, or uint8, uint16 or float in 0..1 as an array [H, W] or [H, W, C], or as a tensor [H, W] or
     [C, H, W].
     The first items are read again to detect a random transform, which becomes a note. Labels are as
     `npy.from_arrays` takes them. `data` is a data set, or a tuple (train[, valid], test) or a dict by split of them.
     """
-    parts = by_split(data, is_dataset, "(images, labels) as arrays, or a map-style data set (with len() and [i])")
-    splits = {name: _read(part, name) for name, part in parts.items()}
+    parts = by_split(data, is_dataset, "(images, labels) as arrays, or a data set (with len() and [i], or iterable)")
+    splits, names = {name: _read(part, name) for name, part in parts.items()}, _class_names(parts["train"])
+    parts = {name: part for name, part in parts.items() if _is_map_style(part)}
     notes = tuple(_RANDOM.format(name=name) for name, part in parts.items() if _is_random(part, splits[name][0]))
-    return assemble(KIND, None, splits, names=_class_names(parts["train"]), notes=notes, task=task)
+    return assemble(KIND, None, splits, names=names, notes=notes, task=task)
 
 
 def _read(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:
     """Return the images [N, H, W, C] and the labels of a data set as its items give them."""
-    if len(dataset) == 0:
-        raise InputError(f"data: {name}: the data set is empty")
     images = np.empty((0, 1, 1, 1), dtype=np.uint8)
     labels: list[Any] = []
-    for i in range(len(dataset)):
-        item = dataset[i]
+    for i, item in enumerate(_items(dataset)):
         where = f"data: {name}: item {i}"
-        if not isinstance(item, (tuple, list)) or len(item) < 2:
-            raise InputError(f"{where} is a {type(item).__name__}; a pair (image, label) is needed")
-        image = _to_pixels(item[0], where)
+        image, label = _pair(item, where)
+        image = _to_pixels(image, where)
         if i == 0:
-            images = np.empty((len(dataset), *image.shape), dtype=image.dtype)
+            images = np.empty((_length(dataset), *image.shape), dtype=image.dtype)
         if image.dtype != images.dtype:
             bits = [8 * array.itemsize for array in (image, images)]
             raise InputError(f"{where} has {bits[0]} bits per channel where item 0 has {bits[1]}; make them alike")
@@ -64,13 +73,42 @@ def _read(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:
             raise InputError(
                 f"{where} has height x width x channels {size} where item 0 has {first}; put {fix} into the data set"
             )
+        if i == len(images):
+            # Of a data set without a length; memory that is not written to is not used.
+            images = np.concatenate([images, np.empty_like(images)])
         images[i] = image
-        labels.append(np.asarray(item[1]))
-    return images, labels
+        labels.append(np.asarray(label))
+    if not labels:
+        raise InputError(f"data: {name}: the data set is empty")
+    return images[: len(labels)], labels
+
+
+def _items(dataset: Any) -> Iterator[Any]:
+    return (dataset[i] for i in range(len(dataset))) if _is_map_style(dataset) else iter(dataset)
+
+
+def _length(dataset: Any) -> int:
+    """Return the number of items, or a first guess."""
+    return max(1, len(dataset)) if _is_map_style(dataset) else _FIRST_GUESS
+
+
+def _pair(item: Any, where: str) -> tuple[Any, Any]:
+    """Return image and label of an item."""
+    if isinstance(item, Mapping):
+        image, label = (next((key for key in keys if key in item), None) for keys in (_IMAGE_KEYS, _LABEL_KEYS))
+        if image is None or label is None:
+            missing, keys = ("image", _IMAGE_KEYS) if image is None else ("label", _LABEL_KEYS)
+            raise InputError(
+                f"{where} is a dict of {', '.join(map(str, item))}; name its {missing} one of {', '.join(keys)}"
+            )
+        return item[image], item[label]
+    if not isinstance(item, (tuple, list)) or len(item) < 2:
+        raise InputError(f"{where} is a {type(item).__name__}; a pair (image, label), or a dict of both, is needed")
+    return item[0], item[1]
 
 
 def _is_random(dataset: Any, images: np.ndarray) -> bool:
-    again = (_to_pixels(dataset[i][0], f"item {i}") for i in range(min(_READ_TWICE, len(images))))
+    again = (_to_pixels(_pair(dataset[i], f"item {i}")[0], f"item {i}") for i in range(min(_READ_TWICE, len(images))))
     return any(not np.array_equal(image, images[i]) for i, image in enumerate(again))
 
 
@@ -109,7 +147,10 @@ def _to_pixels(image: Any, where: str) -> np.ndarray:
 def _class_names(dataset: Any) -> tuple[str, ...] | None:
     """Return `dataset.classes`, looked for inside wrappers such as `Subset` too, or None."""
     while dataset is not None:
-        names = getattr(dataset, "classes", None)
+        features = getattr(dataset, "features", None)
+        labelled = [features[key] for key in _LABEL_KEYS if key in features] if isinstance(features, Mapping) else []
+        # Those of Hugging Face name the classes of a column.
+        names = getattr(labelled[0], "names", None) if labelled else getattr(dataset, "classes", None)
         if isinstance(names, (list, tuple)) and names and all(isinstance(name, str) for name in names):
             return tuple(names)
         dataset = getattr(dataset, "dataset", None)

@@ -8,7 +8,8 @@ Shape letters: B samples of this rank in a batch, C channels.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ from flatout.engine.eager.metric_sums import SUMS, MetricSums
 from flatout.engine.eager.split import Inputs, Source, TorchSplit, place
 from flatout.engine.eager.weight_average import WeightAverage
 from flatout.engine.recorder import Recorder
+from flatout.errors import InputError
 from flatout.models.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.models.layers import learning_rate_scales, set_train_mode
 from flatout.numerics import augment, optim, pixels
@@ -54,6 +56,16 @@ class ReplacedFunctions(TorchFunctionMode):
         return self._functions.get(func, func)(*args, **(kwargs or {}))
 
 
+def _per_sample(loss: Callable[..., torch.Tensor] | None, device: torch.device) -> Callable[..., torch.Tensor] | None:
+    """Return a loss on a device, without the mean over the batch where it is a module of torch's kind."""
+    if not isinstance(loss, nn.Module):
+        return loss
+    own: Any = copy.deepcopy(loss).to(device)
+    if hasattr(own, "reduction"):
+        own.reduction = "none"
+    return own
+
+
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """A copy of what this rank holds of the training state, on the device where it fits; see `Engine.snapshot`."""
@@ -73,6 +85,8 @@ class TorchEngine:
         accelerator: what its device can do; None asks the device.
         capture: whether the step may be recorded as a graph.
         cache_prefix: whether the output of a frozen prefix may be cached.
+        loss: of logits and targets, in place of the task's; returns a loss for each sample.
+        batch_transforms: of training images [B, C, H, W] as the model takes them; each returns such images.
         report: takes sentences for the log.
 
     Raises:
@@ -89,6 +103,8 @@ class TorchEngine:
         accelerator: Accelerator | None = None,
         capture: bool = True,
         cache_prefix: bool = True,
+        loss: Callable[..., torch.Tensor] | None = None,
+        batch_transforms: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
         report: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         world = world or World()
@@ -96,6 +112,7 @@ class TorchEngine:
         self.recipe, self.device, self.world = recipe, world.device, world
         self.task = task_of(recipe)
         self.class_weights, self._report = class_weights, report
+        self._own_loss, self._batch_transforms = _per_sample(loss, self.device), tuple(batch_transforms)
         self.recorder: Recorder | None = None
         with contextlib.ExitStack() as undo:
             self.setup = prepare(accelerator, recipe.precision, undo, ranks_here=world.local_size)
@@ -139,7 +156,7 @@ class TorchEngine:
         self.metric_sums = MetricSums(accelerator)
         self._communication_seconds = 0.0
         self._micro_batches, self._offload = 0, False
-        may_cut = cache_prefix and recipe.is_cacheable and not self.is_sharded
+        may_cut = cache_prefix and recipe.is_cacheable and not self.is_sharded and not self._batch_transforms
         self.cut: Cut | None = cut_frozen_prefix(self.model) if may_cut else None
         if self.cut:
             self._report(self.cut.describe(recipe.augment.views))
@@ -162,6 +179,8 @@ class TorchEngine:
         reason = ""
         if not optim.can_capture(self.recipe.optimizer):
             reason = f"{self.recipe.optimizer.name} cannot be recorded"
+        elif self._own_loss or self._batch_transforms:
+            reason = "functions given in Python may not be recorded"
         elif self.is_sharded:
             reason = "a sharded model cannot be recorded"
         elif self.world.backend == "gloo":
@@ -288,13 +307,37 @@ class TorchEngine:
             images = augment.mix(images, partners, rows["mix"])
         if source.size not in (None, self.recipe.image_sides):
             images = functional.interpolate(images, size=source.size, mode="area")
+        for transform in self._batch_transforms:
+            shape, images = images.shape, transform(images)
+            if images.shape != shape:
+                name = getattr(transform, "__name__", type(transform).__name__)
+                raise InputError(f"batch_transforms: {name} returned {tuple(images.shape)} for {tuple(shape)}")
         return images
+
+    def loss_of(
+        self, logits: torch.Tensor, targets: torch.Tensor, class_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the loss of each sample, float32 [B]: that of the task, or the user's.
+
+        Raises:
+            InputError: the user's does not return one for each sample.
+        """
+        if self._own_loss is None:
+            return self.task.per_sample(logits, targets, class_weights)
+        losses = self._own_loss(logits.float(), targets)
+        shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+        if shape != (len(logits),):
+            raise InputError(
+                f"loss: must return a loss for each image, a tensor of shape {(len(logits),)}, not {shape}; torch's "
+                "losses do with reduction='none'"
+            )
+        return losses
 
     def _losses(self, logits: torch.Tensor, targets: torch.Tensor, source: Source, inputs: Inputs) -> torch.Tensor:
         """Return the loss of each sample, [B]; of a mixture, that of the mixed targets, or both by their shares."""
 
         def losses_of(targets: torch.Tensor) -> torch.Tensor:
-            return self.task.per_sample(logits, targets, self._class_weights)
+            return self.loss_of(logits, targets, self._class_weights)
 
         if inputs.partners is None:
             return losses_of(targets)

@@ -296,7 +296,7 @@ class TorchSplit:
                     images = source.images_of(inputs)
                     logits = engine.view_logits(network, images) if tta else network(engine.network_input(images))
                     logits = logits[:real]
-                loss_sum += task.per_sample(logits, source.targets.index_select(0, inputs.samples[:real])).sum()
+                loss_sum += engine.loss_of(logits, source.targets.index_select(0, inputs.samples[:real])).sum()
                 where = slice(start, start + real)
                 rows["predicted"].append((where, task.predicted(logits)))
                 if with_probabilities:

@@ -1,0 +1,258 @@
+"""What users of other libraries bring: torch's objects, DataLoaders, functions of their own; and what a run shows."""
+
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm.optim
+import torch
+from PIL import Image
+from sklearn.metrics import cohen_kappa_score, confusion_matrix
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+import flatout
+from flatout.data.recognise import from_python
+from flatout.run.arguments import recipe_changes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_pictures() -> Iterator[None]:
+    """Draw one small picture instead of all and the report, which take longer than these runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatout.report.page.draw_all", lambda run: Image.new("L", (3, 2)).save(run / "confusion.png"))
+        yield
+
+
+def make_arrays(count: int = 120) -> tuple[np.ndarray, np.ndarray]:
+    """Grey images whose level is their class, and too much noise to know it always."""
+    labels = np.arange(count) % 3
+    noise = np.random.default_rng(0).integers(0, 120, (count, 8, 8))
+    return (noise + 45 * labels[:, None, None]).astype(np.uint8), labels
+
+
+def fit(out: Path, data: Any = None, **changes: Any) -> flatout.Run:
+    settings = {
+        "epochs": 1,
+        "batch_size": 16,
+        "devices": "cpu",
+        "quiet": True,
+        "model": "parallel-cnn",
+        "augment": None,
+    }
+    return flatout.fit(data=make_arrays() if data is None else data, out=out, **settings | changes)
+
+
+def share_of_ones(labels: np.ndarray, answers: np.ndarray) -> float:
+    return float((answers == 1).mean())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> flatout.Run:
+    """A run from a DataLoader, with torch's optimizer and loss, weights of classes, and metrics."""
+    images, labels = (torch.from_numpy(array) for array in make_arrays(900))
+    loader = DataLoader(TensorDataset(images, labels), batch_size=24, shuffle=True)
+    return flatout.fit(
+        "parallel-cnn",
+        loader,
+        out=tmp_path_factory.mktemp("runs") / "run",
+        epochs=2,
+        devices="cpu",
+        quiet=True,
+        optimizer=functools.partial(torch.optim.RAdam, lr=0.02),
+        loss=nn.CrossEntropyLoss(label_smoothing=0.1),
+        class_weight={0: 1.0, 1: 2.0, 2: 1.0},
+        metrics=[cohen_kappa_score, share_of_ones],
+    )
+
+
+def test_words_of_other_libraries_are_recipe_keys(run: flatout.Run) -> None:
+    recipe = run.recipe
+    assert (recipe.batch_size, recipe.label_smoothing, recipe.class_weights) == (24, 0.1, (1.0, 2.0, 1.0))
+    assert (recipe.optimizer.name, recipe.optimizer.lr) == ("torch:RAdam", 0.02)
+    images, labels = make_arrays(900)
+    np.savez(run.path.parent / "data.npz", images=images, labels=labels)
+    out = run.path.parent / "again"
+    again = flatout.fit(job=recipe, data=run.path.parent / "data.npz", out=out, devices="cpu", quiet=True)
+    # Without the metrics; a recipe has everything else.
+    assert again.epochs[-1]["train_loss"] == run.epochs[-1]["train_loss"]
+    # Images that the run did not keep come from the cache.
+    for answer in again.top_losses(1000):
+        assert answer.image is not None
+        assert (images == answer.image[..., 0]).all((1, 2)).any()
+
+
+def test_own_metrics_are_those_of_the_predictions(run: flatout.Run) -> None:
+    assert {"valid_cohen_kappa_score", "valid_share_of_ones"} <= run.epochs[0].keys()
+    with np.load(run.path / "predictions.npz") as saved:
+        labels, predicted = saved["labels"], saved["predicted"]
+    assert run.summary["test_cohen_kappa_score"] == pytest.approx(cohen_kappa_score(labels, predicted))
+    assert run.summary["test_share_of_ones"] == share_of_ones(labels, predicted)
+
+
+def test_the_history_is_a_table(run: flatout.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pandas", reason="needs flatout[notebook]")
+    assert run.history.loc[2, "valid_loss"] == run.epochs[1]["valid_loss"]
+    assert list(run.history.index) == [1, 2]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(flatout.InputError, match=r"pip install pandas; run\.epochs has the same"):
+        _ = run.history
+
+
+def test_the_worst_answers_and_the_confusion(run: flatout.Run) -> None:
+    with np.load(run.path / "predictions.npz") as saved:
+        labels, predicted, probabilities = saved["labels"], saved["predicted"], saved["probabilities"]
+    worst = run.top_losses(1000)
+    assert len(worst) == len(labels) == 90
+    losses = nn.functional.nll_loss(torch.from_numpy(probabilities).log(), torch.from_numpy(labels), reduction="none")
+    assert [answer.loss for answer in worst] == pytest.approx(sorted(losses.tolist(), reverse=True), rel=1e-4)
+    first, images = worst[0], make_arrays(900)[0]
+    assert first.actual == str(labels[first.index])
+    assert first.predicted == str(predicted[first.index])
+    # The data was given in Python: the run keeps the images that are shown.
+    for answer in worst[:25]:
+        assert answer.image is not None
+        assert (images == answer.image[..., 0]).all((1, 2)).any()
+    assert run.top_losses(3)._repr_html_().count("<img") == 3
+    confused = run.confusion()
+    np.testing.assert_array_equal(confused.counts, confusion_matrix(labels, predicted))
+    np.testing.assert_array_equal(np.asarray(confused), confused.counts)
+    assert "data:image/png;base64," in confused._repr_html_()
+    assert confused.frame().loc["0", "1"] == confused.counts[0, 1]
+
+
+def test_a_recipe_shows_itself(run: flatout.Run) -> None:
+    shown = run.recipe._repr_html_()
+    assert '<b>label_smoothing</b></th><td style="text-align:left">0.1<' in shown
+    assert ">seed<" in shown
+    assert "&#x27;torch:RAdam&#x27;" in shown
+
+
+def test_a_loss_of_ones_own_is_that_of_the_name(tmp_path: Path) -> None:
+    named = fit(tmp_path / "named", seed=3)
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits, targets, reduction="none")
+
+    own = fit(tmp_path / "own", loss=loss, batch_transforms=torch.clone, seed=3)
+    assert own.epochs[0]["train_loss"] == named.epochs[0]["train_loss"]
+    assert own.epochs[0]["valid_loss"] == named.epochs[0]["valid_loss"]
+    assert sum("recipe.toml does not contain it" in note for note in own.summary["notes"]) == 2
+    blind = fit(tmp_path / "blind", loss=nn.MultiMarginLoss(), batch_transforms=[torch.zeros_like], seed=3)
+    assert blind.epochs[0]["train_loss"] != named.epochs[0]["train_loss"]
+
+
+FUNCTIONS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"loss": nn.MultiMarginLoss(), "engine": "xla"},
+        "loss: a function of your own .*: the XLA engine",
+    ),
+    ({"batch_transforms": torch.clone, "exact_sums": True}, "batch_transforms: .* exact_sums=False"),
+    ({"loss": nn.MultiMarginLoss(), "shard": "full"}, "sharded model"),
+    ({"loss": lambda logits, targets: logits.sum()}, r"loss: must return a loss for each image, .* not \(\)"),
+    ({"batch_transforms": lambda images: images[:1]}, r"batch_transforms: <lambda> returned \(1, 1, 8, 8\)"),
+    ({"metrics": [lambda labels, answers: 0]}, "without a name"),
+    ({"metrics": {"accuracy": share_of_ones}}, "accuracy is the name of a built-in metric"),
+    ({"metrics": ["f1"]}, "'f1' is no function of labels and answers; always computed: accuracy"),
+    ({"metrics": {"broken": lambda labels, answers: 1 / 0}}, "metrics: broken raised ZeroDivisionError"),
+    ({"class_weights": [1.0, 2.0]}, "class_weights has 2 numbers, but the data has 3 classes"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), FUNCTIONS, ids=[message for _, message in FUNCTIONS])
+def test_what_cannot_be_used_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(flatout.InputError, match=message):
+        fit(tmp_path / "run", **given)
+
+
+PARAMETERS = [nn.Parameter(torch.zeros(1))]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (
+            torch.optim.SGD(PARAMETERS, lr=0.1, momentum=0.9, nesterov=True),
+            flatout.SGD(lr=0.1, momentum=0.9, nesterov=True),
+        ),
+        (torch.optim.AdamW, flatout.AdamW(lr=1e-3, weight_decay=0.01)),
+        (functools.partial(torch.optim.Adam, betas=(0.8, 0.9)), flatout.Adam(lr=1e-3, betas=(0.8, 0.9))),
+        (torch.optim.Adagrad(PARAMETERS), flatout.Adagrad(lr=0.01)),
+        (timm.optim.Lion, flatout.Optimizer(name="timm:lion", lr=1e-4, betas=(0.9, 0.99))),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_optimizers_of_torch(optimizer: Any, expected: flatout.Optimizer) -> None:
+    keys = recipe_changes({"optimizer": optimizer})
+    assert flatout.Optimizer(**{key.removeprefix("optimizer."): value for key, value in keys.items()}) == expected
+
+
+class Mine(torch.optim.SGD):
+    pass
+
+
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"optimizer": Mine}, "Mine is of neither torch nor timm"),
+    ({"optimizer": functools.partial(torch.optim.Adam, amsgrad=True)}, r"Adam\(amsgrad=True\) has no recipe key"),
+    ({"loss": nn.CrossEntropyLoss(ignore_index=0)}, r"CrossEntropyLoss\(ignore_index=0\) has no recipe key"),
+    ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1), "label_smoothing": 0.2}, "label_smoothing: is given twice"),
+    ({"class_weight": {"cat": 1.0, "dog": 2.0}}, "the keys are cat, dog; they must be 0 to 1"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), ARGUMENTS, ids=[message for _, message in ARGUMENTS])
+def test_arguments_without_a_key(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(flatout.InputError, match=message):
+        recipe_changes(given)
+
+
+def test_loaders_that_do_what_flatout_would_not(tmp_path: Path) -> None:
+    data = TensorDataset(*(torch.from_numpy(array) for array in make_arrays()))
+    weighted = DataLoader(data, sampler=WeightedRandomSampler([1.0] * len(data), len(data)))
+    with pytest.raises(flatout.InputError, match=r'WeightedRandomSampler, cannot be used.*class_weights="balanced"'):
+        fit(tmp_path / "run", weighted)
+    with pytest.raises(flatout.InputError, match="collate_fn"):
+        fit(tmp_path / "run", {"train": DataLoader(data, collate_fn=list)})
+
+
+class Stream(IterableDataset):
+    """Dicts, in an order."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        images, labels = make_arrays(1500)
+        return ({"img": image, "target": int(label)} for image, label in zip(images, labels, strict=True))
+
+
+class Feature:
+    names = ("low", "middle", "high")
+
+
+class Rows:
+    """As a data set of Hugging Face: dicts, and features that name the classes."""
+
+    features = {"image": None, "label": Feature()}  # noqa: RUF012
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        images, labels = make_arrays(30)
+        return {"image": Image.fromarray(images[index]), "label": int(labels[index]), "id": index}
+
+
+def test_data_sets_of_dicts_and_streams() -> None:
+    images, labels = make_arrays(1500)
+    stream = from_python(Stream())
+    np.testing.assert_array_equal(stream.images[..., 0], images)  # pyright: ignore
+    np.testing.assert_array_equal(stream.labels, labels)
+    rows = from_python(Rows())
+    assert rows.classes == ("low", "middle", "high")
+    np.testing.assert_array_equal(rows.labels, labels[:30])
+    with pytest.raises(flatout.InputError, match=r"item 0 is a dict of photo, label; name its image one of image, img"):
+        from_python([{"photo": images[0], "label": 0}] * 3)
+    with pytest.raises(flatout.InputError, match="the data set is empty"):
+        from_python(iter([]))
