@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm.optim
 import torch
 from PIL import Image
 from sklearn.metrics import cohen_kappa_score, confusion_matrix
+from timm.optim.lion import Lion
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
@@ -182,7 +182,7 @@ PARAMETERS = [nn.Parameter(torch.zeros(1))]
         (torch.optim.AdamW, flatout.AdamW(lr=1e-3, weight_decay=0.01)),
         (functools.partial(torch.optim.Adam, betas=(0.8, 0.9)), flatout.Adam(lr=1e-3, betas=(0.8, 0.9))),
         (torch.optim.Adagrad(PARAMETERS), flatout.Adagrad(lr=0.01)),
-        (timm.optim.Lion, flatout.Optimizer(name="timm:lion", lr=1e-4, betas=(0.9, 0.99))),
+        (Lion, flatout.Optimizer(name="timm:lion", lr=1e-4, betas=(0.9, 0.99))),
     ],
     ids=lambda value: str(value)[:20],
 )
