@@ -48,8 +48,9 @@ def test_a_run_takes_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     sys.setprofile(note)
     try:
-        # Measuring number formats would take steps before training.
-        flags = ["--epochs", "1", "--devices", "cpu", "--set", "precision=fp32", "--out", str(tmp_path / "run")]
+        # Number formats would be measured by steps before training, and images decoded during it.
+        flags = ["--epochs", "1", "--devices", "cpu", "--out", str(tmp_path / "run")]
+        flags += ["--set", "precision=fp32", "--set", "data.decode=before"]
         code = main(["train", str(tmp_path / "photos"), *flags])
     finally:
         sys.setprofile(None)
