@@ -20,7 +20,7 @@ export function predictions(panel, run, signal) {
     const parts = [];
     if (answers.cells) {
       parts.push(h("section", { class: "confusion-box" }, h("h2", {}, "Confusion matrix"),
-        h("p", { class: "lead" }, `${answers.split} images: a row for each actual class, a column for each prediction. Choose a cell to see its images.`),
+        h("p", { class: "lead" }, `A row for each actual class, a column for each prediction, of the ${answers.split} images. Choose a cell to see its images.`),
         answers.classes.length <= BUTTONS_UP_TO ? matrix() : picture()),
         h("section", {}, h("h2", {}, "Most confused"), h("p", { class: "lead" }, "Mistakes, the most frequent first."), pairs()));
     }

@@ -80,7 +80,7 @@ export function runView(main, id, tab = "curves") {
       ["waiting for images", percent(figures.input_wait_fraction)],
       ["most memory, host", bytes(figures.peak_rss_bytes)],
       ["most memory, device", bytes(figures.peak_device_bytes)],
-    ].filter(([name, value]) => value !== "–" || !name.startsWith("most memory"));
+    ].filter(([name, value]) => value !== "–" || !/^(most memory|waiting)/.test(name));
     const isShare = /accuracy|map|precision/i.test(metric);
     const big = isNumber(run.score) ? (isShare ? score(run.score) : figure(run.score)) : "–";
     const split = run.split === "valid" ? "validation" : run.split;
@@ -92,7 +92,7 @@ export function runView(main, id, tab = "curves") {
       ...(run.note ? [h("p", { class: "stopped" }, run.note)] : []),
       ...(run.status === "running" ? [progress(run)] : []),
       h("div", { class: "result" },
-        h("div", {}, h("div", { class: "big" }, big), isNumber(run.score) ? `${split} ${metric}` : "no result yet",
+        h("div", {}, h("div", { class: "big" }, big), isNumber(run.score) ? `${split} ${metric}` : run.status === "running" ? "no result yet" : "no result",
           h("br", {}), h("span", { class: "quiet" }, isNumber(figures[`${run.split}_count`]) ? `${count(figures[`${run.split}_count`])} images · ` : "", date(run.date))),
         h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))))));
   }
