@@ -294,9 +294,14 @@ def test_small_tables_that_expand_are_refused(tmp_path: Path, monkeypatch: pytes
         read(written("label.parquet", [png(0)] * 4, "x" * 100_000))
 
 
-def test_names_of_columns_that_are_not_utf8(tmp_path: Path):
-    file = table(tmp_path / "a.parquet", image=[png(0), png(1)], label=[0, 1])
-    file.write_bytes(file.read_bytes().replace(b"image", b"\xffmage"))
+@pytest.mark.parametrize(("name", "damaged"), [(b"image", b"\xffmage"), (b"path", b"\0ath")])
+def test_names_of_columns_that_are_damaged(name: bytes, damaged: bytes, tmp_path: Path):
+    """Everywhere, or in the last row group alone."""
+    cells = [{"bytes": png(i), "path": f"{i}.png"} for i in range(2)]
+    file = table(tmp_path / "a.parquet", image=cells, label=[0, 1])
+    content = file.read_bytes()
+    start, end = content[: content.rindex(name)], content[content.rindex(name) :]
+    file.write_bytes((start if name == b"path" else start.replace(name, damaged)) + end.replace(name, damaged))
     with pytest.raises(InputError, match=r"a\.parquet: is damaged or cannot be read"):
         read(file)
 

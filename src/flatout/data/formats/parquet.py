@@ -196,7 +196,7 @@ class _Table:
             self.class_names = _class_names(schema, label)
         except InputError:
             raise
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
+        except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
             raise InputError(f"{path}: is damaged or cannot be read: {first_line(error)}") from None
         starts = np.cumsum([0, *rows]).tolist()
         if starts[-1] != len(self.labels):
@@ -241,7 +241,7 @@ class _Table:
             if self._arrow is not None:
                 return _bytes_of(self._arrow.column(self._image).chunk(chunk))[row].as_py()
             return self._kept.images(self, chunk)[row].as_py()
-        except (pyarrow.ArrowException, OSError, IndexError) as error:
+        except (pyarrow.ArrowException, OSError, LookupError) as error:
             raise OSError(errno.EIO, f"row group {chunk} cannot be read ({first_line(error)})") from None
 
     def read_group(self, number: int) -> Any:
