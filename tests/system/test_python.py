@@ -147,10 +147,6 @@ def test_a_loss_of_ones_own_is_that_of_the_name(tmp_path: Path) -> None:
 
 
 FUNCTIONS: list[tuple[dict[str, Any], str]] = [
-    (
-        {"loss": nn.MultiMarginLoss(), "engine": "xla"},
-        "loss: a function of your own .*: the XLA engine",
-    ),
     ({"batch_transforms": torch.clone, "exact_sums": True}, "batch_transforms: .* exact_sums=False"),
     ({"loss": nn.MultiMarginLoss(), "shard": "full"}, "sharded model"),
     ({"loss": lambda logits, targets: logits.sum()}, r"loss: must return a loss for each image, .* not \(\)"),
@@ -161,6 +157,24 @@ FUNCTIONS: list[tuple[dict[str, Any], str]] = [
     ({"metrics": {"broken": lambda labels, answers: 1 / 0}}, "metrics: broken raised ZeroDivisionError"),
     ({"class_weights": [1.0, 2.0]}, "class_weights has 2 numbers, but the data has 3 classes"),
 ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [{"devices": "2xcpu"}, {"devices": "2xcpu", "engine": "xla"}], ids=["torch", "xla"])
+def test_functions_reach_other_processes_and_engines(devices: dict[str, str], tmp_path: Path) -> None:
+    """They are of no module: they travel as their code."""
+    on_torch = {"loss": lambda logits, targets: nn.functional.cross_entropy(logits, targets, reduction="none")}
+    own: dict[str, Any] = {"metrics": {"kappa": lambda labels, answers: cohen_kappa_score(labels, answers)}}
+    if "engine" in devices:
+        with pytest.raises(flatout.InputError, match=r"loss: a function of your own .*: the XLA engine"):
+            fit(tmp_path / "refused", **on_torch, **devices)
+    else:
+        own |= on_torch
+    run, alone = (fit(tmp_path / name, seed=3, **own, **where) for name, where in (("many", devices), ("one", {})))
+    assert run.epochs[0]["train_loss"] == pytest.approx(alone.epochs[0]["train_loss"], rel=1e-3)
+    with np.load(run.path / "predictions.npz") as saved:
+        expected = cohen_kappa_score(saved["labels"], saved["predicted"])
+    assert run.summary["test_kappa"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("given", "message"), FUNCTIONS, ids=[message for _, message in FUNCTIONS])

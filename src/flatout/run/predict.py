@@ -35,7 +35,7 @@ class Outputs:
     features: np.ndarray | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Prediction:
     """The classes of one image with their probabilities, best first; or in regression its number, `value`.
 
@@ -60,6 +60,10 @@ class Prediction:
         if self.coverage is not None:
             text += f"; {100 * self.coverage:g} % set: {', '.join(self.classes_in_set) or 'empty'}"
         return text
+
+    def __repr__(self) -> str:
+        # A list of them is readable in a notebook.
+        return f"<{self}>"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
