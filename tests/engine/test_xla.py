@@ -163,7 +163,7 @@ def test_many_steps_in_one_program(steps: int, placement: str) -> None:
 
 
 def test_images_in_flight_are_bounded_by_bytes() -> None:
-    from flatout.engine.xla.engine import IN_FLIGHT_BYTES, RUN_AHEAD, dispatch_limits
+    from flatout.engine.xla.split import IN_FLIGHT_BYTES, RUN_AHEAD, dispatch_limits
 
     assert dispatch_limits(0, 16) == dispatch_limits(1000, 16) == (16, RUN_AHEAD), "small images change nothing"
     photos = 128 * 224 * 224 * 3

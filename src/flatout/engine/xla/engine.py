@@ -9,8 +9,7 @@ Shape letters: N samples, B batch, H height, W width, C channels, K outputs.
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,21 +18,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.data.feed import Samples, prefetch, read_ahead
-from flatout.data.order import Batch, block_size, evaluation_batches
+from flatout.data.feed import Samples, prefetch
+from flatout.data.order import evaluation_batches
 from flatout.dist.world import World
-from flatout.engine.arrived import arrived, wait_for_all
-from flatout.engine.base import Evaluation
-from flatout.engine.eager.split import NOT_AUGMENTED
 from flatout.engine.recorder import Recorder
 from flatout.engine.xla import optim
 from flatout.engine.xla.devices import compilation_cache
-from flatout.engine.xla.input import HostBatches, place, read_batches
+from flatout.engine.xla.input import HostBatches, read_batches
 from flatout.engine.xla.mesh import MeshSharding
+from flatout.engine.xla.split import XlaSplit, fetch
 from flatout.engine.xla.step import Evaluated, FrozenPrefix, Inputs, Program, State, frozen_cut, to_array
 from flatout.errors import InputError
 from flatout.host import physical_cores
-from flatout.numerics.augment import Transforms, epoch_transforms, training_size
+from flatout.numerics.augment import Transforms
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe
 from flatout.tasks import task_of
@@ -43,10 +40,6 @@ EVALUATION_BATCH = 256
 # Steps per dispatch on devices that are faster than Python. On CPUs XLA's convolutions inside a loop are 17 times
 # slower (github.com/jax-ml/jax, issue 12868), so there every step is a program of its own.
 STEPS_PER_DISPATCH = 16
-# Dispatches in flight: enough to keep the devices busy.
-RUN_AHEAD = 4
-# The most bytes of images in flight to each device, unless two single batches are larger.
-IN_FLIGHT_BYTES = 256 * 2**20
 
 
 class XlaEngine:
@@ -207,7 +200,7 @@ class XlaEngine:
             self.world.control.check_stop()
             arrays = group.images[0], jax.tree.map(lambda table: table[0], group.transforms)
             put = self.sharding.put_batch(arrays, jax.tree.map(lambda _: self.sharding.split, arrays))
-            rows.append(_fetch(function(*weights, *put))[: group.batches[0].count])
+            rows.append(fetch(function(*weights, *put))[: group.batches[0].count])
         features = np.concatenate(rows)
         return Samples(images=features, rows=np.arange(len(features)), labels=samples.labels)
 
@@ -281,7 +274,7 @@ class XlaEngine:
             return dict(self._waiting_state)
         if self._state is None:
             return {f"model.{name}": value.clone() for name, value in self.model.state_dict().items()}
-        state: State = jax.tree.map(_fetch, snapshot or self._state)
+        state: State = jax.tree.map(fetch, snapshot or self._state)
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         # A shared weight has several names in torch, and the first of them here.
         first_names = {id(tensor): name for name, tensor in named}
@@ -339,174 +332,6 @@ class XlaEngine:
         return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self.sharding.local_devices)
 
 
-class XlaSplit:
-    """One split of the data; see `DeviceSplit`.
-
-    Attributes:
-        samples: the split on the host.
-        targets: as `Task.targets` returns them.
-        table: [N, ...], what the network reads of it on every device; None where that comes from the host.
-        tables: a tuple of that table, or empty.
-        batch: samples in a training batch, without padding.
-        run_ahead: the most dispatches in flight.
-        size: height and width that the epoch's training images are reduced to.
-    """
-
-    def __init__(self, engine: XlaEngine, samples: Samples) -> None:
-        self._engine, self.samples = engine, samples
-        self.targets = engine.task.targets(samples.labels)
-        self._sample_weights = engine.task.sample_weights(samples.labels, engine.class_weights)
-        self.batch = min(engine.recipe.batch_size, len(samples))
-        self._transforms: Transforms | None = None
-        self.size = engine.recipe.image_sides
-        self._pending: list[tuple[HostBatches, int, float, int]] = []
-        # What the network reads for each view of the images.
-        self._views: dict[int, tuple[Samples, jax.Array | None]] = {}
-        if engine.cut is None:
-            self._read_view(NOT_AUGMENTED, None)
-
-    def _read_view(self, view: int, transforms: Transforms | None) -> None:
-        """Read the images from now on; or the output of the frozen prefix for a view, computed the first time."""
-        engine = self._engine
-        if view not in self._views:
-            read = engine.features(self.samples, transforms) if engine.cut else self.samples
-            self._views[view] = place(read, engine.sharding, engine.recipe.data.placement, engine.world)
-        self._read, self.table = self._views[view]
-        self.tables = () if self.table is None else (self.table,)
-        each = engine.sharding.padded(self.batch) // engine.sharding.size
-        image_bytes = 0 if self.tables else self._read.nbytes // len(self._read)
-        self._steps, self.run_ahead = dispatch_limits(each * image_bytes, engine.steps_per_dispatch)
-
-    def compile(self) -> None:
-        """See `DeviceSplit.compile`."""
-        self.begin_epoch(0)
-        engine, program = self._engine, self._engine.program(self.batch)
-        if padding := program.batch - self.batch:
-            engine.report(
-                f"each batch of {self.batch} samples is padded to {program.batch}, for equal parts on "
-                f"{engine.sharding.size} devices: {padding / program.batch:.0%} of the computation is wasted"
-            )
-        if self._steps > 1:
-            engine.report(f"{self._steps} steps per dispatch")
-        for size in sorted({training_size(engine.recipe, epoch) for epoch in range(engine.recipe.epochs)}):
-            if self._steps > 1:
-                engine.compiled(program, self.table, steps=self._steps, size=size)
-            engine.compiled(program, self.table, size=size)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """See `DeviceSplit.begin_epoch`."""
-        engine, recipe = self._engine, self._engine.recipe
-        engine.begin_epoch(self)
-        transforms = epoch_transforms(recipe, epoch, len(self.samples), block_size(recipe, self.samples, epoch))
-        if engine.cut:
-            self._read_view(epoch % recipe.augment.views if transforms else NOT_AUGMENTED, transforms)
-        else:
-            self._transforms, self.size = transforms, training_size(recipe, epoch)
-
-    def feed(self, batches: Iterable[Batch]) -> Iterator[tuple[HostBatches, int]]:
-        """See `DeviceSplit.feed`. A thread reads all batches of a dispatch into one array, ahead of time."""
-        world, read = self._engine.world, self._reader(self._engine.program(self.batch).batch, is_training=True)
-        if self.table is None:
-            batches = arrived(self._read, batches, self._engine.recipe, world)
-            batches = read_ahead(self._read, batches, world.local_rank, world.local_size)
-        items = iter(batches)
-        groups = iter(lambda: list(islice(items, self._steps)), [])
-        for group in prefetch(read, groups, depth=3 if self._steps == 1 else 1):
-            for step in range(len(group.batches)):
-                yield group, step
-
-    def _reader(self, size: int, *, is_training: bool) -> Callable[[list[Batch]], HostBatches]:
-        """Return the function that reads batches of `size` samples, padding included."""
-        return functools.partial(
-            read_batches,
-            self._read,
-            size=size,
-            own=self._engine.sharding.own(size),
-            is_resident=self.table is not None,
-            transforms=self._transforms if is_training else None,
-            targets=self.targets,
-            sample_weights=self._sample_weights if is_training else None,
-        )
-
-    def train_step(self, inputs: tuple[HostBatches, int], learning_rate: float, seed: int) -> None:
-        """See `DeviceSplit.train_step`. Steps wait until their dispatch is full."""
-        group, step = inputs
-        if self._engine.recorder:
-            batch, own = group.batches[step], self._engine.sharding.own(self._engine.program(self.batch).batch)
-            samples = batch.samples[own.start : min(own.stop, batch.count)]
-            tables = self._transforms or {}
-            self._engine.recorder.step(samples, {name: table[samples] for name, table in tables.items()})
-        self._pending.append((group, step, learning_rate, seed))
-        if step == len(group.batches) - 1:
-            self.flush()
-
-    def flush(self) -> None:
-        """Enqueue the waiting steps: in one program if they fill a dispatch, else one by one."""
-        pending, self._pending = self._pending, []
-        if not pending:
-            return
-        if self._engine.world.is_joined:
-            self._engine.world.control.exchange()
-        if len(pending) == self._steps > 1:
-            _, _, rates, seeds = zip(*pending, strict=True)
-            self._engine.train(self, pending[0][0].inputs(slice(None), rates, seeds), self._steps)
-        else:
-            for group, step, rate, seed in pending:
-                self._engine.train(self, group.inputs(step, [rate], [seed]), None)
-
-    def features(self) -> np.ndarray | None:
-        """See `DeviceSplit.features`."""
-        if self._engine.cut is None:
-            return None
-        self._read_view(NOT_AUGMENTED, None)
-        return self._read.images
-
-    def evaluate(self, *, with_probabilities: bool = False, with_logits: bool = False, tta: bool = False) -> Evaluation:
-        """See `DeviceSplit.evaluate`."""
-        engine, count = self._engine, len(self.samples)
-        engine.flush()
-        if engine.cut:
-            self._read_view(NOT_AUGMENTED, None)
-        program = engine.program(self.batch, evaluates=True)
-        size, results = program.evaluation_batch, []
-        wait_for_all(self._read, engine.recipe, engine.world)
-        read = self._reader(size, is_training=False)
-        for group in prefetch(read, ([batch] for batch in evaluation_batches(count, size))):
-            engine.world.control.check_stop()
-            results.append((engine.evaluate(self, program, group, tta=tta), group.batches[0].count))
-            if len(results) > RUN_AHEAD:
-                results[-RUN_AHEAD - 1][0].predicted.block_until_ready()
-        names = ["predicted"] + ["probabilities"] * with_probabilities + ["logits", "features"] * with_logits
-        rows = {
-            name: np.concatenate([np.asarray(getattr(r, name))[:number] for r, number in results])
-            for name in names
-            if getattr(results[0][0], name) is not None
-        }
-        predicted = rows["predicted"]
-        return Evaluation(
-            task=engine.task,
-            loss_sum=sum(float(result.loss_sum) for result, _ in results),
-            predicted=predicted.astype(np.int64) if predicted.dtype.kind == "i" else predicted,
-            labels=self.samples.labels,
-            probabilities=rows.get("probabilities"),
-            logits=rows.get("logits"),
-            features=rows.get("features"),
-        )
-
-
-def dispatch_limits(batch_bytes: int, steps: int) -> tuple[int, int]:
-    """Return the steps per dispatch, and the most dispatches in flight, that keep to `IN_FLIGHT_BYTES` per device.
-
-    Args:
-        batch_bytes: a batch's images on each device; 0 where they need no copy.
-        steps: the most steps per dispatch.
-    """
-    if batch_bytes:
-        steps = max(1, min(steps, IN_FLIGHT_BYTES // (RUN_AHEAD * batch_bytes)))
-    fitting = IN_FLIGHT_BYTES // (steps * batch_bytes) if batch_bytes else RUN_AHEAD
-    return steps, max(2, min(RUN_AHEAD, fitting))
-
-
 @jax.jit
 def _copy(state: State) -> State:
     return jax.tree.map(jnp.copy, state)
@@ -529,12 +354,3 @@ def _precision(wanted: str, platform: str) -> str:
     if wanted not in formats:
         raise InputError(f"precision = {wanted!r}: XLA on {platform} supports {', '.join(formats)}")
     return wanted
-
-
-def _fetch(array: jax.Array) -> np.ndarray:
-    """Return a whole array on the host, also where other hosts hold parts of it; then all must call this."""
-    if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
