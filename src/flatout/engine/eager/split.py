@@ -284,9 +284,8 @@ class TorchSplit:
         task, world, accelerator = engine.task, engine.world, engine.setup.accelerator
         engine.synchronise_buffers()
         loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
-        rows: dict[str, list[tuple[slice, torch.Tensor]]] = {"predicted": []}
-        rows |= {"probabilities": []} if with_probabilities else {}
-        rows |= {"logits": [], "features": []} if with_logits else {}
+        names = ["predicted", *["probabilities"] * with_probabilities, *["logits", "features"] * with_logits]
+        rows = {name: _Rows(len(self.samples), world) for name in names}
         with contextlib.ExitStack() as stack:
             network = stack.enter_context(engine.evaluation_network())
             features = stack.enter_context(caught(engine.model, network)) if with_logits else None
@@ -298,32 +297,21 @@ class TorchSplit:
                     logits = logits[:real]
                 loss_sum += engine.loss_of(logits, source.targets.index_select(0, inputs.samples[:real])).sum()
                 where = slice(start, start + real)
-                rows["predicted"].append((where, task.predicted(logits)))
+                rows["predicted"].put(where, task.predicted(logits))
                 if with_probabilities:
-                    rows["probabilities"].append((where, task.probabilities(logits)))
+                    rows["probabilities"].put(where, task.probabilities(logits))
                 if features is not None:
-                    rows["logits"].append((where, logits.float()))
+                    rows["logits"].put(where, logits.float())
                     found = features.take()
-                    rows["features"] += [] if found is None else [(where, found[:real])]
-        tables: dict[str, Any] = {name: self._gather(own) for name, own in rows.items()}
+                    if found is not None:
+                        rows["features"].put(where, found[:real])
+        tables: dict[str, Any] = {name: own.gather() for name, own in rows.items()}
         return Evaluation(
             **{"probabilities": None, **tables},
             task=task,
             loss_sum=float(world.all_reduce(loss_sum)),
             labels=self.samples.labels,
         )
-
-    def _gather(self, rows: list[tuple[slice, torch.Tensor]]) -> np.ndarray | None:
-        """Return the rows of all ranks, [N, ...] in the order of the split; None where the first rank has none."""
-        world = self._engine.world
-        found: Any = world.broadcast_object((rows[0][1].shape[1:], rows[0][1].dtype) if rows else None)
-        if found is None:
-            return None
-        shape, dtype = found
-        table = torch.zeros((len(self.samples), *shape), dtype=dtype, device=world.device)
-        for where, values in rows:
-            table[where] = values
-        return world.all_reduce(table).cpu().numpy()
 
     def _batches(self, source: Source, *, equally_many: bool) -> Iterator[Inputs]:
         """Yield this rank's evaluation batches, every `size`-th of the split.
@@ -345,6 +333,36 @@ class TorchSplit:
             world.keep_alive()
         if len(own) < -(-len(batches) // world.size):
             world.control.check_stop()  # as often on every rank
+
+
+class _Rows:
+    """Results of a split from the batches of all ranks, in one table: many small tensors would scatter the memory.
+
+    Args:
+        count: samples of the split.
+        world: the ranks.
+    """
+
+    def __init__(self, count: int, world: "World") -> None:
+        self._count, self._world = count, world
+        self._table: torch.Tensor | None = None
+
+    def put(self, rows: slice, values: torch.Tensor) -> None:
+        """Keep the values of some samples."""
+        if self._table is None:
+            shape = (self._count, *values.shape[1:])
+            self._table = torch.zeros(shape, dtype=values.dtype, device=self._world.device)
+        self._table[rows] = values
+
+    def gather(self) -> np.ndarray | None:
+        """Return the rows of all ranks, [N, ...] in the order of the split; None where the first rank has none."""
+        table, world = self._table, self._world
+        found: Any = world.broadcast_object(None if table is None else (table.shape, table.dtype))
+        if found is None:
+            return None
+        if table is None:
+            table = torch.zeros(found[0], dtype=found[1], device=world.device)
+        return world.all_reduce(table).cpu().numpy()
 
 
 def _copy_tables(transforms: augment.Transforms, source: Source) -> None:
