@@ -210,7 +210,7 @@ def test_two_runs_are_compared(digits: Path, capsys: pytest.CaptureFixture[str],
     assert "test images are not the same" in capsys.readouterr().err
 
 
-def test_the_report_has_the_figures(digits: Path) -> None:
+def test_the_report_has_the_figures(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw_all(digits / "second")
     text = (digits / "second" / "report.html").read_text(encoding="utf-8")
     for wanted in (
@@ -221,6 +221,12 @@ def test_the_report_has_the_figures(digits: Path) -> None:
         "most often taken for",
     ):
         assert wanted in text
+    summary = digits / "second" / "summary.json"
+    before = summary.read_bytes()
+    summary.write_text(json.dumps(json.loads(before) | {"trust": []}))
+    assert main(["report", str(digits / "second")]) == 2
+    assert "trust is a list, not an object" in capsys.readouterr().err
+    summary.write_bytes(before)
 
 
 def test_without_validation_images_a_note_says_what_is_missing(tmp_path: Path, capsys: Any) -> None:

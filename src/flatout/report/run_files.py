@@ -36,6 +36,11 @@ _SUMMARY_TYPES: dict[str, Any] = {
     **{key: {"": ""} for key in ("versions", "skipped_images")},
     "machine": {},
     "folds": [{}],
+    "trust": {
+        **dict.fromkeys(("temperature", "ece_before", "ece_after"), 0.0),
+        **{key: [{"": 0.0}] for key in ("prediction_sets", "reliability_before", "reliability_after")},
+        "unknown": {"": 0.0},
+    },
     **{key: {"": 0.0} for key in ("mean", "std")},
     "time_seconds": {"": 0.0},
     "train_loss_by_step": [[0.0]],

@@ -32,7 +32,8 @@ def facts(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
     before, after = finite(found.get("ece_before")), finite(found.get("ece_after"))
     if before is not None and after is not None:
         rows += [("calibration error", f"{after:.3f}"), ("before scaling", f"{before:.3f}")]
-        rows.append(("temperature", f"{found['temperature']:.3g}"))
+    if (temperature := finite(found.get("temperature"))) is not None:
+        rows.append(("temperature", f"{temperature:.3g}"))
     if (share := finite((found.get("unknown") or {}).get("flagged"))) is not None:
         rows.append(("answered “unknown”", f"{100 * share:.1f}\u00a0%"))
     return rows
@@ -41,15 +42,18 @@ def facts(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
 def sets(summary: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """Return a row for each coverage of prediction sets, with the columns `SET_COLUMNS`."""
     found = (summary.get("trust") or {}).get("prediction_sets") or ()
+    keys = {"coverage", "covered", "single", "mean_size"}
     return [
-        (f"{100 * row['coverage']:g}\u00a0%", row["covered"], row["single"], f"{row['mean_size']:.2f}") for row in found
+        (f"{100 * row['coverage']:g}\u00a0%", row["covered"], row["single"], f"{row['mean_size']:.2f}")
+        for row in found
+        if keys <= row.keys()
     ]
 
 
 def charts(summary: Mapping[str, Any], shown: Predictions | None, task: Task, names: Sequence[str]) -> dict[str, str]:
     """Return SVG elements by their names: the reliability diagram, and ROC and precision-recall curves."""
     found, drawn = summary.get("trust") or {}, {}
-    if found.get("reliability_after"):
+    if all(_bins(found, name) for name in ("before", "after")):
         figure = style.new_figure(4.7, 3.4, dpi=72)
         _draw_reliability(figure.add_subplot(), found)
         drawn["reliability diagram"] = as_svg(figure, "reliability")
@@ -61,12 +65,18 @@ def charts(summary: Mapping[str, Any], shown: Predictions | None, task: Task, na
     return drawn
 
 
+def _bins(found: Mapping[str, Any], name: str) -> list[Mapping[str, float]]:
+    """Return the bins of the reliability diagram that are complete."""
+    rows = found.get(f"reliability_{name}") or ()
+    return [row for row in rows if {"confidence", "accuracy", "count"} <= row.keys()]
+
+
 def _draw_reliability(axes: "Axes", found: Mapping[str, Any]) -> None:
     style.style_panel(axes, "Reliability: accuracy by probability", "probability of the answer")
     axes.plot([0, 1], [0, 1], color=style.FAINT, linewidth=1.2, label="perfect")
     for name, colour in (("before", style.MUTED), ("after", style.RIGHT)):
-        rows = found[f"reliability_{name}"]
-        label = f"{name} scaling, error {found[f'ece_{name}']:.3f}"
+        rows, error = _bins(found, name), finite(found.get(f"ece_{name}"))
+        label = f"{name} scaling" + (f", error {error:.3f}" if error is not None else "")
         x, y, counts = (np.array([row[key] for row in rows]) for key in ("confidence", "accuracy", "count"))
         axes.plot(x, y, color=colour, linewidth=0.9, label=label)
         # The area of a point is its share of the images, so that noisy bins look small.
