@@ -66,6 +66,8 @@ def test_features_are_what_the_head_reads() -> None:
     with torch.no_grad(), head.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0])):
         logits = net.eval()(x)
     found = TorchEngine(frozen_net(), make_recipe()).place(samples).evaluate(with_logits=True)
+    assert found.features is not None
+    assert found.logits is not None
     np.testing.assert_allclose(found.features, seen[0].flatten(1), atol=1e-5)
     np.testing.assert_allclose(found.logits, logits, atol=1e-5)
     assert compact(torch.ones(2, 3, 7)).shape == (2, 7)

@@ -52,12 +52,13 @@ class Novelty:
         from scipy.special import logsumexp
 
         # A single logit has no sign that means known.
-        energy = -logsumexp(both_logits(logits) if logits.shape[1] > 1 else np.abs(logits.astype(np.float64)), axis=1)
+        wide = both_logits(logits) if logits.shape[1] > 1 else np.abs(logits.astype(np.float64))
+        energy: np.ndarray = -np.asarray(logsumexp(wide, axis=1))
         if self.means is None or self.precision is None or self.overall is None or features is None:
             return [energy]
-        wide, every = self.means.astype(np.float64), range(0, len(features), AT_ONCE)
-        nearest = [_distances(features[i : i + AT_ONCE], wide[:-1], self.precision).min(axis=1) for i in every]
-        overall = [_distances(features[i : i + AT_ONCE], wide[-1:], self.overall)[:, 0] for i in every]
+        means, every = self.means.astype(np.float64), range(0, len(features), AT_ONCE)
+        nearest = [_distances(features[i : i + AT_ONCE], means[:-1], self.precision).min(axis=1) for i in every]
+        overall = [_distances(features[i : i + AT_ONCE], means[-1:], self.overall)[:, 0] for i in every]
         return [energy, np.concatenate(nearest) - np.concatenate(overall)]
 
 

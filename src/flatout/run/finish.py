@@ -65,8 +65,7 @@ def finish(
     if progress.best:
         engine.restore(progress.best)
     is_fold = session.recipe.data.fold > 0
-    wanted = ("valid", "test") if is_fold else ("test", "valid")
-    shown = next((name for name in wanted if name in placed), None)
+    shown = _shown(session, placed)
     results: dict[str, Evaluation] = {}
     known: Evaluation | None = None
     began = time.perf_counter()
@@ -98,29 +97,54 @@ def finish(
     memory = _memory(session, engine)
     if session.world.is_main:
         with session.world.heartbeat.alone("writing the report"):
-            splits = {name: split.samples for name, split in placed.items()}
-            task = engine.task
-            found = trust.fit(known, results["valid"]) if known else None
-            # The images of a fold choose nothing.
-            if "valid" in results and not is_fold:
-                task = task.tuned(results["valid"].predicted, results["valid"].labels)
-                task = dataclasses.replace(task, temperature=found.temperature if found else 1.0)
-                results = {name: result.of_task(task) for name, result in results.items()}
-            _write_weights(session, state, pack, task, found)
-            if found:
-                found.write(session.out / run_files.KNOWN)
-            scores: dict[str, Any] = {}
-            if shown in results:
-                more = {"test_probabilities": results["test"].probabilities} if is_fold and "test" in results else {}
-                if found and found.novelty:
-                    more["unknown"] = found.novelty.score(results[shown].logits, results[shown].features)
-                write_predictions(session, shown, results[shown], splits[shown], pack.classes, **more)
-                scores = scores_of(shown, results[shown], pack.classes, found)
-            summary = _summary(session, engine, pack, results, splits, progress, ended) | memory | scores
-            _write_report(session, summary, progress)
+            _write(session, engine, pack, placed, results, known, progress, ended, state, memory)
     # No process ends before the run is whole.
     session.world.barrier()
     return failure
+
+
+def _shown(session: "Session", placed: "dict[str, DeviceSplit]") -> str | None:
+    """Return the split whose answers are kept and shown: that of a fold is held out."""
+    wanted = ("valid", "test") if session.recipe.data.fold > 0 else ("test", "valid")
+    return next((name for name in wanted if name in placed), None)
+
+
+def _write(
+    session: "Session",
+    engine: "Engine",
+    pack: "Pack",
+    placed: "dict[str, DeviceSplit]",
+    results: "dict[str, Evaluation]",
+    known: "Evaluation | None",
+    progress: Progress,
+    ended: str,
+    state: dict[str, Any],
+    memory: dict[str, int | None],
+) -> None:
+    """Write all files of a run; `known` are the results on some training images, for those that are unknown."""
+    is_fold = session.recipe.data.fold > 0
+    shown = _shown(session, placed)
+    splits = {name: split.samples for name, split in placed.items()}
+    task = engine.task
+    found = trust.fit(known, results["valid"]) if known else None
+    # The images of a fold choose nothing.
+    if "valid" in results and not is_fold:
+        task = task.tuned(results["valid"].predicted, results["valid"].labels)
+        task = dataclasses.replace(task, temperature=found.temperature if found else 1.0)
+        results = {name: result.of_task(task) for name, result in results.items()}
+    _write_weights(session, state, pack, task, found)
+    if found:
+        found.write(session.out / run_files.KNOWN)
+    scores: dict[str, Any] = {}
+    if shown in results:
+        more = {"test_probabilities": results["test"].probabilities} if is_fold and "test" in results else {}
+        logits = results[shown].logits
+        if found and found.novelty and logits is not None:
+            more["unknown"] = found.novelty.score(logits, results[shown].features)
+        write_predictions(session, shown, results[shown], splits[shown], pack.classes, **more)
+        scores = scores_of(shown, results[shown], pack.classes, found)
+    summary = _summary(session, engine, pack, results, splits, progress, ended) | memory | scores
+    _write_report(session, summary, progress)
 
 
 def _write_report(session: "Session", summary: dict[str, Any], progress: Progress) -> None:

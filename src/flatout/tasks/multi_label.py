@@ -154,7 +154,8 @@ class MultiLabel(Task):
 
     def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
         """Return the mean area under the ROC curves of the classes that have one."""
-        _, *found = self.curves(labels, probabilities, [""] * labels.shape[1]) or [None]
+        # The first curve is that of all decisions.
+        found = self.curves(labels, probabilities, [""] * labels.shape[1])[1:]
         return {"roc_auc": float(np.mean([one.roc_auc for one in found]))} if found else {}
 
     def curves(self, labels: np.ndarray, probabilities: np.ndarray, classes: Sequence[str]) -> list[Curve]:
