@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,21 @@ class Served:
         self.process.send_signal(number)
         _, errors = self.process.communicate(timeout=60)
         return self.process.returncode, errors
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    """Start boards that end with the test, however it ends."""
+    started: list[Served] = []
+
+    def start(folder: Path, *flags: str) -> Served:
+        started.append(Served(folder, *flags))
+        return started[-1]
+
+    yield start
+    for board in started:
+        if board.process.poll() is None:
+            board.end(signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -238,12 +253,12 @@ CONTRAST = """() => {
 
 
 @needs_browser
-def test_a_thousand_runs(browser: Any, tmp_path: Path) -> None:
+def test_a_thousand_runs(browser: Any, tmp_path: Path, serve: Callable[..., Served]) -> None:
     """Only the rows in the window exist, and all can be reached."""
     source = write_run(tmp_path / "one", CLASSES)
     for number in range(1000):
         shutil.copytree(source, tmp_path / "runs" / f"run-{number:04}", ignore=shutil.ignore_patterns("*.npz"))
-    board = Served(tmp_path / "runs", "--port", "0")
+    board = serve(tmp_path / "runs", "--port", "0")
     context = browser.new_context(viewport={"width": 1280, "height": 860})
     page = context.new_page()
     page.goto(board.url)
@@ -258,8 +273,8 @@ def test_a_thousand_runs(browser: Any, tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_the_first_run_appears_on_an_empty_page(browser: Any, tmp_path: Path) -> None:
-    board = Served(tmp_path / "runs", "--port", "0")
+def test_the_first_run_appears_on_an_empty_page(browser: Any, tmp_path: Path, serve: Callable[..., Served]) -> None:
+    board = serve(tmp_path / "runs", "--port", "0")
     context = browser.new_context()
     page = context.new_page()
     page.goto(board.url)
@@ -271,21 +286,21 @@ def test_the_first_run_appears_on_an_empty_page(browser: Any, tmp_path: Path) ->
     assert board.end()[0] == 130
 
 
-def test_a_port_in_use(served: Served, tmp_path: Path) -> None:
-    board = Served(tmp_path, "--port", str(served.port))
+def test_a_port_in_use(served: Served, tmp_path: Path, serve: Callable[..., Served]) -> None:
+    board = serve(tmp_path, "--port", str(served.port))
     assert board.port > served.port
     assert f"port {served.port} is in use: using {board.port}" in board.said
     assert board.end()[0] == 130
 
 
 @needs_browser
-def test_a_real_run_answers_an_image(browser: Any, tmp_path: Path) -> None:
+def test_a_real_run_answers_an_image(browser: Any, tmp_path: Path, serve: Callable[..., Served]) -> None:
     """Trained while the page is open; then one of its images is classified."""
     from PIL import Image
     from sklearn.datasets import load_digits
 
     environment = os.environ | {"FLATOUT_CACHE": str(tmp_path / "cache")}
-    board = Served(tmp_path / "runs", "--port", "0")
+    board = serve(tmp_path / "runs", "--port", "0")
     context = browser.new_context()
     page = context.new_page()
     page.goto(board.url)
