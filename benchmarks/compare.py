@@ -7,6 +7,7 @@ FOLDER holds the data sets: fashion-mnist/, caltech101/, mnist.json.gz. See READ
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -139,10 +140,10 @@ COMPARISONS = {
 }
 
 
-def run_process(command: list[str]) -> tuple[float, str]:
+def run_process(command: list[str], **environment: str) -> tuple[float, str]:
     """Run a command to its end; return the seconds it took and what it printed."""
     began = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
     seconds = time.perf_counter() - began
     if done.returncode:
         sys.exit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

@@ -37,7 +37,7 @@ def run(job: str, data: Path, devices: str, threads: int, more: tuple[str, ...],
     _, epochs, flags = JOBS[job]
     command = [sys.executable, "-m", "flatout", "train", job, "--data", str(data), "--epochs", str(epochs), *flags]
     command += ["--devices", devices, "--out", str(folder), "--overwrite", "--set", "early_stopping=0", *more]
-    seconds, _ = run_process(command, threads)
+    seconds, _ = run_process(command, OMP_NUM_THREADS=str(threads))
     summary = json.loads((folder / "summary.json").read_text())
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     later = records[1:]

@@ -102,8 +102,8 @@ def hosts(namespaces: tuple[str, str], tmp_path: Path) -> Iterator[tuple[Host, H
 def digits() -> tuple[np.ndarray, np.ndarray]:
     from sklearn.datasets import load_digits
 
-    pixels, labels = load_digits(return_X_y=True)
-    return (pixels.reshape(-1, 8, 8) * 15).astype(np.uint8), labels
+    data = load_digits()
+    return (data["images"] * 15).astype(np.uint8), data["target"]
 
 
 def on_both(hosts: tuple[Host, Host], *arguments: str, second: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
