@@ -242,7 +242,21 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
     assert found.info.status == "FINISHED"
     assert found.data.params["optimizer.lr"] == str(run.recipe.optimizer.lr)
-    logged = {m.step: m.value for m in client.get_metric_history(found.info.run_id, "valid_accuracy")}
-    assert logged == {line["epoch"]: line["valid_accuracy"] for line in read_lines(run)}
+    logged = [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, "valid_accuracy")]
+    assert logged == [(line["epoch"], line["valid_accuracy"]) for line in read_lines(run)]
     assert found.data.metrics["test_accuracy"] == run.summary["test_accuracy"]
     assert [file.path for file in client.list_artifacts(found.info.run_id)] == ["curves.png"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_resumed_run_continues_in_its_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="needs flatout[mlflow]")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    fit(tmp_path / "run", "mlflow", Recorder(end_after=1))
+    run = fit(tmp_path / "run", "mlflow", resume=True)
+    client = mlflow.MlflowClient()
+    (found,) = client.search_runs([client.get_experiment_by_name("flatout").experiment_id])
+    logged = [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, "train_loss")]
+    assert logged == [(line["epoch"], line["train_loss"]) for line in read_lines(run)]
+    assert len(logged) == 3

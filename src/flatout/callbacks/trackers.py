@@ -32,6 +32,8 @@ class _Tracker(Callback):
 
     package = ""
     _run: RunInfo
+    # The figures of the epochs; in the summary, those names are of the epoch whose weights are kept.
+    _logged: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         if importlib.util.find_spec(self.package) is None:
@@ -46,6 +48,15 @@ class _Tracker(Callback):
     def _keep_id(self, run: RunInfo, number: str) -> None:
         content = {**_ids(run.path), self.package: number}
         write_atomically(run.path / LOGS / TRACKER_IDS, (json.dumps(content, indent=2) + "\n").encode())
+
+    def _of_epoch(self, metrics: dict[str, Any]) -> dict[str, float]:
+        """Return the figures of an epoch."""
+        self._logged |= metrics.keys()
+        return _numbers(metrics)
+
+    def _of_run(self, summary: dict[str, Any]) -> dict[str, float]:
+        """Return the figures of the summary that are not a series over the epochs."""
+        return {name: value for name, value in _numbers(summary).items() if name not in self._logged}
 
     def _pictures(self) -> dict[str, Path]:
         """Return the pictures of the finished run, by name."""
@@ -104,7 +115,7 @@ class TensorBoard(_Tracker):
 
     def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
         """Write a scalar for each figure."""
-        for name, value in _numbers(metrics).items():
+        for name, value in self._of_epoch(metrics).items():
             self._writer.add_scalar(name, value, epoch)
         self._writer.flush()
 
@@ -114,7 +125,7 @@ class TensorBoard(_Tracker):
         from PIL import Image
 
         epoch = summary.get("epochs_trained", 0)
-        for name, value in _numbers(summary).items():
+        for name, value in self._of_run(summary).items():
             if name.startswith("test_"):
                 self._writer.add_scalar(name, value, epoch)
         for name, path in self._pictures().items():
@@ -158,14 +169,14 @@ class WandB(_Tracker):
     def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
         """Log the figures."""
         # These libraries count steps themselves.
-        figures = {key: value for key, value in _numbers(metrics).items() if key != "step"}
+        figures = {key: value for key, value in self._of_epoch(metrics).items() if key != "step"}
         self._library.log({"epoch": epoch, **figures}, step=epoch)
 
     def on_end(self, summary: dict[str, Any]) -> None:
         """Log the summary and the pictures, and end the run."""
         step = summary.get("epochs_trained", 0) + 1
         pictures = {name: self._library.Image(str(path)) for name, path in self._pictures().items()}
-        self._library.log({**_numbers(summary), **pictures}, step=step)
+        self._library.log({**self._of_run(summary), **pictures}, step=step)
         self._library.finish()
         self._library = None
 
@@ -228,11 +239,11 @@ class MLflow(_Tracker):
 
     def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
         """Log the figures."""
-        self._log(metrics, epoch)
+        self._log(self._of_epoch(metrics), epoch)
 
     def on_end(self, summary: dict[str, Any]) -> None:
         """Log the summary and the pictures, and end the run."""
-        self._log(summary, summary.get("epochs_trained", 0))
+        self._log(self._of_run(summary), summary.get("epochs_trained", 0))
         for path in self._pictures().values():
             self._client.log_artifact(self._id, str(path))
         stopped = str(summary.get("stopped") or "")
@@ -240,13 +251,13 @@ class MLflow(_Tracker):
         self._client.set_terminated(self._id, ended)
         self._client = None
 
-    def _log(self, figures: dict[str, Any], step: int) -> None:
+    def _log(self, figures: dict[str, float], step: int) -> None:
         import time
 
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now = int(1000 * time.time())
-        metrics = [Metric(key, value, now, step) for key, value in _numbers(figures).items()]
+        metrics = [Metric(key, value, now, step) for key, value in figures.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
 
