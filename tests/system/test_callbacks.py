@@ -253,6 +253,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_resumed_run_continues_in_its_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="needs flatout[mlflow]")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)  # its artifacts are there
     fit(tmp_path / "run", "mlflow", Recorder(end_after=1))
     run = fit(tmp_path / "run", "mlflow", resume=True)
     client = mlflow.MlflowClient()
