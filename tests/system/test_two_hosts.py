@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -102,7 +103,7 @@ def hosts(namespaces: tuple[str, str], tmp_path: Path) -> Iterator[tuple[Host, H
 def digits() -> tuple[np.ndarray, np.ndarray]:
     from sklearn.datasets import load_digits
 
-    data = load_digits()
+    data: Any = load_digits()
     return (data["images"] * 15).astype(np.uint8), data["target"]
 
 
