@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from flatout.callbacks.base import Callback, RunInfo
     from flatout.callbacks.trackers import MLflow, TensorBoard, Trackio, WandB
     from flatout.errors import InputError, TrainingFailed
+    from flatout.explore.look import Look, look
     from flatout.recipe import SGD, Adagrad, Adam, AdamW, Augment, Data, Momentum, Optimizer, Recipe, Schedule
     from flatout.run.fit import fit
     from flatout.run.folder import Ensemble, Prediction, Run, load
@@ -23,6 +24,7 @@ __all__ = [
     "Ensemble",
     "InputError",
     "MLflow",
+    "Look",
     "Momentum",
     "Optimizer",
     "Prediction",
@@ -36,6 +38,7 @@ __all__ = [
     "WandB",
     "fit",
     "load",
+    "look",
 ]
 
 
@@ -53,6 +56,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: torch takes seconds to load."""
     import importlib
 
+    if name in ("Look", "look"):
+        return getattr(importlib.import_module("flatout.explore.look"), name)
     if name in __all__:
         for module in map(importlib.import_module, _PLACES):
             if hasattr(module, name):

@@ -316,6 +316,24 @@ def do_check(args: Namespace, console: Console) -> Output:
 
 @_command(
     "DATA",
+    "--data --job --images --classes --model --set --out --json",
+    "look my-photos/",
+    job={"metavar": "JOB", "help": "show what this job or recipe.toml sees; default: a recipe made for the data"},
+)
+def do_look(args: Namespace, console: Console) -> Output:
+    """Look at images, counts, sizes, outliers and augmentation before training."""
+    from flatout.explore.look import look_at
+    from flatout.scale.scale import check_free
+
+    check_free(args.out)
+    changes = _changes(args) | ({"data.classes": args.classes} if args.classes else {})
+    look = look_at(args.job, args.data, changes, console)
+    page = look.save(args.out or Path("runs") / f"look-{look.recipe.job}-{datetime.now():%Y%m%d-%H%M%S}")
+    return {**look.figures, "page": str(page)}, [*look.lines(), f"page: {page}"]
+
+
+@_command(
+    "DATA",
     "--data --images --size --out --channels --bits --resize --classes --set --on-bad-image --max-bad-share --json",
     "pack my-photos/ --size 128 --out my-photos.pack",
     out={"required": True, "help": "a folder that does not exist yet"},

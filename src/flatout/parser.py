@@ -61,6 +61,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "default": "squash",
         "help": "for images of another shape: squash, crop to the centre, or pad with black (squash)",
     },
+    "--job": {"metavar": "JOB", "help": "a built-in job or a recipe.toml"},
     "--classes": {"metavar": "FILE", "help": "a list of class names, one per line"},
     "--repeats": {"type": int, "default": 1, "metavar": "N", "help": "runs of each SPEC, interleaved (1)"},
     "--weak": {"action": "store_true", "help": "weak scaling: the batch grows with the number of devices"},

@@ -1,7 +1,6 @@
 """Look for problems in a data set before training: counts, sizes, unreadable, duplicate and leaked images."""
 
 import hashlib
-import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,14 +15,13 @@ from flatout.data import near
 from flatout.data.members import Encoded
 from flatout.data.source import Source, describe
 from flatout.data.splits import SPLITS
+from flatout.data.survey import EXTREME, extremes
 from flatout.files import printable
 from flatout.host import usable_cores
 
 _LISTED, _SHAPES = 20, 5
 # Classes with fewer training images are listed.
-_FEW_IMAGES = 10
-# Images are listed with one side this many times the other, or as much larger or smaller than the median image.
-_EXTREME = 4.0
+FEW_IMAGES = 10
 _IMAGES_AT_ONCE = 500
 
 
@@ -137,10 +135,10 @@ class CheckResult:
         small = [f"{name} ({count:,})" for name, count in self.small_classes.items()]
         more = {
             "groups in more than one split": divided,
-            f"images with a side {_EXTREME:g} times the other, or {_EXTREME:g} times as large or small as usual": [
+            f"images with a side {EXTREME:g} times the other, or {EXTREME:g} times as large or small as usual": [
                 *self.extreme
             ],
-            f"classes with fewer than {_FEW_IMAGES} training images": small,
+            f"classes with fewer than {FEW_IMAGES} training images": small,
         }
         sections |= {title: items for title, items in more.items() if items}
         for title, items in sections.items():
@@ -189,7 +187,7 @@ def check(source: Source) -> CheckResult:
         path=str(source.path) if source.path is not None else None,
         task=source.task,
         images={split: stop - start for split, (start, stop) in source.splits.items()},
-        numbers=_numbers(source) if source.task == "regression" else {},
+        numbers=numbers_of(source) if source.task == "regression" else {},
         counts={split: source.class_counts(split) for split in source.splits},
         widths=_sizes([look.width for look in readable]),
         heights=_sizes([look.height for look in readable]),
@@ -202,7 +200,7 @@ def check(source: Source) -> CheckResult:
         near_duplicates=_near_duplicates(samples, looks),
         divided_groups=_divided_groups(source),
         extreme=tuple(_extreme(samples, looks)),
-        small_classes={name: n for name, n in source.class_counts("train").items() if n < _FEW_IMAGES},
+        small_classes={name: n for name, n in source.class_counts("train").items() if n < FEW_IMAGES},
         notes=source.notes,
     )
 
@@ -258,14 +256,10 @@ def _divided_groups(source: Source) -> dict[str, dict[str, int]]:
 
 
 def _extreme(samples: list[Sample], looks: Sequence[_Look | str]) -> Iterator[str]:
-    """Yield images of an extreme aspect ratio, or whose size (the root of their area) is far from the median."""
-    readable = [(sample, look) for sample, look in zip(samples, looks, strict=True) if isinstance(look, _Look)]
-    sizes = [math.sqrt(look.width * look.height) for _, look in readable]
-    usual = median_low(sizes) if sizes else 0.0
-    for (sample, look), size in zip(readable, sizes, strict=True):
-        ratios = (look.width / look.height, size / usual)
-        if any(not 1 / _EXTREME < ratio < _EXTREME for ratio in ratios):
-            yield f"{sample.name} ({look.width}x{look.height})"
+    """Yield images of an extreme shape or size."""
+    sizes = np.array([(look.width, look.height) if isinstance(look, _Look) else (0, 0) for look in looks])
+    for i in sorted(extremes(sizes[:, 0], sizes[:, 1]).tolist()):
+        yield f"{samples[i].name} ({sizes[i, 0]}x{sizes[i, 1]})"
 
 
 def _digest(content: bytes) -> bytes:
@@ -273,17 +267,21 @@ def _digest(content: bytes) -> bytes:
 
 
 def _samples(source: Source) -> Iterator[Sample]:
-    folder = source.path if source.path is None or source.path.is_dir() else source.path.parent
     for split, (start, stop) in source.splits.items():
         for i in range(start, stop):
-            name = f"{split}[{i - start}]"
-            if source.files is not None:
-                name = printable(str(source.files[i]).removeprefix(f"{folder}{os.sep}"))
-            yield Sample(name=name, split=split, class_name=_in_words(source, i))
+            yield Sample(name=name_of(source, i, split), split=split, class_name=label_of(source, i))
 
 
-def _in_words(source: Source, index: int) -> str:
-    """Return the label of an image."""
+def name_of(source: Source, index: int, split: str) -> str:
+    """Return the name of an image: its file, below the folder of the data, or split[position] in an array."""
+    if source.files is None:
+        return f"{split}[{index - source.splits[split][0]}]"
+    folder = source.path if source.path is None or source.path.is_dir() else source.path.parent
+    return printable(str(source.files[index]).removeprefix(f"{folder}{os.sep}"))
+
+
+def label_of(source: Source, index: int) -> str:
+    """Return the label of an image in words."""
     label = source.labels[index]
     if source.task == "regression":
         return f"{label:g}"
@@ -292,7 +290,8 @@ def _in_words(source: Source, index: int) -> str:
     return source.classes[label]
 
 
-def _numbers(source: Source) -> dict[str, tuple[float, float, float]]:
+def numbers_of(source: Source) -> dict[str, tuple[float, float, float]]:
+    """Return the smallest, median and largest label of each split of a regression."""
     parts = {split: sorted(source.labels[start:stop].tolist()) for split, (start, stop) in source.splits.items()}
     return {split: (values[0], median_low(values), values[-1]) for split, values in parts.items()}
 

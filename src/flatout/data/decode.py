@@ -131,7 +131,7 @@ def read_header(path: "Encoded | bytes") -> ImageHeader:
     else:
         path = path if isinstance(path, bytes) else read_file(path)
         start = path[:_HEADER_BYTES]
-    with io.BytesIO(path) if isinstance(path, bytes) else path.open("rb") as file, _STRICT_PILLOW:
+    with io.BytesIO(path) if isinstance(path, bytes) else path.open("rb") as file, STRICT_PILLOW:
         found = bands.read_header(file, start)
         if found and (not found.is_picture or found.type.itemsize == 2):
             _refuse_bomb(found.width, found.height)
@@ -165,10 +165,10 @@ def _usual_jpeg_header(start: bytes) -> ImageHeader | None:
     mode = {"Gray": "L", "YCbCr": "RGB", "RGB": "RGB"}.get(colorspace)
     if mode is None:
         return None
-    _refuse_bomb(width, height)
+    _refuse_bomb(int(width), int(height))
     if _jpeg_orientation(start) in TURNED:
         width, height = height, width
-    return ImageHeader(width=width, height=height, mode=mode, channels=1 if mode == "L" else 3, bits=8)
+    return ImageHeader(width=int(width), height=int(height), mode=mode, channels=1 if mode == "L" else 3, bits=8)
 
 
 def read_headers(paths: "Sequence[Encoded]") -> list[ImageHeader]:
@@ -301,7 +301,7 @@ def _jpeg_orientation(data: bytes) -> int:
 
     start = data.find(b"Exif\0\0", 0, _EXIF_WITHIN_BYTES)
     if start >= 0:
-        with _STRICT_PILLOW, contextlib.suppress(Exception):  # damaged metadata does not spoil the pixels
+        with STRICT_PILLOW, contextlib.suppress(Exception):  # damaged metadata does not spoil the pixels
             exif = Image.Exif()
             exif.load(data[start : start + 2**16])
             return int(exif.get(EXIF_ORIENTATION, 1))
@@ -345,7 +345,7 @@ class _StrictPillow(AbstractContextManager):
                 self._before.close()
 
 
-_STRICT_PILLOW = _StrictPillow()
+STRICT_PILLOW = _StrictPillow()
 _ONE_LARGE_IMAGE = threading.Lock()
 
 
@@ -375,7 +375,7 @@ def _open_with_pillow(file: BinaryIO, start: bytes):
 
 
 def _decode_with_pillow(data: bytes, target: Target) -> np.ndarray:
-    with _STRICT_PILLOW:
+    with STRICT_PILLOW:
         image = _open_with_pillow(io.BytesIO(data), data)
         is_large = image.width * image.height > LARGE_PIXELS
         with _ONE_LARGE_IMAGE if is_large else nullcontext(), image:

@@ -124,6 +124,7 @@ def advise(
     seconds: float | None = None,
     rate: Rate | None = None,
     report: Callable[[str], None] = lambda sentence: None,
+    fetch: bool = True,
 ) -> tuple[Recipe, dict[str, str]]:
     """Return a recipe that suits the data, and a sentence for each key or section of it that gives the reason.
 
@@ -135,6 +136,7 @@ def advise(
         seconds: the time budget; None for none.
         rate: measures models on the devices of the run; None where they are not at hand.
         report: takes sentences about weights that were downloaded or could not be had.
+        fetch: whether published weights are found or downloaded; else the recipe takes them to be there.
 
     Raises:
         InputError: none of the images can be read, or weights that the user names cannot.
@@ -149,7 +151,7 @@ def advise(
     if changes.get("weights"):
         recipe, reasons = _from_weights(facts, Path(changes["weights"]), model, rate)
     elif facts.is_photo and not is_scratch and (not model or changes.get("pretrained")):
-        recipe, reasons = _from_backbone(facts, model, rate, report)
+        recipe, reasons = _from_backbone(facts, model, rate, report if fetch else None)
     elif model and not model.startswith("fast-cnn"):
         recipe, reasons = _any_model(facts, model)
     else:
@@ -252,17 +254,21 @@ def _sizes_and_widths(facts: Facts, model: str) -> list[tuple[Size, int]]:
     ]
 
 
-def _from_backbone(facts: Facts, model: str, rate: Rate | None, report: Callable[[str], None]) -> Advice:
-    """Return a recipe that starts from published weights; from random ones where those cannot be had."""
+def _from_backbone(facts: Facts, model: str, rate: Rate | None, report: Callable[[str], None] | None) -> Advice:
+    """Return a recipe that starts from published weights; from random ones where those cannot be had.
+
+    Without `report`, they are not searched for.
+    """
     from flatout.models.backbones import BACKBONES, choose
     from flatout.models.hub import find_weights
 
     chosen = choose(accelerated=facts.accelerated, images=facts.images, seconds=facts.seconds)
     name = model or chosen.model
     try:
-        find_weights(name, report=report)
+        if report:
+            find_weights(name, report=report)
     except WeightsUnavailable as error:
-        if model:
+        if model or not report:
             raise
         report(
             f"{error}. Training starts from random weights, which costs much of the accuracy on photos; "

@@ -26,6 +26,7 @@ def resolve(
     rate: "Rate | None" = None,
     words: Callable[[str], str] = str,
     explain: Callable[[str], None] = lambda sentence: None,
+    fetch: bool = True,
 ) -> "tuple[Recipe, DataRef | Source]":
     """Return the recipe, changed, and the recognised data.
 
@@ -38,6 +39,7 @@ def resolve(
         seconds: the time budget, for a recipe made for data; None for none.
         rate: measures models for such a recipe; None where the devices are not at hand.
         explain: also takes the reasons for a recipe made for data, for its report.
+        fetch: whether published weights are found or downloaded for such a recipe; else they are taken to be there.
         words: puts advice that names flags in the words of the caller.
     """
     from flatout.data.load import find
@@ -62,7 +64,14 @@ def resolve(
             explain(words(sentence))
 
         recipe, reasons = advise(
-            found, _plain(data), changes, accelerated=accelerated, seconds=seconds, rate=rate, report=report
+            found,
+            _plain(data),
+            changes,
+            accelerated=accelerated,
+            seconds=seconds,
+            rate=rate,
+            report=report,
+            fetch=fetch,
         )
         chosen = {key.partition(".")[0] for key in changes} | set(changes)
         console.note("no recipe given; generated one from your data:")

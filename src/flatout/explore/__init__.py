@@ -1,0 +1,1 @@
+"""Understanding data: looking at it before training, and finding wrong labels."""
