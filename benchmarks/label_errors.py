@@ -1,6 +1,6 @@
 """Wrong labels that `flatout check --labels` finds: 5 % of the labels are changed at random; prints JSON.
 
-    python benchmarks/label_errors.py --data FOLDER [--set KEY=VALUE ...] [--images N] [--with-training] [--out FILE]
+    python benchmarks/label_errors.py --data FOLDER [--job JOB] [--set KEY=VALUE ...] [--images N] [--with-training] [--out FILE]
 
 The recipe is the one that `flatout train` makes, without weights that are not on this host, and changed by --set. Costs
 are CPU seconds of this process. With --with-training, a whole training by the same recipe is measured too.
@@ -53,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True)
     parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--job")
     parser.add_argument("--images", type=int)
     parser.add_argument("--with-training", action="store_true")
     parser.add_argument("--devices", default="cpu")
@@ -61,7 +62,7 @@ def main() -> None:
     args = parser.parse_args()
     console = Console(sys.stderr)
     changes = dict(map(parse_setting, args.set))
-    recipe, found = resolve(None, args.data, changes, accelerated=False, console=console)
+    recipe, found = resolve(args.job, args.data, changes, accelerated=False, console=console)
     source = found.read() if isinstance(found, DataRef) else found
     source, is_wrong = plant(some(source, args.images) if args.images else source)
     options = Options(devices=args.devices, cache=False)
@@ -81,7 +82,9 @@ def main() -> None:
         "agreement_on_other_images": float((result.probabilities.argmax(1) == labels)[~is_wrong].mean()),
         "cpu_seconds": seconds,
         "wall_seconds": wall,
-        "recipe": {k: v for k, v in result.recipe.flat().items() if k in ("model", "image_size", "epochs", "data.folds")},
+        "recipe": {
+            k: v for k, v in result.recipe.flat().items() if k in ("model", "image_size", "epochs", "data.folds")
+        },
         "settings": args.set,
         "machine": machine(),
         "versions": {"flatout": version("flatout"), "torch": version("torch")},

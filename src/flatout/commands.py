@@ -201,15 +201,20 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
     return result, lines
 
 
-@_command("RUN FILE...", "--run --top --coverage --tta --allow-code --json", "predict runs/first cat.jpg more-photos/")
+@_command(
+    "RUN FILE...",
+    "--run --top --coverage --explain --tta --allow-code --json",
+    "predict runs/first cat.jpg more-photos/",
+)
 def do_predict(args: Namespace, console: Console) -> Output:
     """Classify images with a run."""
     from flatout.run.folder import load
     from flatout.run.predict import predict
 
     run = load(args.run, allow_code=args.allow_code)
-    predictions = predict(run, args.files, top=args.top, tta=args.tta, coverage=args.coverage)
-    return {"run": str(args.run), "predictions": [p.to_dict() for p in predictions]}, list(map(str, predictions))
+    predictions = predict(run, args.files, top=args.top, tta=args.tta, coverage=args.coverage, explain=args.explain)
+    lines = [str(p) if p.explanation is None else f"{p}; {p.explanation}" for p in predictions]
+    return {"run": str(args.run), "predictions": [p.to_dict() for p in predictions]}, lines
 
 
 @_command("RUN OTHER", "--run --json", "compare runs/first runs/second")
@@ -302,16 +307,45 @@ def _data_options(args: Namespace) -> Data:
     return with_settings(changes).data
 
 
-@_command("DATA", "--data --images --classes --set --json", "check my-photos/")
+@_command(
+    "DATA",
+    "--data --labels --apply --suggestions --job --model --epochs --seed --devices --engine --out --images --classes"
+    " --set --json",
+    "check my-photos/",
+    job={"metavar": "JOB", "help": "with --labels: train by this job or recipe.toml; default: one made for the data"},
+    out={"help": "with --labels: an empty or new folder; default: a new one under runs/"},
+)
 def do_check(args: Namespace, console: Console) -> Output:
-    """Find unreadable, duplicate and leaked images."""
+    """Find unreadable, duplicate and leaked images, and wrong labels."""
     from flatout.data.check import check
     from flatout.data.load import find
     from flatout.data.source import Source
 
+    if args.labels or args.apply or args.suggestions:
+        return _check_labels(args, console)
+    if args.job or args.model or args.epochs or args.seed or args.out:
+        raise InputError("--job, --model, --epochs, --seed and --out go with --labels")
     found = find(args.data, _data_options(args), console=console)
     result = check(found if isinstance(found, Source) else found.read())
     return result.to_dict(), result.lines()
+
+
+def _check_labels(args: Namespace, console: Console) -> Output:
+    from flatout.explore.label_files import check_labels
+
+    changes = _changes(args) | ({"data.classes": args.classes} if args.classes else {})
+    return check_labels(
+        args.job,
+        args.data,
+        changes,
+        out=args.out,
+        apply=args.apply,
+        suggestions=args.suggestions,
+        devices=args.devices,
+        engine=_engine(args),
+        allow_code=args.model is not None,
+        console=console,
+    )
 
 
 @_command(

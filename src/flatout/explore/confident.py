@@ -86,6 +86,4 @@ def find_errors_of_several(probabilities_NK: np.ndarray, labels_NK: np.ndarray) 
         )
     index, given, suggested, confidence = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = np.argsort(-confidence, kind="stable")
-    return Errors(
-        index=index[order], given=given[order], suggested=suggested[order], confidence=confidence[order]
-    )
+    return Errors(index=index[order], given=given[order], suggested=suggested[order], confidence=confidence[order])

@@ -6,7 +6,6 @@ about as long as one. Where the recipe starts from published weights, only the h
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,13 @@ class LabelErrors:
     errors: Errors
     probabilities: np.ndarray
     recipe: Recipe
+
+    @property
+    def agreement(self) -> float | None:
+        """The share of labels that are the networks' answers too; None for several labels of an image."""
+        if self.source.task == "multi-label":
+            return None
+        return float((self.probabilities.argmax(axis=1) == self.source.labels).mean())
 
 
 def short(recipe: Recipe) -> Recipe:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from flatout.console import duration
+from flatout.numerics.pixels import centre
 from flatout.report import pictures, trust
 from flatout.report.html import SMOOTH_FROM_PIXELS, data_uri, thumbnail, write_page
 from flatout.report.run_files import METRICS, REPORT, SUMMARY, Predictions, RunFiles, read_run
@@ -109,6 +110,7 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
         "split": split,
         "grid": _tiles(shown, shown.grid, names, task) if shown else [],
         "mistakes": mistakes,
+        "explained": _explained(shown, mistakes) if shown else [],
         "mistakes_shown": [text.format(split=split, count=len(mistakes)) for text in task.mistakes_shown],
         "picture": [text.format(split=split) for text in task.picture],
         "columns": list(task.table_columns),
@@ -209,6 +211,15 @@ def _confused_pairs(shown: Predictions, names: list[str], task: Task) -> list[tu
     if len(names) <= NUMBERS_UP_TO_CLASSES:
         return []
     return [tuple(row.values()) for row in task.confused_pairs(shown.predicted, shown.labels, names)[:PAIRS_SHOWN]]
+
+
+def _explained(shown: Predictions, mistakes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the first mistakes under the heatmaps of their answers."""
+    if shown.heatmaps is None:
+        return []
+    images = centre(shown.images[shown.mistakes[: len(shown.heatmaps)]], *shown.heatmaps.shape[1:])
+    pairs = zip(mistakes, images, shown.heatmaps, strict=False)
+    return [tile | {"image": thumbnail(pictures.overlaid(image, heat / 255))} for tile, image, heat in pairs]
 
 
 def _time(summary: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:

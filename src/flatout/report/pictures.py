@@ -28,6 +28,8 @@ SHARES = ("accuracy", "map")  # in 0..1
 LINES = {"train": ("#7c8894", "-"), "valid": (style.RIGHT, "-"), "test": (style.ORANGE, (0, (4, 1.6)))}
 
 GRID_COLUMNS, CELL_INCHES = 5, 1.5
+# How much of a place of an image the colour of a heatmap covers at most.
+OPACITY = 0.65
 LOG_LOSS_FROM_RATIO = 50.0  # beyond this, a linear axis shows one spike and a flat line
 # An axis that shows less than this makes noise look like a trend: in units of accuracy, and as a share of the loss.
 LEAST_ACCURACY_SPAN, LEAST_LOSS_SPAN = 0.1, 0.25
@@ -106,6 +108,15 @@ def as_svg(figure: "Figure", name: str) -> str:
     for colour, variable in [*variables.items(), *((colour, name) for name, (colour, _) in LINES.items())]:
         svg = svg.replace(colour, f"var(--{variable})")
     return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)  # several panels share one page
+
+
+def overlaid(image_HWC: np.ndarray, heatmap_HW: np.ndarray) -> np.ndarray:
+    """Return an image uint8 [H, W, 1 or 3] under its heatmap, uint8 [H, W, 3]."""
+    import matplotlib
+
+    colours = matplotlib.colormaps["inferno"](heatmap_HW)[..., :3] * 255
+    opacity = OPACITY * np.sqrt(heatmap_HW)[..., None]
+    return ((1 - opacity) * image_HWC + opacity * colours).round().astype(np.uint8)
 
 
 def learning_rate_changes(metrics: Lines) -> bool:

@@ -60,6 +60,8 @@ class Predictions:
         sample: int64 [M], the index of each kept image among the N.
         images: uint8 [M, H, W, 1 or 3], as they are shown.
         grid, mistakes: positions among the M.
+        heatmaps: of the first mistakes, what speaks for their answers, uint8 [.., H, W], of the centre of
+            the images where these are larger; None in runs of earlier versions.
         row: int64 [N], the row of each image in the pack; None in runs of earlier versions.
         fold: int64 [N], the fold of each image of a cross-validation, whose answer is that of the run without it.
         test_probabilities: of a test split, in a cross-validation and its folds.
@@ -76,6 +78,7 @@ class Predictions:
     images: np.ndarray
     grid: np.ndarray
     mistakes: np.ndarray
+    heatmaps: np.ndarray | None = None
     row: np.ndarray | None = None
     fold: np.ndarray | None = None
     test_probabilities: np.ndarray | None = None

@@ -11,6 +11,7 @@ import numpy as np
 
 from flatout.errors import InputError
 from flatout.files import write_atomically
+from flatout.report.pictures import overlaid
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 _AT_ONCE = 8
 # Images are enlarged to at least so many pixels.
 _LEAST_PIXELS = 192
-# How much of a place of the image its colour covers at most.
-_OPACITY = 0.65
 
 
 def heatmaps(run: "Run", pixels_NHWC: np.ndarray, answers: np.ndarray | None = None) -> np.ndarray:
@@ -71,15 +70,6 @@ def _score(task: str, logits: "torch.Tensor", answers: "torch.Tensor | None") ->
         is_first = logits[:, 0] < 0 if answers is None else answers == 0
         return logits[:, 0].where(~is_first, -logits[:, 0])
     return logits.gather(1, (logits.argmax(dim=1) if answers is None else answers)[:, None])[:, 0]
-
-
-def overlaid(image_HWC: np.ndarray, heatmap_HW: np.ndarray) -> np.ndarray:
-    """Return an image uint8 [H, W, 1 or 3] under its heatmap, uint8 [H, W, 3]."""
-    import matplotlib
-
-    colours = matplotlib.colormaps["inferno"](heatmap_HW)[..., :3] * 255
-    opacity = _OPACITY * np.sqrt(heatmap_HW)[..., None]
-    return ((1 - opacity) * image_HWC + opacity * colours).round().astype(np.uint8)
 
 
 def cropped(pixels_NHWC: np.ndarray, run: "Run") -> np.ndarray:

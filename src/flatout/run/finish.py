@@ -16,7 +16,7 @@ from flatout import __version__
 from flatout.data.feed import Samples
 from flatout.data.labels import count_classes
 from flatout.dist.control import Flag
-from flatout.errors import Stopped
+from flatout.errors import Stopped, first_line
 from flatout.files import write_atomically
 from flatout.numerics.augment import tta_views
 from flatout.numerics.random import Stream, permutation
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 # The pictures of a report: a grid of 5x5 chosen at random, and as many of the most confident mistakes.
 PICTURES = 25
+# The mistakes with heatmaps.
+EXPLAINED = 10
 # By the brightness of so many images, two runs know that they were tested on the same ones.
 COMPARED_IMAGES = 500
 
@@ -258,11 +260,32 @@ def write_predictions(
         "images": images,
         "grid": positions[: len(grid)],
         "mistakes": positions[len(grid) : len(grid) + len(mistakes)],
+        "heatmaps": _heatmaps(session, images[positions[len(grid) :]], task.decided(result.predicted)[mistakes]),
         **more,
     }
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **{name: array for name, array in arrays.items() if array is not None})
     write_atomically(session.out / run_files.PREDICTIONS, buffer.getvalue())
+
+
+def _heatmaps(session: "Session", images: np.ndarray, answers: np.ndarray) -> np.ndarray | None:
+    """Return what speaks for the first wrong answers, uint8 [M, H, W]; None where the model does not show it."""
+    from flatout.models.load import copied
+    from flatout.run import explain
+    from flatout.run.folder import Run
+
+    images, answers = images[:EXPLAINED], answers[:EXPLAINED]
+    # The folder of a cross-validation has no weights.
+    if not len(images) or not (session.out / run_files.WEIGHTS).is_file():
+        return None
+    module = session.module
+    try:
+        run = Run(session.out, model=None if module is None else copied(module), allow_code=session.options.allow_code)
+        classes = np.maximum(answers, 0) if answers.dtype.kind == "i" and answers.ndim == 1 else None
+        return (255 * explain.heatmaps(run, images, classes)).round().astype(np.uint8)
+    except Exception as error:  # a model that is not ours may raise anything, and the run is worth more
+        session.note(f"the report shows no heatmaps: {type(error).__name__}: {first_line(error)}")
+        return None
 
 
 def _brightness(samples: Samples) -> np.ndarray:

@@ -153,7 +153,13 @@ class Run:
 
     @in_python
     def predict(
-        self, images: Any, *, top: int = 5, tta: bool = False, coverage: float | None = None
+        self,
+        images: Any,
+        *,
+        top: int = 5,
+        tta: bool = False,
+        coverage: float | None = None,
+        explain: str | Path | None = None,
     ) -> list[Prediction]:
         """Return the `top` most probable classes of each image; all that reach their thresholds; or its number.
 
@@ -164,11 +170,13 @@ class Run:
             top: how many classes.
             tta: as for `evaluate`.
             coverage: add the set of classes that contains the right one with this probability, such as 0.95.
+            explain: a new or empty folder, for a picture of each image beside a heatmap of the places that speak for
+                the first class.
 
         Raises:
             InputError: an image is missing or cannot be read; the run has no prediction sets of this coverage.
         """
-        return predict(self, images, top=top, tta=tta, coverage=coverage)
+        return predict(self, images, top=top, tta=tta, coverage=coverage, explain=explain)
 
     def probabilities(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> np.ndarray:
         """Return class probabilities, float32 [N, K], of images of the size and bits that they are decoded to.

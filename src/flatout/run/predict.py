@@ -12,6 +12,7 @@ import numpy as np
 
 from flatout.errors import InputError
 from flatout.numerics.calibration import LEAST_COVERAGE, MOST_COVERAGE, highest_coverage, set_threshold
+from flatout.run.explain import Pictures
 
 if TYPE_CHECKING:
     from flatout.recipe import Recipe
@@ -40,7 +41,7 @@ class Prediction:
     """The classes of one image with their probabilities, best first; or in regression its number, `value`.
 
     `unknown` says whether the image is unlike the training images; None where the run does not know. `classes_in_set`
-    are the classes of the prediction set with the wanted `coverage`.
+    are the classes of the prediction set with the wanted `coverage`. `explanation` is the picture of its reasons.
     """
 
     file: str
@@ -50,6 +51,7 @@ class Prediction:
     unknown: bool | None = None
     coverage: float | None = None
     classes_in_set: tuple[str, ...] = ()
+    explanation: str | None = None
 
     def __str__(self) -> str:
         if self.value is not None:
@@ -67,23 +69,34 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
+        more: dict[str, Any] = {} if self.explanation is None else {"explanation": self.explanation}
         if self.value is not None:
-            return {"file": self.file, "value": self.value}
+            return {"file": self.file, "value": self.value, **more}
         pairs = zip(self.classes, self.probabilities, strict=True)
         found: dict[str, Any] = {
             "file": self.file,
             "predictions": [{"class": c, "probability": p} for c, p in pairs],
+            **more,
         }
         found |= {} if self.unknown is None else {"unknown": self.unknown}
         return found | ({} if self.coverage is None else {"coverage": self.coverage, "set": list(self.classes_in_set)})
 
 
-def predict(run: "Run", images: Any, *, top: int, tta: bool = False, coverage: float | None = None) -> list[Prediction]:
+def predict(
+    run: "Run",
+    images: Any,
+    *,
+    top: int,
+    tta: bool = False,
+    coverage: float | None = None,
+    explain: str | Path | None = None,
+) -> list[Prediction]:
     """See `Run.predict`."""
     if not top >= 1:
         raise InputError(f"--top {top}: must be at least 1")
     if coverage is not None:
         check_coverage(run, coverage)
+    pictures = None if explain is None else Pictures(run, explain)
     named = _named(images, run.recipe)
     results, bad = [], []
     with ThreadPoolExecutor() as pool:
@@ -92,8 +105,12 @@ def predict(run: "Run", images: Any, *, top: int, tta: bool = False, coverage: f
             bad += [error for error in decoded if isinstance(error, str)]
             if bad:  # the rest is decoded only to name every bad file
                 continue
-            outputs = run.outputs(np.stack(decoded), tta=tta)
+            stored = np.stack(decoded)
+            outputs = run.outputs(stored, tta=tta)
             more = _more(run, outputs, coverage)
+            if pictures:
+                for fields, path in zip(more, pictures.write([name for name, _ in batch], stored), strict=True):
+                    fields["explanation"] = path
             for (name, _), row, fields in zip(batch, outputs.probabilities, more, strict=True):
                 results.append(Prediction(file=name, **run.task.answer(row, run.classes, top), **fields))
     if bad:

@@ -1,0 +1,248 @@
+"""What `flatout check --labels` writes: a page with pictures, a CSV file with suggestions, and corrected labels."""
+
+import csv
+import io
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatout.console import Console
+from flatout.data.check import label_of, name_of
+from flatout.data.members import Encoded
+from flatout.data.source import DataRef, Source
+from flatout.engine.devices import parse_devices
+from flatout.engine.factory import rate_on
+from flatout.errors import InputError
+from flatout.explore.images import thumbnails
+from flatout.explore.label_errors import LabelErrors, find_label_errors
+from flatout.files import printable, write_atomically
+from flatout.report.html import SMOOTH_FROM_PIXELS, thumbnail, write_page
+from flatout.run.resolve import resolve
+from flatout.run.session import Options
+from flatout.scale.scale import check_free, make_folder
+
+PAGE, SUGGESTIONS = "label-errors.html", "label-errors.csv"
+COLUMNS = ("file", "split", "row", "given", "suggested", "confidence")
+# Errors with pictures on the page, and lines on the screen.
+SHOWN, LISTED = 200, 20
+# Below this share of labels that the networks agree with, most of what they suggest is wrong.
+LEAST_AGREEMENT = 0.9
+
+
+def check_labels(
+    job: str | Path | None,
+    data: Any,
+    changes: Mapping[str, Any],
+    *,
+    out: Path | None,
+    apply: Path | None,
+    suggestions: Path | None,
+    devices: str,
+    engine: str,
+    allow_code: bool,
+    console: Console,
+) -> tuple[dict[str, Any], list[str]]:
+    """Find wrong labels, or apply suggestions that were found before; return what the command prints.
+
+    Args:
+        job, data, changes: as `resolve` takes them.
+        out: a new or empty folder; None for a new one under `runs/`.
+        apply: a new CSV file for all labels, corrected; None for none.
+        suggestions: a label-errors.csv of an earlier call, in place of training.
+        devices, engine, allow_code: as in `Options`.
+        console: shows the training.
+
+    Raises:
+        InputError, TrainingFailed: as `find_label_errors`; or a file is there already, or does not fit the data.
+    """
+    _check_target(apply)
+    check_free(out)
+    if suggestions:
+        if apply is None:
+            raise InputError("--suggestions needs --apply OUT.csv, the file to write")
+        _, found = resolve(job, data, changes, accelerated=False, console=console, fetch=False)
+        count = apply_file(found, suggestions, apply)
+        return {"applied": count, "corrected": str(apply)}, [f"{count:,} labels corrected: {apply}"]
+    accelerated, rate = parse_devices(devices, engine).is_accelerated, rate_on(devices, engine)
+    recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console, rate=rate)
+    options = Options(devices=devices, engine=engine, allow_code=allow_code)
+    errors = find_label_errors(recipe, found, options, console)
+    return write(errors, make_folder(out, f"labels-{recipe.job}"), apply)
+
+
+def _check_target(path: Path | None) -> None:
+    """Raise InputError where the file for corrected labels exists or is no CSV file."""
+    if path is None:
+        return
+    if path.suffix.lower() != ".csv":
+        raise InputError(f"--apply {path}: must be a new file that ends in .csv")
+    if path.exists():
+        raise InputError(f"--apply {path}: exists; nothing is overwritten: choose another name")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"--apply {path}: there is no folder {path.absolute().parent}; make it first")
+
+
+def suggestions(found: LabelErrors) -> list[dict[str, Any]]:
+    """Return the columns of label-errors.csv for each error; several errors of one image are one suggestion."""
+    source, errors = found.source, found.errors
+    rows: dict[int, dict[str, Any]] = {}
+    for index, given, suggested, confidence in zip(
+        errors.index.tolist(), errors.given.tolist(), errors.suggested.tolist(), errors.confidence.tolist(), strict=True
+    ):
+        split = _split_of(source, index)
+        row = rows.setdefault(
+            index,
+            {
+                "file": "" if source.files is None else name_of(source, index, split),
+                "split": split,
+                "row": index - source.splits[split][0],
+                "given": label_of(source, index),
+                "suggested": source.labels[index].copy() if source.task == "multi-label" else source.classes[suggested],
+                "confidence": round(confidence, 4),
+                "index": index,
+            },
+        )
+        if source.task == "multi-label":
+            row["suggested"][given] = suggested
+    for row in rows.values():
+        if source.task == "multi-label":
+            row["suggested"] = "|".join(source.classes[k] for k in row["suggested"].nonzero()[0])
+    return list(rows.values())
+
+
+def remarks(found: LabelErrors) -> list[str]:
+    """Return a sentence about how far the suggestions can be believed, where that is not far."""
+    agreement = found.agreement
+    if agreement is None or agreement >= LEAST_AGREEMENT:
+        return []
+    return [
+        f"The networks agree with {100 * agreement:.0f} % of the labels only, so that many suggestions are mistakes of "
+        "theirs: start from published weights, or train for more epochs."
+    ]
+
+
+def write(found: LabelErrors, out: Path, apply: Path | None) -> tuple[dict[str, Any], list[str]]:
+    """Write page and suggestions into a folder, and corrected labels into `apply`; return what the command prints."""
+    rows = suggestions(found)
+    columns = [name for name in COLUMNS if name != "file" or found.source.files is not None]
+    write_csv(out / SUGGESTIONS, columns, ([row[name] for name in columns] for row in rows))
+    write_page(out / PAGE, "labels.html.j2", _content(found, rows))
+    share = len(rows) / len(found.source)
+    lines = [f"{len(rows):,} of {len(found.source):,} labels are likely wrong ({100 * share:.1f} %)", *remarks(found)]
+    for row in rows[:LISTED]:
+        name = row["file"] or f"{row['split']}[{row['row']}]"
+        lines.append(f"  {name}: {row['given']} → {row['suggested'] or 'none'} ({row['confidence']:.3f})")
+    lines += [f"  and {len(rows) - LISTED:,} more"] * (len(rows) > LISTED)
+    lines += [f"page: {out / PAGE}", f"suggestions: {out / SUGGESTIONS}"]
+    if apply:
+        write_corrected(found.source, {row["index"]: row["suggested"] for row in rows}, apply)
+        lines.append(f"corrected labels: {apply}")
+    result = {"images": len(found.source), "errors": [{k: row[k] for k in columns} for row in rows]}
+    return {**result, "agreement": found.agreement, "out": str(out), "corrected": str(apply) if apply else None}, lines
+
+
+def apply_file(found: DataRef | Source, path: Path | str, apply: Path) -> int:
+    """Write corrected labels by the rows of a label-errors.csv that the user has kept, and return their number.
+
+    Raises:
+        InputError: the file is none, or has a row that is not of this data.
+    """
+    source = found.read() if isinstance(found, DataRef) else found
+    try:
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"--suggestions {path}: cannot be read: {error}") from None
+    changes: dict[int, str] = {}
+    for number, row in enumerate(rows, start=2):
+        if missing := {"split", "row", "given", "suggested"} - row.keys():
+            raise InputError(f"{path}: has no column {min(missing)!r}; give the label-errors.csv of `check --labels`")
+        start, stop = source.splits.get(row["split"], (0, 0))
+        index = start + int(row["row"]) if (row["row"] or "").isdecimal() else stop
+        is_same = index < stop and label_of(source, index) == row["given"]
+        if is_same and row.get("file"):
+            is_same = name_of(source, index, row["split"]) == row["file"]
+        if not is_same:
+            raise InputError(f"{path}: line {number}: is not of this data: {row.get('file') or row['row']}")
+        labels = row["suggested"].split("|") if source.task == "multi-label" else [row["suggested"]]
+        if unknown := [label for label in labels if label and label not in source.classes]:
+            raise InputError(f"{path}: line {number}: there is no class {unknown[0]!r} in the data")
+        changes[index] = row["suggested"]
+    write_corrected(source, changes, apply)
+    return len(changes)
+
+
+def write_corrected(source: Source, changes: Mapping[int, str], path: Path) -> None:
+    """Write a CSV file of all images with their labels, some of them changed, for `flatout train`.
+
+    It has the columns file, label and split; for arrays, whose images have no files, split, row and label.
+    """
+    labels = (changes.get(i, "" if (text := label_of(source, i)) == "none" else text) for i in range(len(source)))
+    places = ((split, i - start, i) for split, (start, stop) in source.splits.items() for i in range(start, stop))
+    if source.files is None:
+        columns, rows = (
+            ["split", "row", "label"],
+            ([s, r, label] for (s, r, _), label in zip(places, labels, strict=True)),
+        )
+    else:
+        files = source.files
+        columns = ["file", "label", "split"]
+        rows = ([_location(files[i]), label, s] for (s, _, i), label in zip(places, labels, strict=True))
+    write_csv(path, columns, rows)
+
+
+def _location(file: Encoded) -> str:
+    """Return the absolute path of a file; the name of a part of an archive."""
+    return printable(file.absolute() if isinstance(file, Path) else file)
+
+
+def write_csv(path: Path, columns: list[str], rows: Iterable[list[Any]]) -> None:
+    """Write a CSV file with a line of names, atomically."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    write_atomically(path, buffer.getvalue().encode("utf-8", "backslashreplace"))
+
+
+def _content(found: LabelErrors, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    source, shown = found.source, rows[:SHOWN]
+    images = thumbnails(source, [row["index"] for row in shown])
+    pairs: dict[tuple[str, str], int] = {}
+    for row in rows:
+        pairs[row["given"], row["suggested"] or "none"] = pairs.get((row["given"], row["suggested"] or "none"), 0) + 1
+    most = sorted(pairs.items(), key=lambda pair: -pair[1])[:20]
+    confidences = np.array([row["confidence"] for row in rows])
+    return {
+        "name": (source.path.name if source.path else "") or source.kind,
+        "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M}",
+        "count": len(rows),
+        "remarks": remarks(found),
+        "facts": [
+            ("images", f"{len(source):,}"),
+            ("share", f"{100 * len(rows) / len(source):.1f} %"),
+            ("median confidence", f"{np.median(confidences):.2f}" if len(rows) else "—"),
+            ("networks agree with", "—" if found.agreement is None else f"{100 * found.agreement:.1f} %"),
+            ("model", found.recipe.model),
+            ("folds × epochs", f"{found.recipe.data.folds} × {found.recipe.epochs}"),
+        ],
+        "tiles": [
+            {
+                "image": "" if image is None else thumbnail(image),
+                "tiny": image is not None and max(image.shape[:2]) < SMOOTH_FROM_PIXELS,
+                "name": row["file"] or f"{row['split']}[{row['row']}]",
+                **{key: row[key] or "none" for key in ("given", "suggested")},
+                "confidence": row["confidence"],
+            }
+            for row, image in zip(shown, images, strict=True)
+        ],
+        "pairs": [(given, suggested, times) for (given, suggested), times in most],
+        "suggestions": SUGGESTIONS,
+    }
+
+
+def _split_of(source: Source, index: int) -> str:
+    return next(name for name, (_, stop) in source.splits.items() if index < stop)
