@@ -1,6 +1,6 @@
 """Wrong labels that `flatout check --labels` finds: 5 % of the labels are changed at random; prints JSON.
 
-    python benchmarks/label_errors.py --data FOLDER [--job JOB] [--set KEY=VALUE ...] [--images N] [--with-training] [--out FILE]
+    python benchmarks/label_errors.py --data FOLDER [--job JOB] [--set KEY=VALUE ...] [--with-training]
 
 The recipe is the one that `flatout train` makes, without weights that are not on this host, and changed by --set. Costs
 are CPU seconds of this process. With --with-training, a whole training by the same recipe is measured too.

@@ -309,8 +309,8 @@ def _data_options(args: Namespace) -> Data:
 
 @_command(
     "DATA",
-    "--data --labels --apply --suggestions --job --model --epochs --seed --devices --engine --out --images --classes"
-    " --set --json",
+    "--data --labels --apply --suggestions --job --model --epochs --seed --devices --engine --allow-untested"
+    " --out --images --classes --set --json",
     "check my-photos/",
     job={"metavar": "JOB", "help": "with --labels: train by this job or recipe.toml; default: one made for the data"},
     out={"help": "with --labels: an empty or new folder; default: a new one under runs/"},

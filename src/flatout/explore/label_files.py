@@ -2,6 +2,7 @@
 
 import csv
 import io
+import shlex
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -11,14 +12,13 @@ import numpy as np
 
 from flatout.console import Console
 from flatout.data.check import label_of, name_of
-from flatout.data.members import Encoded
 from flatout.data.source import DataRef, Source
 from flatout.engine.devices import parse_devices
 from flatout.engine.factory import rate_on
 from flatout.errors import InputError
 from flatout.explore.images import thumbnails
 from flatout.explore.label_errors import LabelErrors, find_label_errors
-from flatout.files import printable, write_atomically
+from flatout.files import write_atomically
 from flatout.report.html import SMOOTH_FROM_PIXELS, thumbnail, write_page
 from flatout.run.resolve import resolve
 from flatout.run.session import Options
@@ -64,8 +64,11 @@ def check_labels(
         if apply is None:
             raise InputError("--suggestions needs --apply OUT.csv, the file to write")
         _, found = resolve(job, data, changes, accelerated=False, console=console, fetch=False)
-        count = apply_file(found, suggestions, apply)
-        return {"applied": count, "corrected": str(apply)}, [f"{count:,} labels corrected: {apply}"]
+        source = found.read() if isinstance(found, DataRef) else found
+        count = apply_file(source, suggestions, apply)
+        return {"applied": count, "corrected": str(apply)}, [
+            f"{count:,} labels corrected: {apply}{_how_to_train(source, apply)}"
+        ]
     accelerated, rate = parse_devices(devices, engine).is_accelerated, rate_on(devices, engine)
     recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console, rate=rate)
     options = Options(devices=devices, engine=engine, allow_code=allow_code)
@@ -139,18 +142,17 @@ def write(found: LabelErrors, out: Path, apply: Path | None) -> tuple[dict[str, 
     lines += [f"page: {out / PAGE}", f"suggestions: {out / SUGGESTIONS}"]
     if apply:
         write_corrected(found.source, {row["index"]: row["suggested"] for row in rows}, apply)
-        lines.append(f"corrected labels: {apply}")
+        lines.append(f"corrected labels: {apply}{_how_to_train(found.source, apply)}")
     result = {"images": len(found.source), "errors": [{k: row[k] for k in columns} for row in rows]}
     return {**result, "agreement": found.agreement, "out": str(out), "corrected": str(apply) if apply else None}, lines
 
 
-def apply_file(found: DataRef | Source, path: Path | str, apply: Path) -> int:
+def apply_file(source: Source, path: Path | str, apply: Path) -> int:
     """Write corrected labels by the rows of a label-errors.csv that the user has kept, and return their number.
 
     Raises:
         InputError: the file is none, or has a row that is not of this data.
     """
-    source = found.read() if isinstance(found, DataRef) else found
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file))
@@ -178,7 +180,8 @@ def apply_file(found: DataRef | Source, path: Path | str, apply: Path) -> int:
 def write_corrected(source: Source, changes: Mapping[int, str], path: Path) -> None:
     """Write a CSV file of all images with their labels, some of them changed, for `flatout train`.
 
-    It has the columns file, label and split; for arrays, whose images have no files, split, row and label.
+    It has the columns file, below the folder of the data, label and split; for arrays, whose images have no files,
+    split, row and label.
     """
     labels = (changes.get(i, "" if (text := label_of(source, i)) == "none" else text) for i in range(len(source)))
     places = ((split, i - start, i) for split, (start, stop) in source.splits.items() for i in range(start, stop))
@@ -188,15 +191,17 @@ def write_corrected(source: Source, changes: Mapping[int, str], path: Path) -> N
             ([s, r, label] for (s, r, _), label in zip(places, labels, strict=True)),
         )
     else:
-        files = source.files
         columns = ["file", "label", "split"]
-        rows = ([_location(files[i]), label, s] for (s, _, i), label in zip(places, labels, strict=True))
+        rows = ([name_of(source, i, s), label, s] for (s, _, i), label in zip(places, labels, strict=True))
     write_csv(path, columns, rows)
 
 
-def _location(file: Encoded) -> str:
-    """Return the absolute path of a file; the name of a part of an archive."""
-    return printable(file.absolute() if isinstance(file, Path) else file)
+def _how_to_train(source: Source, path: Path) -> str:
+    """Return the command that trains with corrected labels, in brackets; nothing for arrays."""
+    if source.files is None or source.path is None:
+        return ""
+    folder = source.path if source.path.is_dir() else source.path.parent
+    return f" ({shlex.join(['flatout', 'train', str(path), '--images', str(folder)])})"
 
 
 def write_csv(path: Path, columns: list[str], rows: Iterable[list[Any]]) -> None:

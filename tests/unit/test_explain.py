@@ -1,0 +1,68 @@
+"""Heatmaps of what an answer rests on."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flatout.models.explain import heatmaps
+
+
+class Bright(nn.Module):
+    """The logit of class 1 is the mean of the first channel, that of class 0 its negative; a 1x1 convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Conv2d(3, 2, 1, bias=False)
+        with torch.no_grad():
+            self.features.weight[:] = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])[..., None, None]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.features(x).mean(dim=(2, 3))
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    """Return one image: channel 0 is bright at the top left, channel 1 at the bottom right."""
+    images = torch.zeros(1, 3, 12, 16)
+    images[0, 0, :6, :8] = 1
+    images[0, 1, 6:, 8:] = 1
+    return images
+
+
+@pytest.mark.parametrize("answer", [0, 1])
+def test_places_that_speak_for_an_answer_are_bright(images: torch.Tensor, answer: int):
+    found = heatmaps(Bright().eval(), images, lambda logits: logits[:, answer])
+    np.testing.assert_allclose(found, images[:, 1 - answer])
+
+
+def test_nothing_of_the_model_changes(images: torch.Tensor):
+    model = Bright().eval()
+    model.requires_grad_(False)
+    assert heatmaps(model, images, lambda logits: logits[:, 1]) is not None
+    assert model.features.weight.grad is None
+    assert not model.features._forward_hooks
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"])
+def test_tokens_become_the_grid_of_their_patches(name: str):
+    import timm
+
+    torch.manual_seed(0)
+    sizes = {"img_size": (64, 96), "patch_size": 16, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 4}
+    model = timm.create_model(name, **sizes).eval()
+    images = torch.randn(2, 3, 64, 96)
+    found = heatmaps(model, images, lambda logits: logits[:, 1])
+    assert found.shape == (2, 64, 96)
+    assert found.min() >= 0
+    assert found.max() > 0.5
+    # The class token attends to a patch alone: all other patches are zero in what it reads.
+    with torch.no_grad():
+        changed = images.clone()
+        changed[:, :, :16, :16] += 3
+    assert not torch.equal(heatmaps(model, changed, lambda logits: logits[:, 1]), found)
+
+
+def test_a_model_without_positions_has_no_heatmap():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 4), nn.ReLU(), nn.Linear(4, 2))
+    assert heatmaps(model.eval(), torch.randn(2, 3, 8, 8), lambda logits: logits[:, 0]) is None
