@@ -13,7 +13,21 @@ ROOT = Path(flatout.__file__).parent
 # From the bottom to the top: a module imports from its own entry and from those to the left of it.
 LAYERS = (
     *("errors", "host", "files", "settings", "console", "style", "recipe", "jobs"),
-    *("numerics", "data", "tasks", "models", "dist", "engine", "report", "callbacks", "run", "scale", "lr", "plan", "explore"),
+    *(
+        "numerics",
+        "data",
+        "tasks",
+        "models",
+        "dist",
+        "engine",
+        "report",
+        "callbacks",
+        "run",
+        "scale",
+        "lr",
+        "plan",
+        "explore",
+    ),
     "board",
     *("commands", "parser", "cli", "__main__"),
 )

@@ -1,7 +1,10 @@
 """Confident learning: wrong labels, from probabilities of a model that was not trained on the images it judges.
 
-Northcutt, Jiang and Chuang, "Confident Learning: Estimating Uncertainty in Dataset Labels" (JAIR 70, 2021,
-arXiv 1911.00068).
+After Northcutt, Jiang and Chuang, "Confident Learning: Estimating Uncertainty in Dataset Labels" (JAIR 70, 2021,
+arXiv 1911.00068): how often images of other classes get a label is estimated together with which labels these are, and
+images with the lowest self-confidence, the probability of their own label, are listed. The paper counts errors by
+thresholds on probabilities; of what a short training confuses, that takes much for errors. Here probabilities are
+calibrated, and Bayes' rule gives the probability that a label is wrong (see `probability_wrong`).
 
 Shape letters: N images, K classes, E errors.
 """
@@ -9,6 +12,13 @@ Shape letters: N images, K classes, E errors.
 from dataclasses import dataclass
 
 import numpy as np
+
+from flatout.numerics.calibration import fit_temperature
+
+# A label is listed from this probability on that it is wrong: looking at an image costs less than a missed error.
+LISTED_FROM = 0.15
+# The share of wrong labels that the estimate starts from, the most steps, and the change that ends it, in images.
+START, MOST_STEPS, LEAST_CHANGE = 0.1, 500, 0.01
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -19,7 +29,7 @@ class Errors:
         index: of the images, int64 [E].
         given, suggested: classes, int64 [E]; in multi-label tasks `given` is the class whose presence is wrong, and
             `suggested` 1 where it should be added, 0 where removed.
-        confidence: by how much the probability of the suggestion exceeds that of the given label, 0 to 1, float [E].
+        confidence: the probability that the label is wrong, float [E].
     """
 
     index: np.ndarray
@@ -31,48 +41,49 @@ class Errors:
         return len(self.index)
 
 
-def confident_joint(probabilities_NK: np.ndarray, labels_N: np.ndarray) -> np.ndarray:
-    """Return the estimated number of images of each given and each true class, float64 [K, K].
+def probability_wrong(own_N: np.ndarray, labels_N: np.ndarray) -> np.ndarray:
+    """Return the probability that each label is wrong, float64 [N].
 
-    An image counts for the most probable class among those whose probability reaches the mean of that class over the
-    images that have it as their label (section 3.1). Rows are scaled to the number of labels of each class.
+    An image is labelled k with probability p = c (1 - s) + (1 - c) r: c is that of being of class k, s the share of
+    wrong labels, and r the rate at which images of other classes are labelled k. The label k is wrong with probability
+    (1 - c) r / p. The sums of these over the images give s and each r again, until they stay the same.
+
+    Args:
+        own_N: p for the given label, calibrated on the labels as they are.
+        labels_N: int64 [N].
     """
-    K = probabilities_NK.shape[1]
-    count_K = np.bincount(labels_N, minlength=K)
-    own_N = probabilities_NK[np.arange(len(labels_N)), labels_N]
-    threshold_K = np.bincount(labels_N, own_N, K) / np.maximum(count_K, 1)
-    # A class without images has no threshold, and no image is taken to be of it.
-    threshold_K[count_K == 0] = np.inf
-    eligible_NK = np.where(probabilities_NK >= threshold_K, probabilities_NK, -1.0)
-    confident_N = eligible_NK.argmax(axis=1)
-    is_confident = eligible_NK.max(axis=1) >= 0
-    cells = labels_N[is_confident] * K + confident_N[is_confident]
-    joint_KK = np.bincount(cells, minlength=K * K).reshape(K, K).astype(np.float64)
-    # A class of which nothing is certain is taken to be right.
-    empty = joint_KK.sum(axis=1) == 0
-    joint_KK[empty, empty] = 1.0
-    return joint_KK / joint_KK.sum(axis=1, keepdims=True) * count_K[:, None]
+    count_K = np.bincount(labels_N)
+    own_N, errors_K = np.maximum(own_N, np.finfo(np.float64).tiny), START * count_K
+    wrong_N = np.zeros(len(labels_N))
+    for _ in range(MOST_STEPS):
+        rate_N = (errors_K / np.maximum(1, len(labels_N) - count_K))[labels_N]
+        share = errors_K.sum() / len(labels_N)
+        clean_N = np.clip((own_N - rate_N) / np.maximum(1e-6, 1 - share - rate_N), 0, 1)
+        wrong_N = np.where(own_N <= rate_N, 1.0, np.minimum(1, (1 - clean_N) * rate_N / own_N))
+        before_K, errors_K = errors_K, np.bincount(labels_N, wrong_N)
+        if np.abs(errors_K - before_K).max() < LEAST_CHANGE:
+            break
+    return wrong_N
 
 
 def find_errors(probabilities_NK: np.ndarray, labels_N: np.ndarray) -> Errors:
-    """Return the labels that are likely wrong: pruning by noise rate, ranked by normalised margin (section 3.2).
+    """Return the labels that are likely wrong, the surest first.
 
-    Of the images of a given class i, as many as the confident joint estimates to be of class j are taken, those with
-    the largest margin of j over i. Only images whose most probable class is j are errors.
+    Only images whose most probable class is another one are errors; it is the suggestion.
+
+    Args:
+        probabilities_NK: float [N, K], of a model that was not trained on the image.
+        labels_N: int64 [N].
     """
-    count, rows = len(labels_N), np.arange(len(labels_N))
-    joint_KK = confident_joint(probabilities_NK, labels_N)
+    logits_NK = np.log(np.maximum(probabilities_NK, 1e-7))
+    logits_NK = logits_NK / fit_temperature(logits_NK, labels_N)
+    calibrated_NK = np.exp(logits_NK - logits_NK.max(axis=1, keepdims=True))
+    calibrated_NK /= calibrated_NK.sum(axis=1, keepdims=True)
+    wrong_N = probability_wrong(calibrated_NK[np.arange(len(labels_N)), labels_N], labels_N)
     best_N = probabilities_NK.argmax(axis=1)
-    margin_N = probabilities_NK[rows, best_N] - probabilities_NK[rows, labels_N]
-    found = np.zeros(count, bool)
-    for given, wanted in zip(*np.nonzero(np.rint(joint_KK)), strict=True):
-        if given != wanted:
-            of = np.flatnonzero((labels_N == given) & (best_N == wanted))
-            most = np.argsort(-margin_N[of], kind="stable")[: int(np.rint(joint_KK[given, wanted]))]
-            found[of[most]] = True
-    index = np.flatnonzero(found)
-    index = index[np.argsort(-margin_N[index], kind="stable")]
-    return Errors(index=index, given=labels_N[index], suggested=best_N[index], confidence=margin_N[index])
+    index = np.flatnonzero((wrong_N >= LISTED_FROM) & (best_N != labels_N))
+    index = index[np.argsort(-wrong_N[index], kind="stable")]
+    return Errors(index=index, given=labels_N[index], suggested=best_N[index], confidence=wrong_N[index])
 
 
 def find_errors_of_several(probabilities_NK: np.ndarray, labels_NK: np.ndarray) -> Errors:

@@ -15,7 +15,9 @@ from flatout.report.pictures import overlaid
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
+    from flatout.recipe import Recipe
     from flatout.run.folder import Run
 
 # Images that a network explains at once: their activations are kept.
@@ -40,24 +42,33 @@ def heatmaps(run: "Run", pixels_NHWC: np.ndarray, answers: np.ndarray | None = N
         if answers is None:
             answers = run.probabilities(pixels_NHWC).argmax(axis=1)
         return np.mean([heatmaps(member, pixels_NHWC, answers) for member in run.members], axis=0)
+    try:
+        return heatmaps_of(run.model, run.recipe, run.task.name, pixels_NHWC, answers)
+    except InputError as error:
+        raise InputError(f"{run.path}: {error}") from None
+
+
+def heatmaps_of(
+    model: "nn.Module", recipe: "Recipe", task: str, pixels_NHWC: np.ndarray, answers: np.ndarray | None
+) -> np.ndarray:
+    """Return what `heatmaps` does, for a model of a recipe and its task."""
     import torch
 
     from flatout.models import explain
     from flatout.models.keras import KerasModule
     from flatout.numerics import augment
 
-    model, data = run.model.eval(), run.recipe.data
     if isinstance(model, KerasModule):
-        raise InputError(f"{run.path}: heatmaps need a torch network; this one is a Keras model")
-    mean, std = torch.tensor(data.mean), torch.tensor(data.std)
+        raise InputError("heatmaps need a torch network; this one is a Keras model")
+    mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
     parts = []
     for start in range(0, len(pixels_NHWC), _AT_ONCE):
         batch = torch.from_numpy(np.ascontiguousarray(pixels_NHWC[start : start + _AT_ONCE]))
-        images = augment.apply(batch, None, 1 / (255 * std), -mean / std, run.recipe.eval_sides)
+        images = augment.apply(batch, None, 1 / (255 * std), -mean / std, recipe.eval_sides)
         wanted = None if answers is None else torch.from_numpy(answers[start : start + _AT_ONCE])
-        found = explain.heatmaps(model, images, lambda logits, wanted=wanted: _score(run.task.name, logits, wanted))
+        found = explain.heatmaps(model.eval(), images, lambda logits, wanted=wanted: _score(task, logits, wanted))
         if found is None:
-            raise InputError(f"{run.path}: {run.recipe.model} has no layer with positions in the image to explain by")
+            raise InputError(f"{recipe.model} has no layer with positions in the image to explain by")
         parts.append(found.numpy())
     return np.concatenate(parts)
 

@@ -248,6 +248,7 @@ def write_predictions(
     worst = np.argsort(-task.losses_of(probabilities.astype(np.float64), labels), kind="stable")[:PICTURES]
     sample, positions = np.unique(np.concatenate([grid, mistakes, worst]), return_inverse=True)
     images = samples.read(sample, np.empty((len(sample), *samples.images.shape[1:]), samples.images.dtype))
+    of_mistakes = images[positions[len(grid) : len(grid) + len(mistakes)]]
     arrays: dict[str, Any] = {
         "split": np.array(split),
         "classes": np.array(classes),
@@ -260,7 +261,7 @@ def write_predictions(
         "images": images,
         "grid": positions[: len(grid)],
         "mistakes": positions[len(grid) : len(grid) + len(mistakes)],
-        "heatmaps": _heatmaps(session, images[positions[len(grid) :]], task.decided(result.predicted)[mistakes]),
+        "heatmaps": _heatmaps(session, len(classes), of_mistakes, task.decided(result.predicted)[mistakes]),
         **more,
     }
     buffer = io.BytesIO()
@@ -268,21 +269,24 @@ def write_predictions(
     write_atomically(session.out / run_files.PREDICTIONS, buffer.getvalue())
 
 
-def _heatmaps(session: "Session", images: np.ndarray, answers: np.ndarray) -> np.ndarray | None:
+def _heatmaps(session: "Session", classes: int, images: np.ndarray, answers: np.ndarray) -> np.ndarray | None:
     """Return what speaks for the first wrong answers, uint8 [M, H, W]; None where the model does not show it."""
-    from flatout.models.load import copied
-    from flatout.run import explain
-    from flatout.run.folder import Run
+    from flatout.models.load import build_model, copied
+    from flatout.models.weights import load_exactly, read_weights
+    from flatout.run.explain import heatmaps_of
 
-    images, answers = images[:EXPLAINED], answers[:EXPLAINED]
+    images, answers, weights = images[:EXPLAINED], answers[:EXPLAINED], session.out / run_files.WEIGHTS
     # The folder of a cross-validation has no weights.
-    if not len(images) or not (session.out / run_files.WEIGHTS).is_file():
+    if not len(images) or not weights.is_file():
         return None
-    module = session.module
+    recipe, module = session.recipe, session.module
     try:
-        run = Run(session.out, model=None if module is None else copied(module), allow_code=session.options.allow_code)
-        classes = np.maximum(answers, 0) if answers.dtype.kind == "i" and answers.ndim == 1 else None
-        return (255 * explain.heatmaps(run, images, classes)).round().astype(np.uint8)
+        module = None if module is None else copied(module)
+        model = build_model(recipe, classes, module=module, allow_code=session.options.allow_code)
+        load_exactly(model.eval(), read_weights(weights)[0], weights)
+        is_class = answers.dtype.kind == "i" and answers.ndim == 1
+        found = heatmaps_of(model, recipe, recipe.task, images, np.maximum(answers, 0) if is_class else None)
+        return (255 * found).round().astype(np.uint8)
     except Exception as error:  # a model that is not ours may raise anything, and the run is worth more
         session.note(f"the report shows no heatmaps: {type(error).__name__}: {first_line(error)}")
         return None
