@@ -3,6 +3,7 @@
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,7 +146,7 @@ def test_numbers_have_no_wrong_classes(tmp_path: Path, capsys: pytest.CaptureFix
 def test_planted_errors_in_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
+    digits: Any = load_digits()
     labels, wrong = digits.target.copy(), RNG.choice(1797, 90, replace=False)
     labels[wrong] = (labels[wrong] + RNG.integers(1, 10, 90)) % 10
     np.savez(tmp_path / "digits.npz", x_train=(digits.images * 15.9).astype(np.uint8), y_train=labels)
