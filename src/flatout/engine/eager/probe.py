@@ -84,8 +84,12 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
 
 
 def _can_fork(ranks: int) -> bool:
-    """Return whether this process can be forked into ranks: with one thread each, as torch's data loaders are."""
-    return ranks > 1 and sys.platform == "linux" and cpu_threads(ranks) == 1 and not torch.accelerator.is_available()
+    """Return whether this process can be forked into ranks: with one thread each, as torch's data loaders are.
+
+    The threads of JAX hold locks that a forked process would wait for.
+    """
+    is_plain = not torch.accelerator.is_available() and "jax" not in sys.modules
+    return ranks > 1 and sys.platform == "linux" and cpu_threads(ranks) == 1 and is_plain
 
 
 class ForkedWorld(World):
