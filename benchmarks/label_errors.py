@@ -24,8 +24,8 @@ from flatout.data.source import DataRef, Source
 from flatout.engine.devices import machine
 from flatout.explore.label_errors import find_label_errors
 from flatout.run.fit import train_recipe
+from flatout.run.options import Options
 from flatout.run.resolve import resolve
-from flatout.run.session import Options
 from flatout.settings import parse_setting
 
 SHARE, SEED = 0.05, 0

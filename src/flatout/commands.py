@@ -59,8 +59,8 @@ def do_train(args: Namespace, console: Console) -> None:
     from flatout.engine.devices import parse_devices
     from flatout.engine.factory import rate_on
     from flatout.run.fit import train_recipe
+    from flatout.run.options import Options
     from flatout.run.resolve import resolve
-    from flatout.run.session import Options
 
     engine = _engine(args)
     timeout = {} if args.rendezvous_timeout is None else {"timeout": args.rendezvous_timeout}
@@ -104,8 +104,8 @@ def do_lr(args: Namespace, console: Console) -> Output:
     """Find a learning rate: train some steps while it rises."""
     from flatout.engine.devices import parse_devices
     from flatout.lr.range_test import find_rate, lines_of
+    from flatout.run.options import Options
     from flatout.run.resolve import resolve
-    from flatout.run.session import Options
 
     engine = _engine(args)
     accelerated = parse_devices(args.devices, engine).is_accelerated

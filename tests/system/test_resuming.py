@@ -36,7 +36,7 @@ def test_the_order_is_chosen_by_memory_once(
     on_disk = ["--epochs", "1", "--set", "data.stored_size=9"]
     assert main(command(data, tmp_path / "full", *on_disk)) == 0
     assert 'order = "full"' in (tmp_path / "full" / "recipe.toml").read_text()
-    monkeypatch.setattr("flatout.run.session.available_memory", lambda: 1)
+    monkeypatch.setattr("flatout.run.fill_in.available_memory", lambda: 1)
     assert main(command(data, tmp_path / "run", *on_disk)) == 0
     assert "data.order = blocks: " in capsys.readouterr().out
     monkeypatch.undo()

@@ -20,7 +20,7 @@ from flatout.files import printable
 from flatout.recipe import Recipe
 from flatout.report import run_files
 from flatout.run.folds import cross_validate
-from flatout.run.session import Options
+from flatout.run.options import Options
 
 # Three trainings on two thirds of the images, each 0.6 times as long as one, take 1.2 times as long together.
 FOLDS, SHARE_OF_EPOCHS = 3, 0.6

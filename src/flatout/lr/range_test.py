@@ -23,7 +23,8 @@ from flatout.numerics.schedule import scaled_rate
 from flatout.recipe import Recipe
 from flatout.report.run_files import write_json
 from flatout.run.fit import run_session
-from flatout.run.session import Options, Session
+from flatout.run.options import Options
+from flatout.run.session import Session
 from flatout.scale.scale import check_free
 
 if TYPE_CHECKING:

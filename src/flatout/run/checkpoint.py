@@ -3,14 +3,18 @@
 import json
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.errors import InputError
 from flatout.models.weights import read_weights, save_tensors
 from flatout.recipe import FREE_KEYS, Recipe, from_dict, of_run
 from flatout.run.progress import Progress, from_plain, to_plain
+
+if TYPE_CHECKING:
+    from flatout.dist.world import World
+    from flatout.engine.base import Engine
 
 _BEST = "best."
 
@@ -110,6 +114,46 @@ def load_newest(folder: Path, report: Callable[[str], None], since: float = 0.0)
     if paths:
         raise InputError(f"{folder}: all {len(paths)} checkpoints are damaged; train with --overwrite to start again")
     return None
+
+
+def restore_newest(
+    engine: "Engine",
+    folder: Path,
+    recipe: Recipe,
+    data: dict[str, Any],
+    world: "World",
+    report: Callable[[str], None],
+    since: float = 0.0,
+) -> Checkpoint | None:
+    """Load the newest whole checkpoint into the engine. All ranks call this; the main process reads the file.
+
+    Returns:
+        The checkpoint without its tensors; None where nothing was saved yet.
+
+    Raises:
+        InputError: see `load_newest` and `Checkpoint.check_resumable`.
+    """
+    newest: Any = None
+    if world.is_main:
+        try:
+            newest = load_newest(folder, report, since)
+        except InputError as error:
+            newest = error
+    state, best = (newest.state, newest.best) if isinstance(newest, Checkpoint) else ({}, {})
+    if isinstance(newest, Checkpoint):
+        # The engine distributes the tensors.
+        newest = replace(newest, state={}, best={})
+    newest = world.broadcast_object(newest)
+    if isinstance(newest, InputError):
+        raise newest
+    if newest is None:
+        return None
+    newest.check_resumable(recipe, data, report)
+    if newest.progress.best_epoch and recipe.keep == "best":
+        engine.load_state({**state, **best})
+        newest.progress.best = engine.snapshot(weights_only=True)
+    engine.load_state(state)
+    return newest
 
 
 def _read(path: Path) -> Checkpoint:

@@ -11,7 +11,8 @@ from flatout.console import Console
 from flatout.errors import InputError, Stopped
 from flatout.recipe import Recipe
 from flatout.run.folder import Ensemble, Run, load
-from flatout.run.session import Options, Session, check_batch
+from flatout.run.options import Options
+from flatout.run.session import Session, check_batch
 from flatout.settings import in_python, python_words
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from flatout.report import run_files
 from flatout.run import claim
 from flatout.run.checkpoint import check_same
 from flatout.run.finish import scores_of, versions, write_predictions
-from flatout.run.session import Options, Session
+from flatout.run.options import Options
+from flatout.run.session import Session
 from flatout.tasks import describe_metrics, task_of
 
 if TYPE_CHECKING:

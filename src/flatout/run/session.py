@@ -1,37 +1,30 @@
 """One training run: its phases in order, in each of its processes."""
 
 import contextlib
-import copy
-import functools
-import math
 import shlex
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from flatout.callbacks.base import Callback
 from flatout.console import Console, counted
 from flatout.data.order import steps_per_epoch
 from flatout.dist.consistency import agree, data_facts
 from flatout.dist.env import restart_count
-from flatout.dist.hosts import Hosts
 from flatout.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
-from flatout.host import available_memory
 from flatout.numerics.schedule import describe_scaling, learning_rate
-from flatout.recipe import Augment, Recipe, load_recipe, of_run
+from flatout.recipe import Recipe, load_recipe, of_run
 from flatout.report import run_files
 from flatout.run import claim, sanity
 from flatout.run.budget import Budget, measure
 from flatout.run.calls import Calls
+from flatout.run.fill_in import about_splits, filled_in
 from flatout.run.loop import train
 from flatout.run.monitor import Monitor, signals_noted
-from flatout.run.own import OwnFunctions
+from flatout.run.options import Options
 from flatout.run.progress import Progress
-from flatout.tasks import task_of, weights_of, with_task
+from flatout.run.start import start_engine
+from flatout.tasks import with_task
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,53 +39,6 @@ if TYPE_CHECKING:
 
 # From this factor on, a note says that a longer run has raised the learning rate.
 RATE_JUMP = 1.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a recipe is run, other than what the recipe says.
-
-    Attributes:
-        out: the run folder; None for a new one under `runs/`.
-        devices: a device SPEC.
-        engine: the engine's name.
-        resume: continue the run in `out` from its newest checkpoint.
-        overwrite: replace the run in `out`.
-        cache: keep the pack in the cache folder for the next run.
-        hosts: the hosts that take part.
-        restarts: how often the ranks are restarted from the newest checkpoint after one was lost; None: as often as
-            elastic hosts may be lost.
-        allow_code: whether a model named as `package.module:factory` may be imported.
-        minutes: the time budget of the whole run; None for the recipe's own length.
-        began: when the user asked for the run, by time.perf_counter.
-        notes: sentences about the recipe, for the summary and the report.
-        callbacks: called by the main process.
-        own: functions given in Python.
-    """
-
-    out: Path | None = None
-    devices: str = "auto"
-    engine: str = "torch"
-    resume: bool = False
-    overwrite: bool = False
-    cache: bool = True
-    allow_code: bool = False
-    hosts: Hosts = field(default_factory=Hosts)
-    restarts: int | None = None
-    minutes: float | None = None
-    began: float = field(default_factory=time.perf_counter)
-    notes: tuple[str, ...] = ()
-    callbacks: tuple[Callback, ...] = ()
-    own: OwnFunctions = field(default_factory=OwnFunctions)
-
-    @property
-    def seconds(self) -> float | None:
-        """The time budget."""
-        return None if self.minutes is None else 60 * self.minutes
-
-    def __post_init__(self) -> None:
-        if self.minutes is not None and not (self.minutes > 0 and math.isfinite(self.minutes)):
-            raise InputError(f"--minutes {self.minutes:g}: must be greater than 0")
 
 
 def check_batch(batch: int, ranks: int) -> None:
@@ -261,8 +207,7 @@ class Session:
 
     def _split(self, pack: "Pack") -> "dict[str, Samples]":
         """Describe and split the pack, and fill in what the recipe leaves to the data."""
-        from flatout.data.load import measure, splits_of
-        from flatout.tasks.regression import statistics
+        from flatout.data.load import splits_of
 
         self.console.note(pack.describe())
         for sentence in pack.notes:
@@ -270,51 +215,14 @@ class Session:
         if pack.skipped:
             self.note(f"{len(pack.skipped):,} unreadable images were left out")
         splits = splits_of(pack, self.recipe.data, self.recipe.seed)
-        taken = [f"{name} {len(s):,}" for name, s in splits.items() if name not in pack.splits]
-        if fold := self.recipe.data.fold:
-            held_out = f"train {len(splits['train']):,}, held out {len(splits['valid']):,}"
-            self.note(f"fold {fold} of {self.recipe.data.folds}: {held_out}")
-        elif taken:
-            how = "the same share of all numbers" if pack.task == "regression" else "by class"
-            how += " and group" * (pack.groups is not None)
-            self.note(f"taken from the training images, {how}: {', '.join(taken)}; train {len(splits['train']):,}")
-        if len(splits) == 1:
-            self.note("no held-out data: accuracy will not be measured")
-        if not self.recipe.data.bits:
-            self.recipe = self.recipe.override({"data.bits": pack.bits})
-        self._choose_decoding(pack)
-        if not self.recipe.data.mean:
-            waiting = self.world.heartbeat.alone("decoding the first images")
-            with waiting if splits["train"].is_arriving else contextlib.nullcontext():
-                mean, std = measure(splits["train"])
-            self.recipe = self.recipe.override({"data.mean": mean, "data.std": std})
-        before, self.recipe = self.recipe.loss, with_task(self.recipe, pack.task)
-        if self.recipe.loss != before:
-            self.note(f"loss = {self.recipe.loss}: the labels are {pack.task}")
-        if pack.task == "regression" and not self.recipe.data.label_std:
-            label_mean, label_std = statistics(splits["train"].labels)
-            self.recipe = self.recipe.override({"data.label_mean": label_mean, "data.label_std": label_std})
-        self._choose_order(splits["train"])
+        for sentence in about_splits(self.recipe, pack, splits):
+            self.note(sentence)
+        self.recipe = filled_in(self.recipe, pack, splits, self.world, self._of_run, self.note)
         check_batch(min(self.recipe.batch_size, len(splits["train"])), self.world.size)
         if self.recipe.optimizer.lr_base_batch not in (0, self.recipe.batch_size):
             self.note(describe_scaling(self.recipe))
         self._time("read")
         return splits
-
-    def _choose_decoding(self, pack: "Pack") -> None:
-        """Replace `data.decode = "auto"` by the value of the run that is continued, or one that suits the data."""
-        from flatout.data.load import decodes_during_training
-
-        if self.recipe.data.decode == "auto":
-            chosen = "during" if decodes_during_training(self.recipe, pack) else "before"
-            self.recipe = self.recipe.override({"data.decode": self._of_run("decode") or chosen})
-        if pack.arrival is None:
-            return
-        if self.recipe.data.decode == "before":
-            with self.world.heartbeat.alone("making the pack"):
-                pack.arrival.wait(np.arange(len(pack.labels)))
-        else:
-            self.note(f"{len(pack.labels):,} images are decoded during the first epoch (data.decode = during)")
 
     def _of_run(self, key: str) -> str:
         """Return the value of a key of `data` in the run that is continued; "" in a new run."""
@@ -322,20 +230,6 @@ class Session:
         if self._has_checkpoints() and self.world.is_main:
             value = getattr(of_run(load_recipe(self.out / run_files.RECIPE)).data, key)
         return self.world.broadcast_object(value)
-
-    def _choose_order(self, train: "Samples") -> None:
-        """Replace `data.order = "auto"` by the order of the run that is continued, or of one that suits the host."""
-        if self.recipe.data.order != "auto":
-            return
-        order = self._of_run("order")
-        free = min(self.world.all_gather_object(available_memory()))
-        if not order and train.is_on_disk and train.nbytes > free:
-            order = "blocks"
-            self.note(
-                f"data.order = blocks: {train.nbytes / 2**30:.1f} GiB of training images are more than the "
-                f"{free / 2**30:.1f} GiB of available memory"
-            )
-        self.recipe = self.recipe.override({"data.order": self.world.broadcast_object(order or "full")})
 
     def build_model(self, pack: "Pack", report: Callable[[str], None] = lambda sentence: None) -> "nn.Module":
         """Return the model with fresh weights; one given in Python as a copy."""
@@ -349,57 +243,20 @@ class Session:
             report=report,
         )
 
-    def _load_weights(self, model: "nn.Module") -> None:
-        """Load the weights to start from into rank 0's model, which the engine distributes: one rank downloads them."""
-        from flatout.models.pretrained import load_pretrained
-
-        failure: InputError | None = None
-        if self.world.is_main:
-            try:
-                with self.world.heartbeat.alone("loading the weights"):
-                    load_pretrained(model, self.recipe, self.note)
-            except InputError as error:
-                failure = error
-        failure = self.world.broadcast_object(failure)
-        if failure:
-            raise failure
-
     def _make_engine(self, model: "nn.Module", splits: "dict[str, Samples]", pack: "Pack") -> "Engine":
         """Return the engine, with the weights to start from."""
         from flatout.engine.devices import spec_of
-        from flatout.engine.factory import make_engine, precisions
 
-        recipe = self.recipe
-        if recipe.pretrained or recipe.weights:
-            self._load_weights(model)
-        elif recipe.freeze:
-            self.note("frozen layers keep their random weights: no pre-trained weights were requested")
-        task, labels = task_of(recipe), splits["train"].labels
-        make = functools.partial(
-            make_engine,
-            engine=self.options.engine,
-            devices=self.options.devices,
+        engine, self.recipe = start_engine(
+            model,
+            self.recipe,
+            splits,
+            pack.classes,
             world=self.world,
-            class_weights=weights_of(recipe, task, labels, pack.classes),
-            **self._own_functions(),
+            options=self.options,
+            fits_head=self.recipe.linear_probe and not self._has_checkpoints(),
+            note=self.note,
         )
-        if recipe.linear_probe and not self._has_checkpoints():
-            self._fit_head(model, splits, make)
-        formats = precisions(self.options.engine, self.world)
-        if recipe.precision == "auto" and "bf16" in formats and not recipe.exact_sums:
-            from flatout.run.precision import fastest_precision
-
-            chosen, reason = fastest_precision(
-                lambda one: make(copy.deepcopy(model), one, report=lambda sentence: None),
-                splits["train"],
-                recipe,
-                self.world,
-                formats,
-            )
-            self.note(reason)
-            recipe = self.recipe = recipe.override({"precision": chosen})
-        engine = make(model, recipe, report=self.note)
-        engine.task = replace(engine.task, own_metrics=self.options.own.metrics)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         names = [name for names in self.world.all_gather_object(engine.device_names) for name in names]
@@ -408,35 +265,6 @@ class Session:
             self.console.note(sentence)
         self._time("model")
         return engine
-
-    def _own_functions(self) -> dict[str, Any]:
-        """Return the options of the torch engine for functions of the user's; `check` has refused them elsewhere."""
-        own = self.options.own
-        return {"loss": own.loss, "batch_transforms": own.batch_transforms} if own.loss or own.batch_transforms else {}
-
-    def _fit_head(self, model: "nn.Module", splits: "dict[str, Samples]", make: "Callable[..., Engine]") -> None:
-        """Fit the head to the output of the layers before it, computed on the devices of the run."""
-        from flatout.models.layers import freeze
-        from flatout.run.linear_probe import fit_head, linear_head
-
-        head, backbone = linear_head(model), copy.deepcopy(model)
-        freeze(backbone, "all-but-last-0")
-        plain = replace(self.recipe, augment=Augment(), shard="none")
-        with contextlib.closing(make(backbone, plain, report=lambda sentence: None)) as engine:
-            # The images of a fold choose nothing.
-            names = ("train",) if self.recipe.data.fold else ("train", "valid")
-            chosen = {name: samples for name, samples in splits.items() if name in names}
-            features = {name: engine.place(samples).features() for name, samples in chosen.items()}
-        found = {name: values for name, values in features.items() if values is not None and values.ndim == 2}
-        if head is None or len(found) < len(chosen) or found["train"].shape[1] != head.in_features:
-            raise InputError(
-                f"linear_probe = true: {self.recipe.model} has no single linear layer as its head, or torch.fx cannot "
-                "trace what is before it; set linear_probe = false"
-            )
-        if self.world.is_main:
-            # The engine takes the main process's weights.
-            labels = {name: samples.labels for name, samples in chosen.items()}
-            self.note(fit_head(head, found, labels, self.recipe))
 
     def _is_continued(self) -> bool:
         """Return whether the run goes on from a checkpoint, if there is one, rather than starting."""
@@ -454,32 +282,16 @@ class Session:
 
     def _resume(self, engine: "Engine", pack: "Pack") -> Progress | None:
         """Load the newest checkpoint if the run is to be resumed; None where there is none."""
-        from flatout.run.checkpoint import Checkpoint, load_newest
+        from flatout.run.checkpoint import restore_newest
 
         self.data_facts = data_facts(pack, self.recipe)
         if not self._is_continued():
             return None
-        newest: Any = None
-        if self.world.is_main:
-            try:
-                newest = load_newest(self.out / run_files.CHECKPOINTS, self.note, self._checkpoints_since())
-            except InputError as error:
-                newest = error
-        state, best = (newest.state, newest.best) if isinstance(newest, Checkpoint) else ({}, {})
-        if isinstance(newest, Checkpoint):
-            # The engine distributes the tensors.
-            newest = replace(newest, state={}, best={})
-        newest = self.world.broadcast_object(newest)
-        if isinstance(newest, InputError):
-            raise newest
+        folder, since = self.out / run_files.CHECKPOINTS, self._checkpoints_since()
+        newest = restore_newest(engine, folder, self.recipe, self.data_facts, self.world, self.note, since)
         if newest is None:
             self.note("nothing was saved yet: training starts from the beginning")
             return None
-        newest.check_resumable(self.recipe, self.data_facts, self.note)
-        if newest.progress.best_epoch and self.recipe.keep == "best":
-            engine.load_state({**state, **best})
-            newest.progress.best = engine.snapshot(weights_only=True)
-        engine.load_state(state)
         self.note(f"resumed after epoch {newest.progress.epoch}, step {newest.progress.step}")
         self._continued = newest.recipe
         return newest.progress
