@@ -231,9 +231,17 @@ def test_the_estimate_computes_in_the_recipes_precision(
             probe.seconds_per_image(model, recipe)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
-def test_ranks_are_measured_together(host: Host) -> None:
+@pytest.fixture
+def forking(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host of two cores, in a process that has not loaded JAX, which other tests may have done."""
     host(cores=2)
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+@pytest.mark.usefixtures("forking")
+def test_ranks_are_measured_together() -> None:
     recipe = Recipe(model="test", image_size=8, channels=1, epochs=1, batch_size=9).override({"precision": "fp32"})
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
     before, generator, threads = copy.deepcopy(model.state_dict()), torch.get_rng_state(), torch.get_num_threads()
@@ -256,8 +264,9 @@ class Broken(nn.Module):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
-def test_a_rank_that_fails_ends_the_measurement(host: Host) -> None:
-    host(cores=2)
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+@pytest.mark.usefixtures("forking")
+def test_a_rank_that_fails_ends_the_measurement() -> None:
     recipe = Recipe(model="test", image_size=8, channels=1, epochs=1, batch_size=8)
     with pytest.raises(RuntimeError, match="broken"):
         probe.seconds_per_image(Broken(), recipe, ranks=2)
