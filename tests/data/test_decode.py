@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, ImageOps
 
-from flatout.data import decode
-from flatout.data.decode import MAX_PIXELS, BadImage, decode_image, read_header, resize_images
+from flatout.data import pillow
+from flatout.data.decode import BadImage, decode_image, read_header
+from flatout.data.limits import MAX_PIXELS
+from flatout.data.resize import resize_images
 from flatout.errors import InputError
 
 
@@ -334,7 +336,7 @@ def test_the_limit_of_pixels_can_be_set(tmp_path, monkeypatch):
 def test_large_images_are_averaged_before_they_are_resized(tmp_path, monkeypatch, mode):
     file = saved(smooth_picture(210, 132).convert(mode), tmp_path / "a.png")
     expected = {resize: decode_image(file, size=16, channels=3, resize=resize) for resize in ("squash", "crop")}
-    monkeypatch.setattr(decode, "LARGE_PIXELS", 20_000)
+    monkeypatch.setattr(pillow, "LARGE_PIXELS", 20_000)
     for resize, whole in expected.items():
         assert np.abs(decode_image(file, size=16, channels=3, resize=resize).astype(int) - whole).max() <= 3
 
@@ -363,7 +365,7 @@ def test_large_images_take_little_more_than_their_pixels(tmp_path):
 def test_large_images_are_decoded_one_at_a_time(tmp_path, monkeypatch):
     file = saved(smooth_picture(60, 50), tmp_path / "a.png")
     inside, most = [], []
-    convert = decode._to_array
+    convert = pillow._to_array
 
     def observed(*arguments, **options):
         inside.append(1)
@@ -372,9 +374,9 @@ def test_large_images_are_decoded_one_at_a_time(tmp_path, monkeypatch):
         inside.pop()
         return convert(*arguments, **options)
 
-    monkeypatch.setattr(decode, "_to_array", observed)
+    monkeypatch.setattr(pillow, "_to_array", observed)
     for limit, expected in ((2999, {1}), (3000, {1, 2, 3, 4})):
-        monkeypatch.setattr(decode, "LARGE_PIXELS", limit)
+        monkeypatch.setattr(pillow, "LARGE_PIXELS", limit)
         most.clear()
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda _: decode_image(file, size=8, channels=3, resize="crop"), range(8)))

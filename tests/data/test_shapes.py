@@ -11,10 +11,11 @@ from PIL import Image, ImageOps
 from flatout.cli import main
 from flatout.data import pack_files
 from flatout.data.build import build_pack, load_pack
-from flatout.data.decode import BadImage, decode_image, read_header, resize_images
+from flatout.data.decode import BadImage, decode_image, read_header
 from flatout.data.load import find, measure, splits_of
 from flatout.data.pack import open_pack
 from flatout.data.pixels import channels_last
+from flatout.data.resize import resize_images
 from flatout.errors import InputError
 from flatout.recipe import Data
 from flatout.run.advise import look

@@ -19,11 +19,12 @@ import numpy as np
 from flatout.data import pack_files
 from flatout.data.arrival import Building
 from flatout.data.cache import NotWritable, lock, make_room, making, temporary_folder
-from flatout.data.decode import RESIZE_METHOD, BadImage, decode_image, read_headers, resize_images
+from flatout.data.decode import RESIZE_METHOD, BadImage, decode_image, read_headers
 from flatout.data.digests import combined_digest, digest_files
 from flatout.data.pack import Pack, PackSettings, Progress, fingerprint_of, open_pack
 from flatout.data.pack_files import DamagedPack
 from flatout.data.pixels import with_bits
+from flatout.data.resize import resize_images
 from flatout.data.source import DataRef, Source
 from flatout.errors import DiskFull, InputError
 from flatout.files import NO_SPACE, printable

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.labels import first_few
+from flatout.data.limits import MAX_FILE_BYTES
 from flatout.data.members import Encoded, refuse_bomb
 from flatout.data.shards import reference, shards
 from flatout.data.source import DataRef, ReadOptions, Source, assemble

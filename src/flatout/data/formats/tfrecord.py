@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.labels import find_class_list_beside
+from flatout.data.limits import MAX_FILE_BYTES
 from flatout.data.members import Container, Slice
 from flatout.data.shards import reference, shards
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
