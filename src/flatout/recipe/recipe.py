@@ -1,0 +1,252 @@
+"""The recipe of a training run, and how it comes from plain values."""
+
+import dataclasses
+import operator
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
+
+from flatout.errors import InputError
+from flatout.recipe.checked import Checked
+from flatout.recipe.sections import MAX_IMAGE_SIZE, Augment, Data, Optimizer, Schedule
+from flatout.settings import Size, nearest, one_or_both, shown, sides, typed
+
+T = TypeVar("T")
+
+MAX_CHANNELS = 1024
+# Of an optimizer whose name is changed.
+KEPT_OF_OPTIMIZER = ("lr", "lr_base_batch", "layer_decay", "weight_decay")
+# These keys may differ when a run is resumed: they set its length, or change results by rounding only.
+FREE_KEYS = (
+    "epochs",
+    "max_steps",
+    "early_stopping",
+    "log_every",
+    "micro_batch",
+    "precision",
+    "shard",
+    "data.path",
+    "data.placement",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Checked):
+    """A training run.
+
+    image_size: of the images that the model is trained on: height and width in pixels, or one number if they are equal.
+    channels: 1 for grey, 3 for RGB, 4 for RGBA, any number for images of so many bands.
+    batch_size: the global batch, on any number of devices.
+    max_steps: the steps of the whole run, if they are fewer than those of all epochs; 0 for all.
+    micro_batch: the largest number of samples that a device computes at once (gradient accumulation); 0 is automatic.
+    shard: whether each device keeps all parameters and optimizer state, or a slice (full).
+    norm: whether batch normalisation uses the global batch.
+    exact_sums: whether the weights have the same bits on any number of CPU devices, at the cost of speed.
+    task: what the labels are: one class, any number of classes, or a number. auto: as the data shows.
+    loss: by the task; the default stands for that of the task.
+    dropout: the rate of every dropout layer; -1 for the model's own.
+    class_weights: of the classes in the loss: balanced, inverse to their number of images; or a number for each.
+    clip_norm: the largest norm of all gradients together; larger ones are scaled down. 0 for no limit.
+    ema: the decay of an exponential moving average of the weights, which is evaluated and kept; 0 for none.
+    drop_last: leave out a short last batch instead of padding it.
+    pretrained: start from published weights. weights: from this file or folder instead.
+    linear_probe: fit the head to the output of the layers before it, before the first step.
+    freeze: `all-but-last-N` layers, or comma-separated patterns of parameter names.
+    keep: whether the run's weights are those of the best epoch by validation, or of the last.
+    early_stopping: epochs without improvement in validation before training ends; 0 for never.
+    log_every: steps between printed losses; 0 for none.
+    tta: whether the evaluation at the end averages over views of each image (test-time augmentation).
+    """
+
+    job: str = "custom"
+    model: str
+    image_size: Annotated[Size, f"[1, {MAX_IMAGE_SIZE}]"]
+    channels: Annotated[int, f"[1, {MAX_CHANNELS}]"] = 3
+    epochs: Annotated[int, "[1, inf)"]
+    batch_size: Annotated[int, "[1, inf)"]
+    max_steps: Annotated[int, "[0, inf)"] = 0
+    micro_batch: Annotated[int, "[0, inf)"] = 0
+    shard: Literal["none", "full"] = "none"
+    seed: int = 1
+    norm: Literal["global", "per-device"] = "global"
+    exact_sums: bool = False
+    task: Literal["auto", "single-label", "multi-label", "regression"] = "auto"
+    loss: Literal["cross-entropy", "binary-cross-entropy", "mse", "huber"] = "cross-entropy"
+    label_smoothing: Annotated[float, "[0, 1)"] = 0.0
+    dropout: float = -1.0
+    clip_norm: Annotated[float, "[0, inf)"] = 0.0
+    ema: Annotated[float, "[0, 1)"] = 0.0
+    class_weights: Literal["none", "balanced"] | tuple[float, ...] = "none"
+    drop_last: bool = False
+    pretrained: bool = False
+    weights: str = ""
+    linear_probe: bool = False
+    freeze: str = ""
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    keep: Literal["best", "last"] = "best"
+    early_stopping: Annotated[int, "[0, inf)"] = 0
+    log_every: Annotated[int, "[0, inf)"] = 0
+    tta: bool = False
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    augment: Augment = field(default_factory=Augment)
+    data: Data = field(default_factory=Data)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dropout != -1:
+            self._check_range("dropout", "[0, 1)")
+        weights = self.class_weights if isinstance(self.class_weights, tuple) else ()
+        positive = "must be at least 0, and not all 0"
+        need = f"must have 1 value or one for each of the {self.channels} channels"
+        self._require(
+            (bool(self.model), "model", "must name a model"),
+            (all(weight >= 0 for weight in weights) and (not weights or any(weights)), "class_weights", positive),
+            (0 <= self.seed < 2**63, "seed", "must be at least 0 and less than 2^63"),
+        )
+        largest = self._largest_sides
+        larger = f"must be at least {shown(one_or_both(largest))}, the largest of image_size and data.eval_size, or 0 "
+        larger += "for that"
+        smaller = f"must be at most image_size ({shown(self.image_size)})"
+        is_smaller = all(map(operator.le, sides(self.augment.start_size), self.image_sides))
+        of_pictures = f"needs images of 1 or 3 channels and 8 bits; these have {self.channels} channels"
+        of_pictures += f" and {self.data.bits} bits" * bool(self.data.bits)
+        is_picture = self.channels in (1, 3) and self.data.bits != 16
+        self.augment._require(
+            (is_smaller, "start_size", smaller),
+            (is_picture or self.augment.policy == "none", "policy", of_pictures),
+        )
+        self.data._require(
+            (len(self.data.mean) in (0, 1, self.channels), "mean", need),
+            (all(map(operator.ge, self.stored_sides, largest)), "stored_size", larger),
+        )
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Return the steps of the whole run."""
+        every = self.epochs * steps_per_epoch
+        return min(every, self.max_steps or every)
+
+    @property
+    def image_sides(self) -> tuple[int, int]:
+        """Height and width of the images that the model is trained on."""
+        return sides(self.image_size)
+
+    @property
+    def stored_sides(self) -> tuple[int, int]:
+        """Height and width of the decoded images."""
+        return sides(self.data.stored_size) if self.data.stored_size else self._largest_sides
+
+    @property
+    def _largest_sides(self) -> tuple[int, int]:
+        (height, width), (eval_height, eval_width) = self.image_sides, self.eval_sides
+        return max(height, eval_height), max(width, eval_width)
+
+    @property
+    def eval_sides(self) -> tuple[int, int]:
+        """Height and width of the images in evaluation and prediction."""
+        return sides(self.data.eval_size or self.image_size)
+
+    @property
+    def start_sides(self) -> tuple[int, int]:
+        """Height and width of the training images in the first epoch."""
+        return sides(self.augment.start_size or self.image_size)
+
+    @property
+    def is_cacheable(self) -> bool:
+        """Whether what a frozen layer computes of an image can be kept for training and evaluation."""
+        sizes = {self.image_sides, self.eval_sides, self.start_sides}
+        return self.augment.is_finite and len(sizes) == 1
+
+    def override(self, changes: Mapping[str, Any]) -> "Recipe":
+        """Return a recipe with dotted keys changed, such as `{"epochs": 3, "optimizer.lr": 0.1}`.
+
+        Another `optimizer.name` or `schedule.name` resets the rest of that section to its defaults, except the learning
+        rate, its base batch, its decay by layer and weight decay.
+
+        Raises:
+            InputError: a key is unknown, or a value has the wrong type or is impossible.
+        """
+        table = self.to_dict()
+        for key in ("optimizer", "schedule"):
+            name = changes.get(f"{key}.name", table[key]["name"])
+            if name != table[key]["name"]:
+                kept = {k: v for k, v in table[key].items() if k in KEPT_OF_OPTIMIZER}
+                table[key] = {"name": name, **kept}
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            if name and isinstance(table.get(section), dict):
+                table[section][name] = value
+            else:
+                table[key] = value
+        return from_dict(table)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the recipe as nested plain values, in the order of the file."""
+        return dataclasses.asdict(self)
+
+    def flat(self) -> dict[str, Any]:
+        """Return the recipe as one level of dotted keys."""
+        table = {}
+        for key, value in self.to_dict().items():
+            table |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
+        return table
+
+    def to_toml(self, comment: str = "") -> str:
+        """Return the complete recipe as TOML, every line of `comment` above it.
+
+        Defaults of torch's and timm's own optimizers are left out.
+        """
+        import tomli_w
+
+        table = self.to_dict()
+        table["optimizer"] = {key: value for key, value in table["optimizer"].items() if value is not None}
+        head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
+        return head + ("\n" if head else "") + tomli_w.dumps(table)
+
+
+def known_keys() -> list[str]:
+    """Return every dotted recipe key."""
+    return list(with_settings({}).flat())
+
+
+def from_dict(table: Mapping[str, Any], where: str = "") -> Recipe:
+    """Build a recipe from nested plain values, as read from TOML.
+
+    Raises:
+        InputError: a key is unknown or missing, or a value has the wrong type or is impossible; `where` comes first.
+    """
+    try:
+        return _build(Recipe, table)
+    except InputError as error:
+        raise InputError(f"{where}: {error}" if where else str(error)) from None
+
+
+def _build(cls: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
+    hints, values = typing.get_type_hints(cls), {}
+    for name, value in table.items():
+        key = prefix + name
+        if name not in hints:
+            raise InputError(f"unknown recipe key {key!r}; {nearest(key, known_keys())}")
+        if key == "data.resize" and value == "stretch":
+            value = "squash"  # its name in older recipes
+        if not dataclasses.is_dataclass(hints[name]):
+            values[name] = typed(value, hints[name], key)
+        elif isinstance(value, Mapping):
+            values[name] = _build(hints[name], value, f"{key}.")
+        else:
+            first = dataclasses.fields(hints[name])[0].name
+            raise InputError(f"{key} = {value!r}: is a section; give one of its keys, such as {key}.{first}")
+    for f in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
+        if f.name not in values and f.default is f.default_factory is dataclasses.MISSING:
+            raise InputError(f"recipe key {prefix + f.name!r} is missing")
+    return cls(**values)
+
+
+def with_settings(changes: Mapping[str, Any]) -> Recipe:
+    """Return a recipe of which only `changes`, dotted keys, mean something.
+
+    Raises:
+        InputError: as `Recipe.override`.
+    """
+    return Recipe(model="any", image_size=1, epochs=1, batch_size=1).override(changes)

@@ -1,0 +1,228 @@
+"""The sections of a recipe: optimizer, schedule, augmentation and data."""
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from flatout.recipe.checked import Checked
+from flatout.settings import Size, nearest
+
+# The optimizers that both engines have; torch and timm have more.
+OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam", "adamw")
+MOMENTUM_DEFAULT = 0.9
+MAX_IMAGE_SIZE = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(Checked):
+    """An optimizer and its hyper-parameters, as torch defines them.
+
+    name: one of `OPTIMIZERS`, or `torch:NAME` or `timm:NAME`, whose own defaults hold where a field is None.
+        `momentum` is SGD with a default momentum of 0.9; that of `sgd` is 0.
+    lr_base_batch: the batch size that `lr` was chosen for; `lr` is scaled from it to `batch_size`. 0 for no scaling.
+    lr_scaling: by the batch size or its square root; by default linear, and sqrt for Adam and AdamW.
+    eps: by default torch's value for the optimizer.
+    layer_decay: the rate of each group of layers is that of the next one times this; the head has the full rate.
+    """
+
+    section = "optimizer."
+    name: str = "sgd"
+    lr: Annotated[float, "(0, inf)"] = 0.01
+    lr_base_batch: Annotated[int, "[0, inf)"] = 0
+    lr_scaling: Literal["linear", "sqrt"] | None = None
+    momentum: Annotated[float | None, "[0, 1)"] = None
+    dampening: Annotated[float, "[0, 1)"] = 0.0
+    nesterov: bool | None = None
+    weight_decay: Annotated[float, "[0, inf)"] = 0.0
+    betas: tuple[float, ...] | None = None
+    eps: Annotated[float | None, "(0, inf)"] = None
+    layer_decay: Annotated[float, "(0, 1]"] = 1.0
+
+    def __post_init__(self) -> None:
+        known = (*OPTIMIZERS, "torch:NAME", "timm:NAME")
+        self._require((self.name in OPTIMIZERS or self.is_of_library, "name", nearest(self.name, known)))
+        is_sgd = self.name in ("sgd", "momentum")
+        defaults: dict[str, Any] = {
+            "momentum": MOMENTUM_DEFAULT if self.name == "momentum" else 0.0,
+            "nesterov": False,
+            "betas": (0.9, 0.999),
+            "eps": 1e-10 if self.name == "adagrad" else 1e-8,
+        }
+        defaults = {} if self.is_of_library else defaults
+        defaults["lr_scaling"] = "sqrt" if self.name in ("adam", "adamw") else "linear"
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        super().__post_init__()
+        momentum, betas = self.momentum or 0.0, self.betas or ()
+        are_betas = all(0 <= beta < 1 for beta in betas)
+        if self.is_of_library:
+            self._require((are_betas, "betas", "each must be at least 0 and less than 1"))
+            return
+        can_nesterov = momentum > 0 and self.dampening == 0
+        are_betas = are_betas and len(betas) == 2
+        self._require(
+            (is_sgd or momentum == 0, "momentum", f"{self.name} has none; set it to 0"),
+            (self.name != "momentum" or momentum > 0, "momentum", "must be greater than 0; or use the optimizer sgd"),
+            (self.dampening == 0 or momentum > 0, "dampening", "has no effect without momentum"),
+            (can_nesterov or not self.nesterov, "nesterov", "needs a momentum greater than 0 and no dampening"),
+            (are_betas, "betas", "must be two numbers, each at least 0 and less than 1"),
+        )
+
+    @property
+    def is_of_library(self) -> bool:
+        """Whether the name is that of a class of torch or timm."""
+        return self.name.startswith(("torch:", "timm:"))
+
+
+SGD = functools.partial(Optimizer, name="sgd")
+Momentum = functools.partial(Optimizer, name="momentum")
+Adagrad = functools.partial(Optimizer, name="adagrad")
+Adam = functools.partial(Optimizer, name="adam")
+AdamW = functools.partial(Optimizer, name="adamw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Checked):
+    """The learning rate over time; the formulas are in `numerics/schedule.py`."""
+
+    section = "schedule."
+    name: Literal["constant", "cosine", "step", "one-cycle", "plateau"] = "constant"
+    warmup_epochs: Annotated[float, "[0, inf)"] = 0.0
+    step_epochs: Annotated[int, "[1, inf)"] = 30
+    factor: Annotated[float, "(0, 1)"] = 0.1
+    patience: Annotated[int, "[0, inf)"] = 10
+    threshold: Annotated[float, "[0, inf)"] = 1e-4
+    final_factor: Annotated[float, "[0, 1]"] = 0.0
+    rise: Annotated[float, "(0, 1)"] = 0.3
+    start_factor: Annotated[float, "(0, 1]"] = 0.04
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augment(Checked):
+    """Random changes to training images; the geometry is in `numerics/augment.py`. Zero or false means none.
+
+    flip: mirror left-right with probability 1/2. shear, zoom, shift: the largest amount in either direction, as a
+    fraction of the image size. rotate: the largest angle in either direction, in degrees. crop: the smallest area of a
+    random resized crop, as a fraction of the image; its aspect ratio is between 3/4 and 4/3. color_jitter: the largest
+    change of brightness, contrast and saturation, as a factor. policy: one random operation of TrivialAugment, or two
+    of RandAugment. erase: the probability that a random rectangle gets the mean colour. mixup, cutmix: the parameter of
+    the Beta distribution by which images are mixed with others; where both are given, each applies to half of them.
+    views: the number of ways in which each image is changed; after as many epochs they repeat. 0 for no limit.
+    start_size: size of the training images in the first epoch, from which they grow to `image_size`.
+    """
+
+    section = "augment."
+    flip: bool = False
+    shear: Annotated[float, "[0, 1]"] = 0.0
+    zoom: Annotated[float, "[0, 1)"] = 0.0
+    rotate: Annotated[float, "[0, 180]"] = 0.0
+    shift: Annotated[float, "[0, 1]"] = 0.0
+    crop: Annotated[float, "[0, 1]"] = 0.0
+    color_jitter: Annotated[float, "[0, 1)"] = 0.0
+    policy: Literal["none", "trivialaugment", "randaugment"] = "none"
+    erase: Annotated[float, "[0, 1]"] = 0.0
+    mixup: Annotated[float, "[0, inf)"] = 0.0
+    cutmix: Annotated[float, "[0, inf)"] = 0.0
+    views: Annotated[int, "[0, inf)"] = 0
+    start_size: Annotated[Size, f"[0, {MAX_IMAGE_SIZE}]"] = 0
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether images are resampled."""
+        return any((self.shear, self.zoom, self.rotate, self.shift, self.crop, self.policy != "none"))
+
+    @property
+    def is_random(self) -> bool:
+        """Whether training images differ between epochs."""
+        return any((self.flip, self.is_affine, self.color_jitter, self.erase, self.mixup, self.cutmix))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether what a layer computes of an image can be kept: it is not mixed, and has a limited number of views."""
+        return not self.is_random or (self.views > 0 and not self.mixup and not self.cutmix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Checked):
+    """Where the images are and how they become arrays.
+
+    mean, std: per channel, of pixels scaled to 0..1; by default measured on the training images.
+    resize: how images of another shape get that of the recipe: squashed, cropped at the centre, or padded with black.
+    bits: per channel of the decoded images; 0 for those of the data, which training fills in.
+    valid_fraction, test_fraction: the share of the training images, stratified by class, for a missing split. A test
+    split is made only where the data has no split at all.
+    classes: a file of class names, one per line, each alone or behind the id that the data calls it by.
+    class_names: names for classes that the data only numbers.
+    images: the folder of the images that a CSV file names, if it is not the CSV file's own.
+    folds: cross-validation: so many runs, each without a fold of the images, which it is validated on; 0 for one run.
+    fold: the fold that this run is validated on, from 1 to `folds`; 0 for all of them, a run each.
+    group_column: a column of a CSV file; images with the same entry, such as those of a patient, share a fold.
+    file_column, label_column: the columns of a CSV or Parquet file by their names, or the features of a TFRecord file;
+    several columns of labels in a CSV file are separated by commas.
+    label_pattern: a regular expression whose group `label`, or only group, is the class in the name of an image file.
+    label_mean, label_std: by which the numbers of a regression are standardised; a label_std of 0: measured on the
+    training images.
+    max_bad_share: the largest share of unreadable images that `skip` accepts.
+    stored_size: of the decoded images, if they are to be larger than `image_size`: evaluation takes the centre,
+    `augment.crop` any part.
+    eval_size: of the images in evaluation and prediction; 0 for `image_size`.
+    placement: where the decoded images are during training.
+    order: how training images are shuffled: all, or in blocks that a disk reads fast. auto: as the file cache of the
+    host suggests; the run's recipe has the choice.
+    decode: when image files are decoded: before training, or during the first epoch, which then follows in blocks.
+    auto: during it, if they are large together; the run's recipe has the choice.
+    """
+
+    section = "data."
+    path: str = ""
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    resize: Literal["squash", "crop", "pad"] = "squash"
+    bits: Literal[0, 8, 16] = 0
+    valid_fraction: Annotated[float, "[0, 1)"] = 0.1
+    test_fraction: Annotated[float, "[0, 1)"] = 0.1
+    classes: str = ""
+    class_names: tuple[str, ...] = ()
+    images: str = ""
+    file_column: str = ""
+    label_column: str = ""
+    group_column: str = ""
+    folds: Annotated[int, "[0, inf)"] = 0
+    fold: Annotated[int, "[0, inf)"] = 0
+    label_pattern: str = ""
+    label_mean: float = 0.0
+    label_std: Annotated[float, "[0, inf)"] = 0.0
+    on_bad_image: Literal["stop", "skip"] = "stop"
+    max_bad_share: Annotated[float, "[0, 1)"] = 0.05
+    stored_size: Annotated[Size, f"[0, {MAX_IMAGE_SIZE}]"] = 0
+    eval_size: Annotated[Size, f"[0, {MAX_IMAGE_SIZE}]"] = 0
+    placement: Literal["auto", "device", "memory", "disk"] = "auto"
+    order: Literal["auto", "full", "blocks"] = "auto"
+    decode: Literal["auto", "before", "during"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        need = f"leaves no training images beside data.test_fraction = {self.test_fraction}"
+        self._require(
+            (all(s > 0 for s in self.std), "std", "every value must be greater than 0"),
+            (len(self.mean) == len(self.std), "std", f"must have as many values as data.mean ({self.mean})"),
+            (self.valid_fraction + self.test_fraction < 1, "valid_fraction", need),
+            (self.folds != 1, "folds", "must be 0 or at least 2"),
+            (self.fold <= self.folds, "fold", f"must be at most data.folds ({self.folds})"),
+            (
+                self.decode != "during" or self.on_bad_image == "stop",
+                "decode",
+                'needs data.on_bad_image = "stop": unreadable images are not known when training starts',
+            ),
+            (_finds_a_label(self.label_pattern), "label_pattern", "must be a regular expression with one group, (...)"),
+        )
+
+
+def _finds_a_label(pattern: str) -> bool:
+    try:
+        expression = re.compile(pattern)
+    except re.error:
+        return False
+    return not pattern or expression.groups == 1 or "label" in expression.groupindex
