@@ -143,7 +143,7 @@ def test_a_run_says_that_its_metrics_are_of_views(tmp_path: Path, capsys: pytest
     assert views != [p.probabilities for p in plain.predict(given)]
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "without"), "--devices", "cpu", "--tta"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith(", with test-time augmentation")
+    assert capsys.readouterr().out.splitlines()[0].endswith(", with test-time augmentation")
     np.save(tmp_path / "one.npy", images[0])
     assert main(["evaluate", str(tmp_path / "without"), "--devices", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tta"] is False
