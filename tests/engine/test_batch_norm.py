@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.engine.eager.batch_norm import BatchNorm
-from flatout.engine.eager.engine import ReplacedFunctions
+from flatout.engine.eager.replaced_functions import ReplacedFunctions
 
 
 def replaced(batch_size: int, count: int) -> ReplacedFunctions:

@@ -8,16 +8,13 @@ Shape letters: B samples of this rank in a batch, C channels.
 """
 
 import contextlib
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from flatout.data.feed import Samples
 from flatout.dist.world import ALONE, World
@@ -29,41 +26,19 @@ from flatout.engine.eager.device_setup import MEMORY_SHARE, prepare
 from flatout.engine.eager.exact_sums import exact_sums, unavailable
 from flatout.engine.eager.grad_accumulation import COPIES_OF_WEIGHTS, count_micro_batches
 from flatout.engine.eager.grad_reduce import BucketedAllReduce, FSDPGradients, Gradients, LocalGradients
+from flatout.engine.eager.losses import Losses
 from flatout.engine.eager.metric_sums import SUMS, MetricSums
+from flatout.engine.eager.network_input import NetworkInput
+from flatout.engine.eager.replaced_functions import ReplacedFunctions
 from flatout.engine.eager.split import Inputs, Source, TorchSplit, place
 from flatout.engine.eager.weight_average import WeightAverage
 from flatout.engine.recorder import Recorder
-from flatout.errors import InputError
 from flatout.models.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.models.layers import learning_rate_scales, set_train_mode
 from flatout.numerics import augment, optim, pixels
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe
 from flatout.tasks import task_of
-
-
-class ReplacedFunctions(TorchFunctionMode):
-    """While active, calls of these functions of torch, wherever the model makes them, go to their replacements."""
-
-    def __init__(self, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
-        super().__init__()
-        self._functions = functions
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call a function or its replacement; inside a replacement, torch's own are called."""
-        return self._functions.get(func, func)(*args, **(kwargs or {}))
-
-
-def _per_sample(loss: Callable[..., torch.Tensor] | None, device: torch.device) -> Callable[..., torch.Tensor] | None:
-    """Return a loss on a device, without the mean over the batch where it is a module of torch's kind."""
-    if not isinstance(loss, nn.Module):
-        return loss
-    own: Any = copy.deepcopy(loss).to(device)
-    if hasattr(own, "reduction"):
-        own.reduction = "none"
-    return own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +87,12 @@ class TorchEngine:
         self.recipe, self.device, self.world = recipe, world.device, world
         self.task = task_of(recipe)
         self.class_weights, self._report = class_weights, report
-        self._own_loss, self._batch_transforms = _per_sample(loss, self.device), tuple(batch_transforms)
+        self._batch_transforms, self._has_own_functions = tuple(batch_transforms), bool(loss or batch_transforms)
         self.recorder: Recorder | None = None
         with contextlib.ExitStack() as undo:
             self.setup = prepare(accelerator, recipe.precision, undo, ranks_here=world.local_size)
             undo.callback(optim.keep_compiler_out())
+            self.losses = Losses(loss, class_weights, self.device)
             self._build(model, capture=capture, cache_prefix=cache_prefix)
             self._undo = undo.pop_all()
 
@@ -148,11 +124,6 @@ class TorchEngine:
         self._captured = None
         if can_capture:
             self._captured = CapturedStep(self._step, self._forget_gradients, accelerator, self._report)
-        mean, std = (torch.tensor(v, device=self.device) for v in (recipe.data.mean, recipe.data.std))
-        # A pixel p of 0..255 becomes p * scale + bias.
-        self._normalisation = 1 / (255 * std), -mean / std
-        weights = self.class_weights
-        self._class_weights = None if weights is None else torch.from_numpy(weights).to(self.device)
         self.metric_sums = MetricSums(accelerator)
         self._communication_seconds = 0.0
         self._micro_batches, self._offload = 0, False
@@ -160,6 +131,7 @@ class TorchEngine:
         self.cut: Cut | None = cut_frozen_prefix(self.model) if may_cut else None
         if self.cut:
             self._report(self.cut.describe(recipe.augment.views))
+        self.input = NetworkInput(recipe, self.device, self.cut, self._batch_transforms)
 
     def _distribute(self, model: nn.Module) -> nn.Module:
         """Bring rank 0's model to the devices of all ranks: a copy or a shard each."""
@@ -179,7 +151,7 @@ class TorchEngine:
         reason = ""
         if not optim.can_capture(self.recipe.optimizer):
             reason = f"{self.recipe.optimizer.name} cannot be recorded"
-        elif self._own_loss or self._batch_transforms:
+        elif self._has_own_functions:
             reason = "functions given in Python may not be recorded"
         elif self.is_sharded:
             reason = "a sharded model cannot be recorded"
@@ -265,8 +237,8 @@ class TorchEngine:
         targets, weights = source.targets.index_select(0, inputs.samples), inputs.weights
         with self.setup.autocast(), ReplacedFunctions(replaced), self._activations():
             network = self.cut.train_suffix if self.cut else self.model
-            logits = network(self._training_input(source, inputs))
-            losses = self._losses(logits, targets, source, inputs)
+            logits = network(self.input.of_batch(source, inputs))
+            losses = self.losses.of_batch(self.task, logits, targets, source, inputs)
             loss_sum = (losses * weights).sum()
         (loss_sum / inputs.total_weight).backward()
         real = inputs.weights > 0
@@ -282,67 +254,11 @@ class TorchEngine:
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()
         nn.utils.clip_grad_norm_(parameters, self.recipe.clip_norm)
 
-    def normalised(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """Return stored images [B, H, W, C] as the model takes them, [B, C, H, W]: augmented, or for evaluation."""
-        size = self.recipe.eval_sides if transforms is None else self.recipe.image_sides
-        return augment.apply(images, transforms, *self._normalisation, size)
-
-    def network_input(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """Return what the network reads, [B, C, ...]: `normalised` images, or the output of the prefix."""
-        return images.movedim(-1, 1) if self.cut else self.normalised(images, transforms)
-
     def view_logits(self, network: nn.Module, images: torch.Tensor) -> torch.Tensor:
         """Return the logits of stored images, averaged over their views."""
-        images, prefix = self.normalised(images), self.cut.prefix if self.cut else nn.Identity()
+        images, prefix = self.input.normalised(images), self.cut.prefix if self.cut else nn.Identity()
         seen = [network(prefix(pixels.view(torch, images, *view))) for view in augment.tta_views(self.recipe)]
         return self.task.averaged(torch.stack(seen))
-
-    def _training_input(self, source: Source, inputs: Inputs) -> torch.Tensor:
-        """Return a batch's augmented images, mixed with others if the recipe says so, in the size of the epoch."""
-        rows = source.transforms_of(inputs.samples)
-        images = self.network_input(source.images_of(inputs), rows)
-        if inputs.partners is not None:
-            partner_rows = source.transforms_of(inputs.partners)
-            partners = self.network_input(source.images_of(inputs, of_partners=True), partner_rows)
-            images = augment.mix(images, partners, rows["mix"])
-        if source.size not in (None, self.recipe.image_sides):
-            images = functional.interpolate(images, size=source.size, mode="area")
-        for transform in self._batch_transforms:
-            shape, images = images.shape, transform(images)
-            if images.shape != shape:
-                name = getattr(transform, "__name__", type(transform).__name__)
-                raise InputError(f"batch_transforms: {name} returned {tuple(images.shape)} for {tuple(shape)}")
-        return images
-
-    def loss_of(
-        self, logits: torch.Tensor, targets: torch.Tensor, class_weights: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the loss of each sample, float32 [B]: that of the task, or the user's.
-
-        Raises:
-            InputError: the user's does not return one for each sample.
-        """
-        if self._own_loss is None:
-            return self.task.per_sample(logits, targets, class_weights)
-        losses = self._own_loss(logits.float(), targets)
-        shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
-        if shape != (len(logits),):
-            raise InputError(
-                f"loss: must return a loss for each image, a tensor of shape {(len(logits),)}, not {shape}; torch's "
-                "losses do with reduction='none'"
-            )
-        return losses
-
-    def _losses(self, logits: torch.Tensor, targets: torch.Tensor, source: Source, inputs: Inputs) -> torch.Tensor:
-        """Return the loss of each sample, [B]; of a mixture, that of the mixed targets, or both by their shares."""
-
-        def losses_of(targets: torch.Tensor) -> torch.Tensor:
-            return self.loss_of(logits, targets, self._class_weights)
-
-        if inputs.partners is None:
-            return losses_of(targets)
-        share = source.transforms["mix"].index_select(0, inputs.samples)[:, 5]
-        return self.task.mixed(losses_of, targets, source.targets.index_select(0, inputs.partners), share)
 
     @contextlib.contextmanager
     def evaluation_network(self) -> Iterator[nn.Module]:

@@ -199,7 +199,7 @@ class TorchSplit:
             for inputs in self._batches(images, equally_many=True):
                 with torch.no_grad(), engine.setup.autocast():
                     rows = images.transforms_of(inputs.samples)
-                    yield prefix(engine.normalised(images.images_of(inputs), rows))
+                    yield prefix(engine.input.normalised(images.images_of(inputs), rows))
 
         wanted = engine.recipe.data.placement
         features = collect_features(outputs(), len(images.samples), wanted, engine.world, engine.setup.accelerator)
@@ -293,9 +293,10 @@ class TorchSplit:
                 start, real = int(inputs.batch.samples[0]), inputs.batch.count
                 with engine.setup.autocast():
                     images = source.images_of(inputs)
-                    logits = engine.view_logits(network, images) if tta else network(engine.network_input(images))
+                    logits = engine.view_logits(network, images) if tta else network(engine.input.of(images))
                     logits = logits[:real]
-                loss_sum += engine.loss_of(logits, source.targets.index_select(0, inputs.samples[:real])).sum()
+                targets = source.targets.index_select(0, inputs.samples[:real])
+                loss_sum += engine.losses.of(engine.task, logits, targets).sum()
                 where = slice(start, start + real)
                 rows["predicted"].put(where, task.predicted(logits))
                 if with_probabilities:
