@@ -18,7 +18,7 @@ from flatout.data.pixels import channels_last
 from flatout.data.resize import resize_images
 from flatout.errors import InputError
 from flatout.recipe import Data
-from flatout.run.advise import look
+from flatout.run.facts import look
 from tests.data.test_decode import saved, smooth_picture
 from tests.data.test_pack import Recorder, settings
 

@@ -161,7 +161,7 @@ def test_weights_without_a_network_need_its_name(tmp_path: Path) -> None:
 
 def test_the_recipe_does_not_depend_on_the_way_it_is_asked_for() -> None:
     """`flatout pack` looks at the data alone, and `train` gets the same size and channels."""
-    from flatout.run.advise import look
+    from flatout.run.facts import look
 
     source = make_source(size=48, channels=3)
     recipe, facts = advice(source)[0], look(source, "", accelerated=False)

@@ -5,34 +5,19 @@ trains `fast-cnn` from random weights; and a model that the user names gets sett
 """
 
 import json
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from flatout.console import duration
-from flatout.data.members import Encoded
 from flatout.data.source import DataRef, Source
 from flatout.errors import InputError, WeightsUnavailable
 from flatout.recipe import Recipe, from_dict, with_settings
-from flatout.settings import Size, one_or_both, shown, sides
+from flatout.run.facts import PHOTO, Facts, look, of_shape, side_of
+from flatout.settings import Size, one_or_both, sides
 
-# Image sizes to choose from; on a CPU, 128 pixels keep an epoch of a few thousand images within a minute.
-SIZES = (32, 64, 96, 128, 160, 224)
-LARGEST_ON_CPU, LARGEST_ON_GPU = 128, 224
-# Colour images from this many pixels on a side are taken for photos.
-PHOTO = 64
-# Images have one shape if the ratios of nine in ten differ from the median by at most this factor. Up to the second
-# factor from a square, they are squashed to one.
-ONE_SHAPE, NEARLY_SQUARE = 1.05, 1.2
-# Squashing changes images more than cropping where more than one in ten is longer than this.
-TOO_LONG = 2.0
-# Sides of images that are no squares are multiples of what networks for photos reduce them by; small images of less.
-STRIDE, STRIDE_FROM, SMALL_STRIDE = 32, 96, 4
 # From this ratio of the largest to the smallest class on, classes are weighted.
 UNBALANCED = 3.0
 # The widths of fast-cnn, and the one where nothing can be measured on a CPU.
@@ -58,59 +43,6 @@ CHOSEN_BY_ADVICE = ("model", "image_size", "task", "weights", "pretrained", "lin
 
 # Images per second of training with a recipe, for a number of classes, on the devices of the run.
 Rate = Callable[[Recipe, int], float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What the recipe depends on: the data, the device, and the time.
-
-    Attributes:
-        path: what the recipe names as its data.
-        size: to train with; side: of a square of as many pixels; shape: how they were found.
-        resize: `data.resize`; why_resize: the reason, empty where all images have one size.
-        channels: 1 for grey, 3 for colour, else the number of bands.
-        task: what the labels are.
-        images, classes: how many there are for training.
-        balance: the ratio of the largest class to the smallest.
-        accelerated: whether an accelerator trains.
-        seconds: the time budget; None for none.
-        is_size_given: whether the user has chosen the size.
-    """
-
-    path: str
-    size: Size
-    side: int
-    shape: str
-    resize: str
-    why_resize: str
-    channels: int
-    task: str
-    images: int
-    classes: int
-    balance: float
-    accelerated: bool
-    seconds: float | None
-    is_size_given: bool = False
-
-    @property
-    def is_photo(self) -> bool:
-        """Whether the images are taken for photos."""
-        return self.channels == 3 and self.side >= PHOTO
-
-    def why_size(self, size: Size) -> str:
-        """Return the sentence about an image size."""
-        colour = {1: "grey", 3: "colour"}.get(self.channels, f"{self.channels} channels")
-        return f"image_size = {shown(size)}, {colour}: {self.shape}"
-
-    def measured(self, recipe: dict[str, Any]) -> Recipe:
-        """Return a recipe to measure."""
-        return from_dict({**recipe, "channels": self.channels, "task": self.task, "linear_probe": False})
-
-    def by_images(self, table: Sequence[tuple[int, int]]) -> int:
-        """Return the entry of a table for the number of images."""
-        return next(value for limit, value in table if self.images < limit)
-
-
 # A recipe as nested plain values, and a sentence for each key or section of it that gives the reason.
 Advice = tuple[dict[str, Any], dict[str, str]]
 
@@ -144,7 +76,7 @@ def advise(
     facts = look(found, path, accelerated=accelerated, seconds=seconds)
     if "image_size" in changes:
         size = with_settings({"image_size": changes["image_size"]}).image_size
-        facts = replace(facts, size=size, side=_side(size), is_size_given=True)
+        facts = replace(facts, size=size, side=side_of(size), is_size_given=True)
     if rate:
         rate = _as_changed(rate, changes)
     model, is_scratch = str(changes.get("model", "")), changes.get("pretrained") is False
@@ -247,7 +179,7 @@ def _sizes_and_widths(facts: Facts, model: str) -> list[tuple[Size, int]]:
     if facts.is_size_given or not facts.is_photo or facts.side <= PHOTO:
         return [(facts.size, width) for width in widths or WIDTHS]
     height, width = sides(facts.size)
-    small = one_or_both(_of_shape(PHOTO, width / height))
+    small = one_or_both(of_shape(PHOTO, width / height))
     return [
         *((small, width) for width in widths or WIDTHS[:2]),
         *((facts.size, width) for width in widths or WIDTHS[1:]),
@@ -365,96 +297,3 @@ def _any_model(facts: Facts, model: str) -> Advice:
         "augment": f"augment: random {changes}",
         "optimizer": "optimizer = adamw, lr 0.001 with a cosine schedule: needs little tuning",
     }
-
-
-def look(found: DataRef | Source, path: str, *, accelerated: bool, seconds: float | None = None) -> Facts:
-    """Return what the data is like; the image size suits the device.
-
-    Raises:
-        InputError: none of the images sampled can be read.
-    """
-    largest, is_pack, resize = LARGEST_ON_GPU if accelerated else LARGEST_ON_CPU, False, "squash"
-    if isinstance(found, DataRef) and found.kind == "pack":
-        from flatout.data.pack import open_pack
-
-        source = pack = open_pack(found.path, verify=False)
-        is_pack, resize = True, pack.resize
-    else:
-        source = found if isinstance(found, Source) else found.read()
-    ratio, why, exact = 1.0, "", 0
-    if source.images is not None:
-        height, width, channels = source.images.shape[1:]
-        side, ratio, shape = max(height, width), width / height, f"the images are {height}x{width}"
-        pixels = height * width
-        if side <= largest or is_pack:
-            exact = one_or_both((height, width))
-    else:
-        side, pixels, ratio, channels, resize, why = _shape_of_files(source.files or ())
-        shape = f"the median of the images' shorter sides is {side} pixels"
-    if exact:
-        size: Size = exact
-    elif 1 / NEARLY_SQUARE < ratio < NEARLY_SQUARE:
-        # The largest size that does not enlarge most images.
-        size = max((usual for usual in SIZES if usual <= min(side, largest)), default=side)
-    else:
-        size = _of_shape(min(math.sqrt(pixels), largest), ratio)
-    start, stop = source.splits["train"]
-    counts = np.ones(1)
-    if source.task == "single-label":
-        counts = np.bincount(source.labels[start:stop], minlength=len(source.classes))
-    return Facts(
-        path=path,
-        size=size,
-        side=_side(size),
-        shape=shape,
-        resize=resize,
-        why_resize=why,
-        channels=channels,
-        task=source.task,
-        images=stop - start,
-        classes=len(source.classes),
-        balance=float(counts.max() / max(1, counts[counts > 0].min())),
-        accelerated=accelerated,
-        seconds=seconds,
-    )
-
-
-def _side(size: Size) -> int:
-    """Return the side of a square of as many pixels."""
-    return round(math.sqrt(math.prod(sides(size))))
-
-
-def _of_shape(side: float, ratio: float) -> tuple[int, int]:
-    """Return height and width of about side * side pixels whose ratio of width to height is about `ratio`."""
-    stride, longer_by = STRIDE if side >= STRIDE_FROM else SMALL_STRIDE, max(ratio, 1 / ratio)
-    shorter = stride * max(1, round(side / math.sqrt(longer_by) / stride))
-    longer = stride * round(shorter * longer_by / stride)
-    return (shorter, longer) if ratio > 1 else (longer, shorter)
-
-
-def _shape_of_files(files: Sequence[Encoded]) -> tuple[int, float, float, int, str, str]:
-    """Return the usual length of the shorter side, number of pixels, ratio of width to height, and the channels.
-
-    The ratio is 1 where images differ in shape. Also how images of other shapes are to be resized, and the reason.
-    """
-    from flatout.data.decode import read_headers
-
-    headers = read_headers(files)
-    if not headers:
-        raise InputError(f"none of the images sampled can be read, such as {files[0]}")
-    channels = {header.channels for header in headers}
-    if len(channels) > 1 and channels != {1, 3}:
-        found = " and ".join(map(str, sorted(channels)))
-        raise InputError(f"{files[0]} and others: some images have {found} channels; give all of them as many")
-    side = int(np.median([min(header.width, header.height) for header in headers]))
-    ratios = np.array([header.width / header.height for header in headers])
-    usual, lengths = float(np.median(ratios)), np.maximum(ratios, 1 / ratios)
-    pixels = float(np.median([header.width * header.height for header in headers]))
-    ratio, resize = 1.0, "squash"
-    if np.mean(np.abs(np.log(ratios / usual)) <= math.log(ONE_SHAPE)) >= 0.9:
-        ratio, why = usual, f"nearly all images have one shape, {usual:.2f} times as wide as high"
-    elif np.mean(lengths > TOO_LONG) > 0.1:
-        resize, why = "crop", f"more than one in ten images is longer than {TOO_LONG:g}:1; squashing would distort them"
-    else:
-        why = f"shapes differ, but nine in ten images are not longer than {TOO_LONG:g}:1; all of each image is kept"
-    return side, pixels, ratio, max(channels), resize, why
