@@ -88,9 +88,8 @@ def find_label_errors(recipe: Recipe, data: DataRef | Source, options: Options, 
         raise InputError(f"{source.path or 'data'}: labels that are numbers have no classes to confuse; drop --labels")
     recipe = short(recipe)
     with tempfile.TemporaryDirectory(prefix="flatout-labels-") as folder:
-        out = cross_validate(
-            recipe, data, dataclasses.replace(options, out=Path(folder) / "folds"), console, module=None
-        )
+        options = dataclasses.replace(options, out=Path(folder) / "folds", report=False)
+        out = cross_validate(recipe, data, options, console, module=None)
         with np.load(out / run_files.PREDICTIONS) as arrays:
             answers = dict(arrays)
         skipped = run_files.read_summary(out, {})["skipped_images"]

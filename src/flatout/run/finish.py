@@ -156,7 +156,8 @@ def _write_report(session: "Session", summary: dict[str, Any], progress: Progres
     summary["verdict"] = verdict(summary, [record.to_plain() for record in progress.history], session.recipe)
     run_files.write_json(session.out / run_files.SUMMARY, summary)
     began = time.perf_counter()
-    draw_all(session.out)
+    if session.options.report:
+        draw_all(session.out)
     summary["time_seconds"]["pictures"] = time.perf_counter() - began
     summary["wall_seconds"] = time.perf_counter() - session.began
     run_files.write_json(session.out / run_files.SUMMARY, summary)
@@ -400,4 +401,5 @@ def _say(session: "Session", summary: dict[str, Any]) -> None:
         )
     for sentence in summary["verdict"]:
         say(sentence)
-    say(f"report: {session.out / run_files.REPORT}")
+    if session.options.report:
+        say(f"report: {session.out / run_files.REPORT}")

@@ -206,7 +206,8 @@ def _finish(session: Session, pack: "Pack", pool: np.ndarray, seconds: float) ->
     summary |= scores_of("valid", held_out, pack.classes, None)
     summary = _summary(session, pack, summaries, seconds) | summary
     run_files.write_json(folder / run_files.SUMMARY, summary)
-    draw_all(folder)
+    if session.options.report:
+        draw_all(folder)
     _say(session, summary)
 
 
@@ -280,4 +281,5 @@ def _say(session: Session, summary: dict[str, Any]) -> None:
     session.console.note(describe_metrics("valid", summary).replace("valid", "all held-out images:", 1))
     if "test_count" in summary:
         session.console.note(f"{describe_metrics('test', summary)}, the folds together")
-    session.console.note(f"report: {session.out / run_files.REPORT}")
+    if session.options.report:
+        session.console.note(f"report: {session.out / run_files.REPORT}")

@@ -29,6 +29,7 @@ class Options:
         minutes: the time budget of the whole run; None for the recipe's own length.
         began: when the user asked for the run, by time.perf_counter.
         notes: sentences about the recipe, for the summary and the report.
+        report: draw the pictures and the report.
         callbacks: called by the main process.
         own: functions given in Python.
     """
@@ -45,6 +46,7 @@ class Options:
     minutes: float | None = None
     began: float = field(default_factory=time.perf_counter)
     notes: tuple[str, ...] = ()
+    report: bool = True
     callbacks: tuple[Callback, ...] = ()
     own: OwnFunctions = field(default_factory=OwnFunctions)
 
