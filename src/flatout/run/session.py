@@ -12,7 +12,7 @@ from flatout.data.order import steps_per_epoch
 from flatout.dist.consistency import agree, data_facts
 from flatout.dist.env import restart_count
 from flatout.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
-from flatout.numerics.schedule import describe_scaling, learning_rate
+from flatout.numerics.schedule import describe_jump, describe_scaling
 from flatout.recipe import Recipe, load_recipe, of_run
 from flatout.report import run_files
 from flatout.run import claim, sanity
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source
     from flatout.dist.world import World
     from flatout.engine.base import DeviceSplit, Engine
-
-
-# From this factor on, a note says that a longer run has raised the learning rate.
-RATE_JUMP = 1.5
 
 
 def check_batch(batch: int, ranks: int) -> None:
@@ -386,15 +382,10 @@ class Session:
     ) -> tuple[str, Exception | None]:
         """Run the loop and save where it ends; return why it ended early, for people and as an exception."""
         recipe, images = self.recipe, len(placed["train"].samples)
-        if self._continued and recipe.schedule.name in ("cosine", "one-cycle"):
+        if self._continued:
             steps = steps_per_epoch(images, recipe.batch_size, recipe.drop_last)
-            done = progress.position(steps)
-            before, now = learning_rate(self._continued, done - 1, steps), learning_rate(recipe, done, steps)
-            if now > RATE_JUMP * before:
-                name = recipe.schedule.name
-                self.note(
-                    f"the learning rate rises from {before:.2g} to {now:.2g}: {name} now has {recipe.epochs} epochs"
-                )
+            if jump := describe_jump(self._continued, recipe, progress.position(steps), steps):
+                self.note(jump)
         self.console.note(
             f"training {recipe.model} ({self.parameters:,} parameters) on {images:,} images, "
             f"{counted(recipe.epochs, 'epoch')}, batch {recipe.batch_size}"
