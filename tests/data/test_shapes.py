@@ -193,6 +193,8 @@ def test_arrays_that_are_no_images_are_refused(tmp_path) -> None:
     assert "is a damaged NumPy file" in refusal(file)
     file.write_bytes(whole.replace(b"(12, 20, 5)", b"(10**6,1e6)"))
     assert "is a damaged NumPy file" in refusal(file)
+    file.write_bytes(whole.replace(b"(12, 20, 5)", b"(12, (20, 5"))  # NumPy's reader raises tokenize.TokenError
+    assert "is a damaged NumPy file" in refusal(file)
     header = pack_files.npy_header((10**6, 10**6), np.dtype(np.uint8))
     file.write_bytes(header + bytes(100))
     assert "1000000 x 1000000 pixels, more than" in refusal(file)

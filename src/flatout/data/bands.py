@@ -74,7 +74,7 @@ def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, is_fortran, dtype = read(file)
-    except (ValueError, EOFError) as error:
+    except Exception as error:  # NumPy raises nearly every built-in error on a damaged header
         raise BadImage(f"is a damaged NumPy file: {error}") from None
     if dtype.hasobject:
         raise BadImage("holds Python objects, which could run code when read; save plain numbers")

@@ -63,7 +63,8 @@ class Source:
         in_train, everywhere = counts["train"], np.sum(list(counts.values()), axis=0)
         if np.count_nonzero(everywhere) < 2:
             names = [name for name, count in zip(self.classes, everywhere, strict=True) if count]
-            raise InputError(f"{where}: all images are of one class ({names[0]}); at least two are needed")
+            found = f"all images are of one class ({names[0]})" if names else "no image has a class"
+            raise InputError(f"{where}: {found}; at least two are needed")
         for index in np.flatnonzero((in_train == 0) & (everywhere > 0)):
             others = " and ".join(name for name, count in counts.items() if count[index])
             raise InputError(f"{where}: class {self.classes[index]!r} is in {others} but has no training images")
