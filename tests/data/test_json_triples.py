@@ -90,6 +90,7 @@ GOOD = [[0.0], [1.0]]
         ([[GOOD, [0, 1]]] * 4, "goes on after the third pair"),
         (triples(GOOD, [0, 1])[0], "holds 0 pairs"),
         ([[GOOD]] * 3, "holds 1 pairs"),
+        ([[[0, 1], GOOD]] * 3, "train: labels before the first image"),
         ([[GOOD, [0, 1], [0, 1]]] * 3, "train has 2 images but 4 labels"),
         (triples(GOOD, [0]), "train has 2 images but 1 labels"),
         (triples([[0.0, 0.0, 0.0]], [0]), "train image 0 has 3 numbers instead of a square number"),

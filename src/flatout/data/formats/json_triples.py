@@ -57,6 +57,8 @@ def _convert(path: Path, parts: "Iterable[_Part]") -> dict[str, tuple[np.ndarray
     for part in parts:
         if part.name in splits:
             raise InputError(f"{path}: goes on after the third pair; {_LAYOUT}")
+        if not part.blocks:
+            raise InputError(f"{path}: {part.name}: labels before the first image; {_LAYOUT}")
         # The training images decide the scale: a few dark images could look like another.
         extremes = [(float(block.min()), float(block.max())) for block in part.blocks]
         scale = scale or value_range(min(extremes)[0], max(high for _, high in extremes), path, signed=True)
