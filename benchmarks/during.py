@@ -22,15 +22,10 @@ import numpy as np
 import simplejpeg
 
 from about import about
+from large import MODEL
 
 CLASSES = 10
 LOGGED_STEP = 10
-MODEL = """\
-from torch import nn
-
-def linear(num_classes):
-    return nn.Sequential(nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(192, num_classes))
-"""
 RECIPE = """\
 model = "any"
 image_size = {size}
