@@ -4,7 +4,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeVar
 
@@ -52,6 +52,10 @@ class Samples:
     def is_arriving(self) -> bool:
         """Whether images of the pack are still being decoded."""
         return self.arrival is not None and not self.arrival.is_complete
+
+    def at(self, positions: np.ndarray) -> "Samples":
+        """Return the samples at `positions` (int64 [M]) alone."""
+        return replace(self, rows=self.rows[positions], labels=self.labels[positions])
 
     def read(self, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Copy the images at `positions` (int64 [B]) into `out` [B, ...] when they are there, and return it.

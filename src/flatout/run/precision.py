@@ -1,7 +1,6 @@
 """`precision = "auto"`: the fastest number format that keeps the accuracy, by real training steps on the device."""
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -41,7 +40,7 @@ def fastest_precision(
     # Those that are needed first are there first.
     positions = np.concatenate([batch.samples for batch in islice(epoch_batches(recipe, samples, 0), BATCHES)])
     positions = np.sort(positions[:count])
-    few = dataclasses.replace(samples, rows=samples.rows[positions], labels=samples.labels[positions])
+    few = samples.at(positions)
     default = formats[0]
     seconds = dict.fromkeys((default, "bf16"), math.inf)
     for name in ROUNDS * (default, "bf16"):

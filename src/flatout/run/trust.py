@@ -159,8 +159,7 @@ def missing(recipe: "Recipe", splits: Mapping[str, Any]) -> str:
 def sample_of(samples: Samples, classes: int) -> Samples:
     """Return training images that are spread evenly over a split, enough to know each class."""
     count = min(len(samples), max(TRAINING_IMAGES, IMAGES_OF_A_CLASS * classes))
-    positions = np.linspace(0, len(samples) - 1, count).astype(np.int64)
-    return Samples(images=samples.images, rows=samples.rows[positions], labels=samples.labels[positions])
+    return samples.at(np.linspace(0, len(samples) - 1, count).astype(np.int64))
 
 
 def fit(train: "Evaluation", valid: "Evaluation") -> Trust | None:
