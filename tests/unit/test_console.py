@@ -4,7 +4,6 @@ import io
 import os
 import pty
 import re
-import select
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -42,6 +41,16 @@ def opened_terminal() -> Iterator[tuple[io.TextIOWrapper, int]]:
     os.close(ours)
 
 
+def read_terminal(stream: io.TextIOWrapper, ours: int) -> str:
+    """Return all that the terminal was sent. It arrives in pieces, later than it was written: a mark ends it."""
+    end = b"\a"
+    print(end.decode(), file=stream, end="", flush=True)
+    shown = b""
+    while not shown.endswith(end):
+        shown += os.read(ours, 100_000)
+    return shown.removesuffix(end).decode()
+
+
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[io.TextIOWrapper, int]]:
     """Return a stream to a terminal 60 columns wide, and the other end of it."""
@@ -58,7 +67,7 @@ def test_a_narrow_terminal_keeps_the_bar_and_wraps_between_words(terminal: tuple
     console.update(1, 60_000)
     console.update(30_000, 60_000, text="epoch 1/3 loss 2.3862")
     console.close()
-    shown = os.read(ours, 100_000).decode()
+    shown = read_terminal(stream, ours)
     lines = [line.strip() for line in shown.split("\r\n")[:2]]
     assert lines == [
         "epoch 1/3  train loss 2.3862, accuracy 0.2830  valid loss",
@@ -90,10 +99,7 @@ def show_progress() -> str:
                 bar.refresh()  # a thread does it ten times a second
         console.note("done")
         console.close()
-        shown = b""
-        while select.select([ours], [], [], 0)[0]:
-            shown += os.read(ours, 100_000)
-        return shown.decode()
+        return read_terminal(stream, ours)
 
 
 @pytest.mark.parametrize("columns", [10, 40, 80, 200])
