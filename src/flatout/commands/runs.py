@@ -1,0 +1,78 @@
+"""Commands on finished runs: evaluate, predict, compare, report, board."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from flatout.commands.command import Output, command, engine_of
+from flatout.console import Console
+
+
+@command(
+    "RUN [DATA]",
+    "--run --data --tta --devices --engine --allow-untested --allow-code --json",
+    "evaluate runs/first new-photos/",
+    data={"help": "other data; default: the run's own"},
+)
+def do_evaluate(args: Namespace, console: Console) -> Output:
+    """Test a run again, or on other data."""
+    from flatout.console import aligned
+    from flatout.run.evaluate import evaluate
+    from flatout.run.folder import load
+    from flatout.run.trust import lines_of as trust_lines
+    from flatout.tasks import describe_metrics
+
+    run, keys = load(args.run, allow_code=args.allow_code), ("precision", "recall", "f1")
+    result = evaluate(run, args.data, devices=args.devices, engine=engine_of(args), console=console, tta=args.tta)
+    name = "valid" if result["split"] == "valid" else "test"
+    how = ", with test-time augmentation" if result["tta"] else ""
+    # The mean of several models' probabilities has none.
+    loss = "" if result[f"{name}_loss"] is None else f", loss {result[f'{name}_loss']:.4f}"
+    lines = [f"{describe_metrics(name, result)}{loss}{how}"]
+    lines += trust_lines(name, result)
+    if result["task"] == "multi-label":
+        table = [[row["class"], *(f"{row[k]:.3f}" for k in keys), f"{row['support']:,}"] for row in result["per_class"]]
+        lines += aligned([["class", *keys, "support"], *table])
+    return result, lines
+
+
+@command(
+    "RUN FILE...",
+    "--run --top --coverage --explain --tta --allow-code --json",
+    "predict runs/first cat.jpg more-photos/",
+)
+def do_predict(args: Namespace, console: Console) -> Output:
+    """Classify images with a run."""
+    from flatout.run.folder import load
+    from flatout.run.predict import predict
+
+    run = load(args.run, allow_code=args.allow_code)
+    predictions = predict(run, args.files, top=args.top, tta=args.tta, coverage=args.coverage, explain=args.explain)
+    lines = [str(p) if p.explanation is None else f"{p}; {p.explanation}" for p in predictions]
+    return {"run": str(args.run), "predictions": [p.to_dict() for p in predictions]}, lines
+
+
+@command("RUN OTHER", "--run --json", "compare runs/first runs/second")
+def do_compare(args: Namespace, console: Console) -> Output:
+    """Test whether two runs differ by more than chance."""
+    from flatout.run.compare import compare, lines_of
+
+    result = compare(args.run, Path(args.other))
+    return result, lines_of(result)
+
+
+@command("RUN", "--run", "report runs/first")
+def do_report(args: Namespace, console: Console) -> Output:
+    """Draw a run's pictures and report again."""
+    from flatout.report.page import draw_all
+
+    draw_all(args.run)
+    path = str(args.run / "report.html")
+    return {"report": path}, [path]
+
+
+@command("[DIR]", "--port", "board runs/")
+def do_board(args: Namespace, console: Console) -> None:
+    """Show all runs of a folder on a local web page."""
+    from flatout.board.serve import serve
+
+    serve(Path(args.dir or "runs"), args.port, console)
