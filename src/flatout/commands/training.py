@@ -1,4 +1,4 @@
-"""Commands that train, or say what training would take: train, lr, scale, plan."""
+"""Commands that train, or say what training would take: train, lr, bench, scale, plan."""
 
 import shlex
 import time
@@ -118,6 +118,26 @@ def _train_command(args: Namespace, lr: float) -> str:
         if (value := getattr(args, flag)) != "auto":
             words += [f"--{flag}", value]
     return shlex.join([*words, "--lr", f"{lr:g}"])
+
+
+@command(
+    "JOB",
+    "--data --model --batch-size --seed --set --devices --engine --allow-untested --json",
+    "bench fashion-mnist --devices cpu",
+)
+def do_bench(args: Namespace, console: Console) -> Output:
+    """Measure the input path, the step and both, and say what limits training."""
+    from flatout.engine.devices import parse_devices
+    from flatout.run.options import Options
+    from flatout.run.resolve import resolve
+    from flatout.scale.bench import bench, lines_of
+
+    engine = engine_of(args)
+    accelerated = parse_devices(args.devices, engine).is_accelerated
+    recipe, data = resolve(args.job, args.data, changes_of(args), accelerated=accelerated, console=console)
+    options = Options(devices=args.devices, engine=engine, allow_code=args.model is not None)
+    result = bench(recipe, data, options, console)
+    return result, lines_of(result)
 
 
 @command(

@@ -5,18 +5,17 @@ Images are random, since the time of a step does not depend on them. Each SPEC i
 
 import math
 import time
-from collections.abc import Generator, Mapping
-from itertools import count, islice
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flatout.console import Console
-from flatout.data.order import epoch_batches
 from flatout.errors import InputError
 from flatout.models.load import build_model
 from flatout.plan.roofline import Work
 from flatout.scale.scale import split_specs, spread
+from flatout.scale.steps import Timed, training
 from flatout.tasks import task_of
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 MIN_BATCHES, SAMPLE_BYTES = 4, 2**26
 # The number of measurements, the duration of each, and the duration after which no other one begins.
 REPEATS, REPEAT_SECONDS, LIMIT_SECONDS = 5, 1.5, 12.0
-# The shortest measurement that determines the number of steps of the others.
-RELIABLE_SECONDS = 0.3
 # If one batch takes longer, frozen layers included, only one batch is measured.
 SLOW_SECONDS = 3.0
 
@@ -135,7 +132,6 @@ class _Measurement:
 
     def __init__(self, work: Work, engine: "Engine", world: "World", began: float) -> None:
         self._work, self._engine, self._world, self._began = work, engine, world, began
-        self._steps: Generator[None, None, None] | None = None
 
     def run(self) -> dict[str, Any]:
         """Warm up, measure, and return the figures."""
@@ -143,19 +139,16 @@ class _Measurement:
         from flatout.host import peak_rss_bytes
 
         images = self._work.batch
-        once = self._warm_up(images)
-        steps, seconds = 1, self._step_seconds(1)
-        if once + seconds < SLOW_SECONDS:
+        once, timed = self._warm_up(images)
+        if once + timed.seconds(1) < SLOW_SECONDS:
+            timed.close()
             images = sample_size(self._work)
-            once, seconds = self._warm_up(images), self._step_seconds(1)
-        while steps * seconds < RELIABLE_SECONDS:
-            steps *= 2
-            seconds = self._step_seconds(steps)
-        steps = max(1, round(REPEAT_SECONDS / seconds))
+            once, timed = self._warm_up(images)
+        steps = timed.steps_in(REPEAT_SECONDS)
         warmup_seconds = time.perf_counter() - self._began
         found: list[float] = []
         while len(found) < REPEATS and steps * sum(found) < LIMIT_SECONDS:
-            found.append(self._step_seconds(steps))
+            found.append(timed.seconds(steps))
         gather = self._world.all_gather_object
         return {
             "threads": self._engine.threads,
@@ -169,45 +162,21 @@ class _Measurement:
             "peak_device_bytes": max(gather(self._engine.peak_memory_bytes() or 0)) or None,
         }
 
-    def _warm_up(self, images: int) -> float:
-        """Place images and take a step; return the seconds of what the engine does only once with each image."""
+    def _warm_up(self, images: int) -> tuple[float, Timed]:
+        """Place images and take a step; return the seconds of what the engine does only once, and its steps."""
         placed = self._engine.place(random_samples(self._work, images))
         placed.compile()
         # The output of frozen layers is cached when an epoch begins for the first time.
         first, again = (self._begin_seconds(placed, epoch) for epoch in range(2))
-        if self._steps is not None:
-            self._steps.close()
-        self._steps = self._endless_steps(placed)
-        self._step_seconds(1)
-        return self._world.broadcast_object(max(0.0, first - again))
+        timed = Timed(training(placed, self._engine, self._world, self._work.recipe), self._engine, self._world)
+        timed.seconds(1)
+        return self._world.broadcast_object(max(0.0, first - again)), timed
 
     def _begin_seconds(self, placed: "DeviceSplit", epoch: int) -> float:
         began = time.perf_counter()
         placed.begin_epoch(epoch)
         self._engine.counts()
         return time.perf_counter() - began
-
-    def _step_seconds(self, steps: int) -> float:
-        """Take some steps, wait for them, and return the time of one."""
-        assert self._steps is not None
-        began = time.perf_counter()
-        for _ in islice(self._steps, steps):
-            pass
-        self._engine.counts()
-        return self._world.broadcast_object((time.perf_counter() - began) / steps)
-
-    def _endless_steps(self, placed: "DeviceSplit") -> Generator[None, None, None]:
-        """Train epoch by epoch as the training loop does, one step at a time."""
-        recipe, engine = self._work.recipe, self._engine
-        for epoch in count():
-            placed.begin_epoch(epoch)
-            for number, inputs in enumerate(placed.feed(epoch_batches(recipe, placed.samples, epoch))):
-                # A rate of 0 keeps the weights, which random labels could make diverge.
-                placed.train_step(inputs, 0.0, number)
-                self._world.control.received()
-                self._world.report_step(epoch, number + 1)
-                yield
-            engine.counts()
 
 
 def sample_size(work: Work) -> int:
