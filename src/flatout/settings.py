@@ -7,7 +7,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -66,12 +66,15 @@ def typed(value: Any, hint: Any, key: str) -> Any:
         return one_or_both((both[0], both[1]))
     if origin in (types.UnionType, typing.Union):
         if types.NoneType not in args:
-            # A choice of words, or numbers.
-            return typed(value, args[not isinstance(value, str)], key)
+            # A choice of words, numbers, or numbers by name.
+            place = 0 if isinstance(value, str) else 2 if isinstance(value, Mapping) and len(args) > 2 else 1
+            return typed(value, args[place], key)
         return None if value is None else typed(value, args[0], key)
     if origin is tuple:
         values = value if isinstance(value, list | tuple) else [value]
         return tuple(typed(v, args[0], key) for v in values)
+    if origin is dict:
+        return {str(name): typed(number, args[1], f"{key}.{name}") for name, number in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not hint or (hint is float and not math.isfinite(value)):

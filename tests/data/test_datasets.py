@@ -93,7 +93,7 @@ def test_a_random_transform_is_reported():
 
     (note,) = from_dataset(Flipped([(GREY, i % 2) for i in range(40)])).notes
     assert "the train data set differ each time they are read" in note
-    assert "use augment= instead" in note
+    assert "use augment= or transform= instead" in note
 
 
 def test_splits_and_class_names():

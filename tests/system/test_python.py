@@ -1,6 +1,8 @@
 """What users of other libraries bring: torch's objects, DataLoaders, functions of their own; and what a run shows."""
 
+import dataclasses
 import functools
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from sklearn.metrics import cohen_kappa_score, confusion_matrix
 from timm.optim.lion import Lion
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torchvision.transforms import ToTensor, v2
 
 import flatout
 from flatout.data.recognise import from_python
@@ -26,6 +29,10 @@ def without_pictures() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flatout.report.page.draw_all", lambda run: Image.new("L", (3, 2)).save(run / "confusion.png"))
         yield
+
+
+# A class, or a folder.
+HOSTILE = "<script>alert(1)"
 
 
 def make_arrays(count: int = 120) -> tuple[np.ndarray, np.ndarray]:
@@ -130,6 +137,23 @@ def test_a_recipe_shows_itself(run: flatout.Run) -> None:
     assert '<b>label_smoothing</b></th><td style="text-align:left">0.1<' in shown
     assert ">seed<" in shown
     assert "&#x27;torch:RAdam&#x27;" in shown
+    hostile = run.recipe.override({"model": HOSTILE, "class_weights": {HOSTILE: 2.0}})._repr_html_()
+    assert hostile.count("&lt;script&gt;") == 2
+    assert "<script" not in hostile
+
+
+def test_hostile_names_stay_text_in_notebooks(run: flatout.Run) -> None:
+    images, labels = make_arrays(30)
+    look = flatout.look(images, np.array(["low", HOSTILE, "high"])[labels], quiet=True)
+    frame = look._repr_html_()
+    # The page is escaped once as the content of the frame, and names in it once more.
+    assert "&amp;lt;script&amp;gt;alert(1)" in frame
+    assert "&lt;script&gt;alert(1)" not in frame
+    folder = shutil.copytree(run.path, run.path.parent / HOSTILE)
+    assert "&lt;script&gt;" in flatout.load(folder)._repr_html_()
+    assert "<script" not in flatout.load(folder)._repr_html_()
+    answer = dataclasses.replace(run.top_losses(1)[0], predicted=HOSTILE)
+    assert "<script" not in answer._repr_html_()
 
 
 def test_a_loss_of_ones_own_is_that_of_the_name(tmp_path: Path) -> None:
@@ -146,6 +170,38 @@ def test_a_loss_of_ones_own_is_that_of_the_name(tmp_path: Path) -> None:
     assert blind.epochs[0]["train_loss"] != named.epochs[0]["train_loss"]
 
 
+def test_each_image_is_transformed_in_each_epoch(tmp_path: Path) -> None:
+    seen: list[torch.Tensor] = []
+
+    def shift(image: torch.Tensor) -> torch.Tensor:
+        seen.append(image.clone())
+        return image.roll(int(torch.randint(1, 8, ())), 2)
+
+    images, labels = make_arrays(48)
+    data = dict.fromkeys(("train", "valid", "test"), (images, labels))
+    plain, black, run = (
+        fit(tmp_path / name, data, epochs=epochs, seed=3, transform=transform)
+        for name, epochs, transform in (("plain", 1, None), ("black", 1, torch.zeros_like), ("run", 2, shift))
+    )
+    # As they are stored, in 0..1, once in each epoch.
+    found = np.rint(255 * torch.cat(seen).numpy()).astype(np.uint8)
+    assert sorted(map(bytes, found)) == sorted([*map(bytes, images), *map(bytes, images)])
+    losses = [one.epochs[0]["train_loss"] for one in (plain, black, run)]
+    assert len(set(losses)) == 3
+    assert run.summary["notes"][-1:] == ["transform is a function given in Python: recipe.toml does not contain it"]
+
+
+def test_class_weights_by_name(tmp_path: Path) -> None:
+    named, listed = (
+        fit(tmp_path / name, class_weights=weights)
+        for name, weights in (("named", {"1": 3.0}), ("listed", [1.0, 3.0, 1.0]))
+    )
+    assert named.epochs[0]["train_loss"] == listed.epochs[0]["train_loss"]
+    assert named.recipe.class_weights == {"1": 3.0}
+    again = flatout.fit(job=named.recipe, data=make_arrays(), out=tmp_path / "again", devices="cpu", quiet=True)
+    assert again.epochs[0]["train_loss"] == named.epochs[0]["train_loss"]
+
+
 FUNCTIONS: list[tuple[dict[str, Any], str]] = [
     ({"batch_transforms": torch.clone, "exact_sums": True}, "batch_transforms: .* exact_sums=False"),
     ({"loss": nn.MultiMarginLoss(), "shard": "full"}, "sharded model"),
@@ -156,6 +212,20 @@ FUNCTIONS: list[tuple[dict[str, Any], str]] = [
     ({"metrics": ["f1"]}, "'f1' is no function of labels and answers; always computed: accuracy"),
     ({"metrics": {"broken": lambda labels, answers: 1 / 0}}, "metrics: broken raised ZeroDivisionError"),
     ({"class_weights": [1.0, 2.0]}, "class_weights has 2 numbers, but the data has 3 classes"),
+    ({"class_weights": {"0": 1.0, "3": 2.0}}, "class_weights: the data has no class '3'; known: 0, 1, 2"),
+    ({"class_weight": {"0": "2"}}, "class_weights.0 = '2': must be a finite number"),
+    ({"class_weight": {"0": -1.0}}, "class_weights = .*must be at least 0"),
+    (
+        {"transform": v2.functional.to_pil_image},
+        r"returned Image; .*float32 \[1, 8, 8\] in 0..1; leave ToTensor,",
+    ),
+    ({"transform": [torch.clone, v2.Resize(4)]}, r"transform: Resize returned torch.float32 \[1, 4, 4\]; images are"),
+    ({"transform": ToTensor()}, "transform: ToTensor raised TypeError: pic should be PIL Image .*leave ToTensor"),
+    ({"transform": "flip"}, r"transform: 'f' is no function of an image \[C, H, W\]"),
+    ({"transform": torch.clone, "exact_sums": True}, "transform: a function of your own .* exact_sums=False"),
+    ({"augment": torch.clone}, "functions go into transform= or batch_transforms="),
+    ({"transforms": torch.clone}, r"transforms: fit has no such argument; did you mean 'transform'\?"),
+    ({"callback": []}, r"callback: fit has no such argument; did you mean 'callbacks'\?"),
 ]
 
 
@@ -166,10 +236,12 @@ def test_functions_reach_other_processes_and_engines(devices: dict[str, str], tm
     on_torch = {"loss": lambda logits, targets: nn.functional.cross_entropy(logits, targets, reduction="none")}
     own: dict[str, Any] = {"metrics": {"kappa": lambda labels, answers: cohen_kappa_score(labels, answers)}}
     if "engine" in devices:
-        with pytest.raises(flatout.InputError, match=r"loss: a function of your own .*: the XLA engine"):
-            fit(tmp_path / "refused", **on_torch, **devices)
+        for name, functions in (("loss", on_torch), ("transform", {"transform": torch.clone})):
+            with pytest.raises(flatout.InputError, match=rf"{name}: a function of your own .*: the XLA engine"):
+                fit(tmp_path / "refused", **functions, **devices)
     else:
-        own |= on_torch
+        own |= on_torch | {"transform": lambda image: image.flip(-1)}
+    own["class_weights"] = {"2": 2.0}
     run, alone = (fit(tmp_path / name, seed=3, **own, **where) for name, where in (("many", devices), ("one", {})))
     assert run.epochs[0]["train_loss"] == pytest.approx(alone.epochs[0]["train_loss"], rel=1e-3)
     with np.load(run.path / "predictions.npz") as saved:
@@ -214,7 +286,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": functools.partial(torch.optim.Adam, amsgrad=True)}, r"Adam\(amsgrad=True\) has no recipe key"),
     ({"loss": nn.CrossEntropyLoss(ignore_index=0)}, r"CrossEntropyLoss\(ignore_index=0\) has no recipe key"),
     ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1), "label_smoothing": 0.2}, "label_smoothing: is given twice"),
-    ({"class_weight": {"cat": 1.0, "dog": 2.0}}, "the keys are cat, dog; they must be 0 to 1"),
+    ({"class_weight": {1: 1.0, 2: 2.0}}, "the keys are 1, 2; they must be class names, or 0 to 1"),
 ]
 
 

@@ -46,7 +46,8 @@ class Recipe(Checked):
     task: what the labels are: one class, any number of classes, or a number. auto: as the data shows.
     loss: by the task; the default stands for that of the task.
     dropout: the rate of every dropout layer; -1 for the model's own.
-    class_weights: of the classes in the loss: balanced, inverse to their number of images; or a number for each.
+    class_weights: of the classes in the loss: balanced, inverse to their number of images; a number for each; or
+        numbers by name, and 1 for the other classes.
     clip_norm: the largest norm of all gradients together; larger ones are scaled down. 0 for no limit.
     ema: the decay of an exponential moving average of the weights, which is evaluated and kept; 0 for none.
     drop_last: leave out a short last batch instead of padding it.
@@ -77,7 +78,7 @@ class Recipe(Checked):
     dropout: float = -1.0
     clip_norm: Annotated[float, "[0, inf)"] = 0.0
     ema: Annotated[float, "[0, 1)"] = 0.0
-    class_weights: Literal["none", "balanced"] | tuple[float, ...] = "none"
+    class_weights: Literal["none", "balanced"] | tuple[float, ...] | dict[str, float] = "none"
     drop_last: bool = False
     pretrained: bool = False
     weights: str = ""
@@ -97,7 +98,8 @@ class Recipe(Checked):
         super().__post_init__()
         if self.dropout != -1:
             self._check_range("dropout", "[0, 1)")
-        weights = self.class_weights if isinstance(self.class_weights, tuple) else ()
+        weights = tuple(given.values()) if isinstance(given := self.class_weights, dict) else given
+        weights = weights if isinstance(weights, tuple) else ()
         positive = "must be at least 0, and not all 0"
         need = f"must have 1 value or one for each of the {self.channels} channels"
         self._require(
@@ -189,7 +191,8 @@ class Recipe(Checked):
         """Return the recipe as one level of dotted keys."""
         table = {}
         for key, value in self.to_dict().items():
-            table |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
+            is_section = isinstance(getattr(self, key), Checked)
+            table |= {f"{key}.{inner}": v for inner, v in value.items()} if is_section else {key: value}
         return table
 
     def to_toml(self, comment: str = "") -> str:

@@ -1,20 +1,31 @@
 """What callers of `flatout.fit` write, in terms of recipe keys and data."""
 
 import dataclasses
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from flatout.errors import InputError
 from flatout.recipe import Augment, Optimizer, known_keys
 from flatout.run import torch_objects
+from flatout.settings import nearest
 
 _OBJECTS = {
     "optimizer": 'flatout makes it on every device: optimizer="adam", or flatout.Adam(lr=0.001), or torch.optim.RAdam',
     "schedule": 'give a name or a section: schedule="cosine", or flatout.Schedule(name="cosine", warmup_epochs=1)',
     "loss": 'give a name, loss="cross-entropy" or "binary-cross-entropy", or a loss of torch, nn.CrossEntropyLoss()',
-    "augment": "give amounts: flatout.Augment(flip=True, rotate=10)",
+    "augment": "give amounts: flatout.Augment(flip=True, rotate=10); functions go into transform= or batch_transforms=",
 }
+
+
+def check_names(arguments: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Raise InputError for a keyword argument that is neither a recipe key nor an argument of the function."""
+    own = [name for name, one in inspect.signature(function).parameters.items() if one.kind is not one.VAR_KEYWORD]
+    keys = known_keys()
+    known = {*own, "class_weight", *(part for key in keys for part in (key, *key.partition(".")))}
+    for name in arguments.keys() - known:
+        raise InputError(f"{name}: {function.__name__} has no such argument; {nearest(name, [*own, *keys])}")
 
 
 def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,7 +45,7 @@ def recipe_changes(arguments: Mapping[str, Any]) -> dict[str, Any]:
             value = value.item()  # pyright: ignore[reportAttributeAccessIssue]
         elif key in _OBJECTS and not isinstance(value, str | Mapping):
             raise InputError(f"{key} = {value!r}: {_OBJECTS[key]}")
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and key != "class_weights":
             added = {f"{key}.{inner}": v for inner, v in value.items()}
         elif key in ("optimizer", "schedule"):
             added = {f"{key}.name": value}
@@ -59,7 +70,7 @@ def _without_objects(arguments: Mapping[str, Any]) -> dict[str, Any]:
         given |= keys
     # Keras has it in the singular.
     for name in [name for name in ("class_weight", "class_weights") if isinstance(given.get(name), Mapping)]:
-        given["class_weights"] = torch_objects.class_weight_list(given.pop(name))
+        given["class_weights"] = torch_objects.class_weights(given.pop(name))
     return given
 
 

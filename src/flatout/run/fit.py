@@ -43,6 +43,7 @@ def fit(
     minutes: float | None = None,
     callbacks: "Callback | str | Sequence[Callback | str]" = (),
     metrics: Any = (),
+    transform: Any = (),
     batch_transforms: Any = (),
     quiet: bool = False,
     **changes: Any,
@@ -75,6 +76,9 @@ def fit(
             `mlflow`.
         metrics: functions of labels and answers, such as `sklearn.metrics.cohen_kappa_score`, in a list or a dict by
             name. They are computed on the validation and test images, and named as in `valid_cohen_kappa_score`.
+        transform: a function of one training image, float32 [C, H, W] in 0..1, augmented, on the device; or several.
+            Each is called anew in every epoch and returns a changed image; validation and test images stay as they
+            are. Only the torch engine has them.
         batch_transforms: functions of training images, float32 [B, C, H, W], augmented and normalised, on the device;
             each returns changed images. Only the torch engine has them.
         quiet: print nothing.
@@ -97,15 +101,16 @@ def fit(
     from flatout.engine.factory import rate_on
     from flatout.models.keras import KerasModule, is_keras
     from flatout.models.load import copied
-    from flatout.run.arguments import is_own_loss, join_data, loader_batch_size, recipe_changes
+    from flatout.run.arguments import check_names, is_own_loss, join_data, loader_batch_size, recipe_changes
     from flatout.run.own import own_functions
     from flatout.run.resolve import resolve
 
+    check_names(changes, fit)
     process = launched()
     rank = process.rank if process else 0
     console = Console(None if quiet or rank else sys.stdout, rank=rank)
     own_loss = changes.pop("loss") if is_own_loss(changes.get("loss")) else None
-    own, flat = own_functions(own_loss, batch_transforms, metrics), recipe_changes(changes)
+    own, flat = own_functions(own_loss, transform, batch_transforms, metrics), recipe_changes(changes)
     if (loaded := loader_batch_size(data)) is not None:
         flat.setdefault("batch_size", loaded)
     data = join_data(data, labels, validation_data)

@@ -55,15 +55,14 @@ def start_engine(
     elif recipe.freeze:
         note("frozen layers keep their random weights: no pre-trained weights were requested")
     own = options.own
-    # Only the torch engine takes functions of the user's; `check` has refused them elsewhere.
-    functions = {"loss": own.loss, "batch_transforms": own.batch_transforms}
     make = functools.partial(
         make_engine,
         engine=options.engine,
         devices=options.devices,
         world=world,
         class_weights=weights_of(recipe, task_of(recipe), splits["train"].labels, classes),
-        **(functions if own.loss or own.batch_transforms else {}),
+        # Only the torch engine takes functions of the user's; `check` has refused them elsewhere.
+        **own.for_engine(recipe),
     )
     if fits_head:
         _fit_head(model, recipe, splits, make, world, note)

@@ -105,16 +105,18 @@ def loss_keys(value: Any) -> dict[str, Any] | None:
     return keys
 
 
-def class_weight_list(value: Mapping[Any, Any]) -> list[float]:
-    """Return the weights of classes 0, 1, 2 and so on of a dict, as Keras takes them.
+def class_weights(value: Mapping[Any, Any]) -> list[float] | dict[str, Any]:
+    """Return weights by class name as they are, and those of classes 0, 1, 2 and so on, as Keras has them, as a list.
 
     Raises:
-        InputError: its keys are no such numbers.
+        InputError: its keys are neither.
     """
+    if all(isinstance(name, str) for name in value):
+        return dict(value)
     if sorted(value, key=str) != sorted(range(len(value)), key=str):
         raise InputError(
-            f"class_weights: the keys are {', '.join(map(str, list(value)[:5]))}; they must be 0 to {len(value) - 1}, "
-            "in the order of run.classes, which is alphabetical for folders"
+            f"class_weights: the keys are {', '.join(map(str, list(value)[:5]))}; they must be class names, or 0 to "
+            f"{len(value) - 1} in the order of run.classes, which is alphabetical for folders"
         )
     return [float(value[index]) for index in range(len(value))]
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from flatout.errors import InputError
 from flatout.recipe import Recipe
+from flatout.settings import nearest
 from flatout.tasks.base import Task
 from flatout.tasks.multi_label import MultiLabel
 from flatout.tasks.regression import Regression
@@ -37,11 +38,16 @@ def weights_of(recipe: Recipe, task: Task, labels: np.ndarray, classes: Sequence
     """Return the weights of the classes in the loss, float32 [classes]; None where all have the same.
 
     Raises:
-        InputError: the recipe does not have one for each class.
+        InputError: the recipe does not have one for each class, or names one that the data does not have.
     """
     given = recipe.class_weights
     if isinstance(given, str):
         return task.class_weights(labels, len(classes)) if task.is_balanced else None
+    if isinstance(given, dict):
+        if unknown := given.keys() - set(classes):
+            name = min(unknown)
+            raise InputError(f"class_weights: the data has no class {name!r}; {nearest(name, classes)}")
+        return np.array([given.get(name, 1.0) for name in classes], np.float32)
     if len(given) != len(classes):
         raise InputError(f"class_weights has {len(given)} numbers, but the data has {len(classes)} classes")
     return np.array(given, np.float32)

@@ -18,7 +18,7 @@ _FIRST_GUESS = 1024
 _RANDOM = (
     "items of the {name} data set differ each time they are read, so its transform is random. flatout reads each item "
     "once: the random changes stay the same in every epoch. Take random transforms out of the data set, and use "
-    "augment= instead, which changes images anew in every epoch"
+    "augment= or transform= instead, which change images anew in every epoch"
 )
 
 
