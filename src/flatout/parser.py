@@ -17,8 +17,14 @@ from flatout.errors import WRONG_INPUT
 from flatout.jobs import builtin_jobs
 from flatout.settings import nearest
 
+
+def run_path(text: str) -> Path | str:
+    """Return the folder of a run, or its address on the Hugging Face hub as it is."""
+    return text if text.startswith("hf://") else Path(text)
+
+
 _FLAGS: dict[str, dict[str, Any]] = {
-    "--run": {"type": Path, "metavar": "RUN", "help": "the run folder"},
+    "--run": {"type": run_path, "metavar": "RUN", "help": "the run folder"},
     "--data": {"metavar": "PATH", "help": "folder, archive, CSV, IDX, JSON, .npz, .npy, shards, pack or URL"},
     "--model": {"metavar": "NAME", "help": "one of ours, timm:NAME, package.module:factory or file.py:factory"},
     "--epochs": {"type": int, "metavar": "N", "help": "passes over the training images"},
@@ -34,6 +40,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--max-bad-share": {"type": float, "default": 0.05, "metavar": "X", "help": "the most that skip accepts (0.05)"},
     "--out": {"type": Path, "metavar": "DIR", "help": "an empty or new folder; default: a new one under runs/"},
     "--resume": {"action": "store_true", "help": "continue the run in --out"},
+    "--private": {"action": "store_true", "help": "create the repository for its owner alone"},
+    "--no-pictures": {"action": "store_true", "help": "leave out report and pictures, which show test images"},
     "--overwrite": {"action": "store_true", "help": "replace the run in --out"},
     "--track": {
         "action": "append",
@@ -87,6 +95,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
 _OPERANDS = {
     "JOB": f"one of {', '.join(builtin_jobs())}; a recipe.toml; or the path of your data",
     "RUN": "the run folder",
+    "URL": "its new address, hf://USER/NAME",
     "OTHER": "the run folder to compare it with",
     "DATA": "folder, archive, CSV, IDX, JSON, .npz, .npy, shards, pack or URL",
     "FILE": "image files, or folders of them",
@@ -145,7 +154,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             args.files, operands = operands, []
         else:
             value = operands.pop(0) if operands else None
-            setattr(args, name, Path(value) if name == "run" and value else value)
+            setattr(args, name, run_path(value) if name == "run" and value else value)
     if operands:
         subparser.error(f"unexpected argument {operands[0]!r}; {usage}")
     return args

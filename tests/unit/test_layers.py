@@ -23,6 +23,7 @@ LAYERS = (
         "report",
         "callbacks",
         "run",
+        "hub",
         "scale",
         "lr",
         "plan",

@@ -1,10 +1,11 @@
-"""Commands on finished runs: evaluate, predict, compare, report, board."""
+"""Commands on finished runs: evaluate, predict, compare, report, board, upload."""
 
 from argparse import Namespace
 from pathlib import Path
 
 from flatout.commands.command import Output, command, engine_of
 from flatout.console import Console
+from flatout.errors import InputError
 
 
 @command(
@@ -56,7 +57,7 @@ def do_compare(args: Namespace, console: Console) -> Output:
     """Test whether two runs differ by more than chance."""
     from flatout.run.compare import compare, lines_of
 
-    result = compare(args.run, Path(args.other))
+    result = compare(_folder(args.run), _folder(args.other))
     return result, lines_of(result)
 
 
@@ -65,8 +66,9 @@ def do_report(args: Namespace, console: Console) -> Output:
     """Draw a run's pictures and report again."""
     from flatout.report.page import draw_all
 
-    draw_all(args.run)
-    path = str(args.run / "report.html")
+    folder = _folder(args.run)
+    draw_all(folder)
+    path = str(folder / "report.html")
     return {"report": path}, [path]
 
 
@@ -76,3 +78,31 @@ def do_board(args: Namespace, console: Console) -> None:
     from flatout.board.serve import serve
 
     serve(Path(args.dir or "runs"), args.port, console)
+
+
+@command(
+    "RUN URL",
+    "--run --private --overwrite --no-pictures --json",
+    "upload runs/first hf://USER/NAME",
+    overwrite={"help": "replace another content of the repository"},
+)
+def do_upload(args: Namespace, console: Console) -> Output:
+    """Publish a run with a model card on the Hugging Face hub."""
+    from flatout.hub.upload import lines_of, upload
+
+    result = upload(
+        _folder(args.run),
+        args.url,
+        private=args.private,
+        overwrite=args.overwrite,
+        pictures=not args.no_pictures,
+        console=console,
+    )
+    return result, lines_of(result)
+
+
+def _folder(run: Path | str) -> Path:
+    """Return a run folder of this host."""
+    if str(run).startswith("hf://"):
+        raise InputError(f"{run}: this command needs a run folder on this computer; evaluate and predict take hf://")
+    return Path(run)

@@ -120,12 +120,12 @@ def _from_hub(repository: str, report: Callable[[str], None]) -> Path:
     except EntryNotFoundError:
         file = metadata(name := _HUB_FILES[1])
     report(f"downloading {repository}, {name}" + (f" ({file.size / 1e6:,.1f} MB)" if file.size else ""))
-    with _without_xet():
+    with without_xet():
         return Path(hf_hub_download(repository, name))
 
 
 @contextlib.contextmanager
-def _without_xet() -> Iterator[None]:
+def without_xet() -> Iterator[None]:
     """Download by plain HTTP, which keeps the timeouts: the client of Xet storage has its own, of minutes."""
     from huggingface_hub import constants
 
@@ -134,6 +134,21 @@ def _without_xet() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_DISABLE_XET = before
+
+
+@contextlib.contextmanager
+def bars_on_terminals() -> Iterator[None]:
+    """Leave the progress bars of huggingface_hub out of logs and pipes."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def _from_url(url: str, report: Callable[[str], None]) -> Path:

@@ -51,7 +51,7 @@ def draw_all(run: Path) -> None:
         InputError: `run` is no run folder, a value in it has the wrong type, or a file cannot be written.
     """
     files = read_run(Path(run))
-    names, shown = _readable_names(files), files.predictions
+    names, shown = readable_names(files), files.predictions
     if files.metrics:
         pictures.draw_curves(files.run / "curves.png", files.metrics, files.summary)
     if shown is not None:
@@ -68,7 +68,7 @@ def _task(files: RunFiles) -> Task:
     return task_named(files.summary.get("task") or files.recipe.get("task"))
 
 
-def _readable_names(files: RunFiles) -> list[str]:
+def readable_names(files: RunFiles) -> list[str]:
     """Return the class names to show: readable ones where a file in the run folder or beside the data has them."""
     classes, data = files.summary.get("classes") or [], (files.recipe.get("data") or {}).get("path")
     for folder in (files.run, *([Path(data)] if data else ())):

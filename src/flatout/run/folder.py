@@ -15,6 +15,7 @@ from flatout.recipe import Data, Recipe, load_recipe, of_run
 from flatout.report.run_files import FOLD, KNOWN, RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
 from flatout.run import answers
 from flatout.run.predict import Outputs, Prediction, predict
+from flatout.run.published import download_run, is_published
 from flatout.run.trust import Trust
 from flatout.settings import in_python
 
@@ -321,8 +322,11 @@ class Ensemble(Run):
 def load(path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> Run:
     """Read a run folder; its `model` is an ordinary torch module on the CPU, whatever it was trained on.
 
-    That of a cross-validation is an `Ensemble`. See `Run` for the arguments.
+    That of a cross-validation is an `Ensemble`. See `Run` for the arguments. `hf://USER/NAME`, or
+    `hf://USER/NAME@REVISION`, is downloaded from the Hugging Face hub into its cache.
     """
+    if is_published(path):
+        path = download_run(str(path))
     recipe = Path(path) / RECIPE
     data = load_recipe(recipe).data if recipe.is_file() else Data()
     return (Ensemble if data.folds and not data.fold else Run)(path, model=model, allow_code=allow_code)

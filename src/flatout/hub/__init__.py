@@ -1,0 +1,1 @@
+"""Publishing a run on the Hugging Face hub."""

@@ -1,0 +1,255 @@
+"""A hub of models on loopback, as far as huggingface_hub talks to it: repositories, commits, LFS, downloads."""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_secret"
+# Files of these kinds are stored beside the repository, by their digest.
+LFS = (".safetensors", ".png")
+
+
+class Repository:
+    """Commits, the newest last, each a dict of files."""
+
+    def __init__(self, *, private: bool = False) -> None:
+        self.private = private
+        self.commits: list[dict[str, bytes]] = [{".gitattributes": b"*.safetensors filter=lfs\n"}]
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        return self.commits[-1]
+
+    def sha(self, number: int = -1) -> str:
+        position = number % len(self.commits)
+        return hashlib.sha1(f"{id(self)} {position}".encode()).hexdigest()
+
+
+class Refused(Exception):
+    """The answer to a request: an HTTP status, and what huggingface_hub tells errors by."""
+
+    def __init__(self, status: int, why: str, code: str = "") -> None:
+        super().__init__(why)
+        self.status, self.why, self.code = status, why, code
+
+
+class Hub(ThreadingHTTPServer):
+    """`trouble` maps a part of a URL to the status that requests for it get; "cut" closes the connection instead."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.repositories: dict[str, Repository] = {}
+        self.objects: dict[str, bytes] = {}
+        self.trouble: dict[str, int | str] = {}
+        self.requests: list[tuple[str, str]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing about clients that have gone."""
+
+
+@contextmanager
+def running() -> Iterator[Hub]:
+    hub = Hub()
+    thread = threading.Thread(target=hub.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.shutdown()
+        hub.server_close()
+        thread.join()
+
+
+class _Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def answer_request(self) -> None:
+        try:
+            self.answer()
+        except Refused as refused:
+            self.send(refused.status, {"error": refused.why}, {"X-Error-Code": refused.code})
+
+    def answer(self) -> None:
+        hub, path = self.server, unquote(urlsplit(self.path).path)
+        body = self.read_body()
+        hub.requests.append((self.command, path))
+        for part, trouble in hub.trouble.items():
+            if part in f"{self.command} {path}":
+                if trouble == "cut":
+                    self.close_connection = True
+                    return
+                raise Refused(int(trouble), "trouble")
+        if self.headers["Authorization"] not in (None, f"Bearer {TOKEN}"):
+            raise Refused(401, "Invalid credentials")
+        for pattern, do in _ROUTES:
+            if match := re.fullmatch(pattern, f"{self.command} {path}"):
+                do(self, body, **match.groupdict())
+                return
+        raise Refused(404, f"no route for {self.command} {path}")
+
+    def read_body(self) -> bytes:
+        if self.headers["Transfer-Encoding"] != "chunked":
+            return self.rfile.read(int(self.headers["Content-Length"] or 0))
+        body = b""
+        while length := int(self.rfile.readline(), 16):
+            body += self.rfile.read(length)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    do_GET = do_HEAD = do_POST = do_PUT = answer_request  # noqa: N815  (names of http.server)
+
+    def send(self, status: int, content: Any = b"", headers: dict[str, str] | None = None) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    # --- what is asked ---
+
+    def create(self, body: bytes) -> None:
+        wanted = json.loads(body)
+        if not self.headers["Authorization"]:
+            raise Refused(401, "no token")
+        name = f"{wanted['organization']}/{wanted['name']}"
+        if name in self.server.repositories:
+            raise Refused(409, "You already created this model repo")
+        private = wanted.get("private") or wanted.get("visibility") == "private"
+        self.server.repositories[name] = Repository(private=bool(private))
+        self.send(200, {"url": f"{self.server.url}/{name}"})
+
+    def check_card(self, body: bytes) -> None:
+        import yaml
+
+        text = json.loads(body)["content"]
+        yaml.safe_load(re.match(r"---\n(.*?)\n---\n", text, re.S)[1])  # pyright: ignore
+        self.send(200, {"errors": [], "warnings": []})
+
+    def found(self, name: str) -> Repository:
+        repository = self.server.repositories.get(name)
+        if repository is None or (repository.private and not self.headers["Authorization"]):
+            raise Refused(404 if self.headers["Authorization"] else 401, "Repository not found", "RepoNotFound")
+        return repository
+
+    def commit_of(self, repository: Repository, revision: str) -> dict[str, bytes]:
+        shas = {repository.sha(number): files for number, files in enumerate(repository.commits)}
+        found = shas.get(revision, repository.files if revision == "main" else None)
+        if found is None:
+            raise Refused(404, "Revision not found", "RevisionNotFound")
+        return found
+
+    def info(self, body: bytes, name: str, revision: str | None = None) -> None:
+        repository = self.found(name)
+        files = self.commit_of(repository, revision or "main")
+        number = repository.commits.index(files)
+        about = {"id": name, "modelId": name, "sha": repository.sha(number), "private": repository.private, "tags": []}
+        siblings = [{"rfilename": path, **_described(path, content)} for path, content in files.items()]
+        self.send(200, {**about, "downloads": 0, "likes": 0, "siblings": siblings})
+
+    def tree(self, body: bytes, name: str, revision: str) -> None:
+        listed = []
+        for path, content in self.commit_of(self.found(name), revision).items():
+            described = _described(path, content)
+            described["oid"] = described.pop("blobId")
+            if "lfs" in described:
+                described["lfs"]["oid"] = described["lfs"].pop("sha256")
+            listed.append({"type": "file", "path": path, **described})
+        self.send(200, listed)
+
+    def preupload(self, body: bytes, name: str) -> None:
+        self.found(name)
+        files = [
+            {
+                "path": file["path"],
+                "uploadMode": "lfs" if file["path"].endswith(LFS) else "regular",
+                "shouldIgnore": False,
+                "oid": None,
+            }
+            for file in json.loads(body)["files"]
+        ]
+        self.send(200, {"files": files})
+
+    def lfs_batch(self, body: bytes, name: str) -> None:
+        objects = []
+        for wanted in json.loads(body)["objects"]:
+            upload = {"href": f"{self.server.url}/lfs/{wanted['oid']}", "header": {}}
+            new = wanted["oid"] not in self.server.objects
+            objects.append({**wanted, **({"actions": {"upload": upload}} if new else {})})
+        self.send(200, {"transfer": "basic", "objects": objects})
+
+    def store(self, body: bytes, oid: str) -> None:
+        assert hashlib.sha256(body).hexdigest() == oid
+        self.server.objects[oid] = body
+        self.send(200)
+
+    def commit(self, body: bytes, name: str) -> None:
+        repository = self.found(name)
+        lines = [json.loads(line) for line in body.splitlines()]
+        header, files = lines[0]["value"], dict(repository.files)
+        if header.get("parentCommit") not in (None, repository.sha()):
+            raise Refused(412, "the branch has moved")
+        for line in lines[1:]:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.server.objects[value["oid"]]
+            else:
+                assert line["key"] == "deletedFile"
+                del files[value["path"]]
+        repository.commits.append(files)
+        oid = repository.sha()
+        self.send(200, {"success": True, "commitOid": oid, "commitUrl": f"{self.server.url}/{name}/commit/{oid}"})
+
+    def download(self, body: bytes, name: str, revision: str, path: str) -> None:
+        repository = self.found(name)
+        files = self.commit_of(repository, revision)
+        if path not in files:
+            raise Refused(404, "Entry not found", "EntryNotFound")
+        described, content = _described(path, files[path]), files[path]
+        etag = described["lfs"]["sha256"] if "lfs" in described else described["blobId"]
+        commit = repository.sha(repository.commits.index(files))
+        self.send(200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "none"})
+
+
+def _described(path: str, content: bytes) -> dict[str, Any]:
+    blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    about: dict[str, Any] = {"size": len(content), "blobId": blob}
+    if path.endswith(LFS):
+        about["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+    return about
+
+
+_MODEL = r"/api/models/(?P<name>[\w.-]+/[\w.-]+)"
+_ROUTES = [
+    (r"POST /api/repos/create", _Answer.create),
+    (r"POST /api/validate-yaml", _Answer.check_card),
+    (rf"GET {_MODEL}", _Answer.info),
+    (rf"GET {_MODEL}/revision/(?P<revision>[^/]+)", _Answer.info),
+    (rf"GET {_MODEL}/tree/(?P<revision>[^/]+)", _Answer.tree),
+    (rf"POST {_MODEL}/preupload/main", _Answer.preupload),
+    (rf"POST {_MODEL}/commit/main", _Answer.commit),
+    (r"POST /(?P<name>[\w.-]+/[\w.-]+)\.git/info/lfs/objects/batch", _Answer.lfs_batch),
+    (r"PUT /lfs/(?P<oid>\w+)", _Answer.store),
+    (r"(?:HEAD|GET) /(?P<name>[\w.-]+/[\w.-]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Answer.download),
+]
