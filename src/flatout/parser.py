@@ -67,7 +67,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "heatmaps of what the answers rest on; DIR: a new folder",
     },
     "--labels": {"action": "store_true", "help": "find wrong labels: trains on parts of the data"},
-    "--apply": {"type": Path, "metavar": "OUT.csv", "help": "with --labels: write a CSV file with corrected labels"},
+    "--apply": {
+        "type": Path,
+        "metavar": "OUT.csv",
+        "help": "with --labels: write corrected labels; OUT.npz for arrays",
+    },
     "--suggestions": {"type": Path, "metavar": "FILE", "help": "with --apply: those of this label-errors.csv alone"},
     "--tta": {"action": "store_true", "help": "test-time augmentation: average over views of each image"},
     "--size": {"required": True, "metavar": "N|HxW", "help": "height and width in pixels"},

@@ -97,6 +97,7 @@ def test_the_run_folder_is_complete(digits: Path) -> None:
     assert figures["images_per_second"] == pytest.approx(figures["images_trained"] / figures["train_seconds"])
     lines = [json.loads(line) for line in (digits / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all(isinstance(value, int | float) for line in lines for value in line.values())
     assert "epoch 6/6" in (digits / "logs" / "rank-0.log").read_text()
     _, metadata = read_weights(digits / "weights.safetensors")
     assert json.loads(metadata["classes"]) == list("0123456789")

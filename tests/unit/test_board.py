@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,6 +174,28 @@ def test_a_run_is_running_while_its_process_lives(tmp_path: Path) -> None:
     for path in run.iterdir():
         os.utime(path, (0, time.time() - 600))
     assert ids(store) == {"a": "incomplete"}
+
+
+def test_a_killed_run_is_over_at_once(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a"
+    store, hold = Store(tmp_path / "runs"), "import time; from pathlib import Path; from flatout.run import claim\n"
+    hold += f"with claim.claimed(Path({str(run)!r}), 'a', resume=True, overwrite=False): print(flush=True); input()"
+    run.parent.mkdir()
+    write_run(run, CLASSES).joinpath("summary.json").unlink()
+    process = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout
+    process.stdout.readline()
+    assert ids(store) == {"a": "running"}
+    lock = (run / ".lock").read_text()
+    process.kill()
+    process.communicate()
+    assert (run / ".lock").read_text() == lock, "the file of a killed process stays"
+    assert ids(store) == {"a": "incomplete"}
+    # Another process with the same number, and a process of another host, of which the files tell.
+    number, _, place = lock.split()
+    for holder, status in ((f"{os.getpid()} 1.0 {place}", "incomplete"), (f"{number} 1.0 elsewhere/", "running")):
+        (run / ".lock").write_text(holder)
+        assert ids(Store(tmp_path / "runs")) == {"a": status}
 
 
 def test_what_a_run_writes_is_sent_once(tmp_path: Path) -> None:

@@ -118,12 +118,33 @@ def test_chosen_suggestions_are_applied_without_training(found: LabelErrors, pho
     assert main(words) == 2, "nothing is overwritten"
 
 
+def test_corrected_arrays_are_data_to_train_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = RNG.integers(0, 256, (40, 8, 8), dtype=np.uint8)
+    labels = RNG.permutation(np.arange(40) % 11)
+    data, fixed = tmp_path / "data.npz", tmp_path / "fixed.npz"
+    np.savez(data, x_train=images[:30], y_train=labels[:30], x_test=images[30:], y_test=labels[30:])
+    new = str((labels[2] + 1) % 11)
+    chosen = [{"split": "train", "row": 2, "given": str(labels[2]), "suggested": new}]
+    label_files.write_csv(tmp_path / "kept.csv", list(chosen[0]), [list(chosen[0].values())])
+    words = ["check", str(data), "--suggestions", str(tmp_path / "kept.csv"), "--apply"]
+    assert main([*words, str(fixed)]) == 0
+    assert f"flatout train {fixed}" in capsys.readouterr().out
+    before, after = recognise(data).read(), recognise(fixed).read()
+    np.testing.assert_array_equal(after.images, before.images)  # pyright: ignore
+    assert (after.splits, after.classes) == (before.splits, before.classes)
+    assert np.flatnonzero(after.labels != before.labels).tolist() == [2]
+    assert after.classes[after.labels[2]] == new
+    assert main([*words, str(tmp_path / "fixed.csv")]) == 0
+    assert "arrays are trained from --apply OUT.npz" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--apply", "{here}/out.txt"], "must be a new file that ends in .csv"),
         (["--apply", "{here}/none/out.csv"], "there is no folder"),
         (["--suggestions", "{here}/kept.csv"], "--suggestions needs --apply"),
+        (["--suggestions", "{here}/other.csv", "--apply", "{here}/out.npz"], "these images are files; end the name in"),
         (["--suggestions", "{here}/absent.csv", "--apply", "{here}/out.csv"], "absent.csv: cannot be read"),
         (["--suggestions", "{here}/other.csv", "--apply", "{here}/out.csv"], "line 2: is not of this data"),
         (["--epochs", "3"], "go with --labels"),

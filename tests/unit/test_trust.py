@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from sklearn.metrics import roc_auc_score, top_k_accuracy_score
 
 import flatout
@@ -177,7 +178,12 @@ def test_predict_answers_with_sets_and_unknown(digits: Path, capsys: pytest.Capt
     assert any("unknown; most like" in str(one) for one in found)
     assert found[0].to_dict().keys() == {"file", "predictions", "unknown", "coverage", "set"}
     (run.path / "known.safetensors").rename(run.path / "moved")
-    assert flatout.load(run.path).predict(noise[:1])[0].unknown is None
+    with pytest.warns(UserWarning, match="known.safetensors is missing: unknown images are not recognised"):
+        assert flatout.load(run.path).predict(noise[:1])[0].unknown is None
+    Image.fromarray(noise[0]).save(run.path.parent / "noise.png")
+    for words in (["predict", str(run.path), str(run.path.parent / "noise.png")], ["evaluate", str(run.path)]):
+        assert main(words) == 0
+        assert sum(text.count("known.safetensors is missing") for text in capsys.readouterr()) == 1
     (run.path / "moved").rename(run.path / "known.safetensors")
     for coverage, reason in (("1.5", "must be from"), ("0.999", "too high for the 180 validation images")):
         assert main(["predict", str(run.path), "x.png", "--coverage", coverage]) == 2

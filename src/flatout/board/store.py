@@ -20,7 +20,7 @@ from flatout.lr import chart
 from flatout.plan import plan
 from flatout.report import run_files
 from flatout.report.run_files import METRICS, RECIPE, SUMMARY, WEIGHTS, RunFiles
-from flatout.run.claim import holder
+from flatout.run.claim import Holder, holder
 from flatout.scale import scale
 from flatout.style import finite
 from flatout.tasks import task_named
@@ -156,8 +156,7 @@ class Store:
         row = self._runs.get(self._name(path))
         if row is None or row["status"] != "running":
             return False
-        process = holder(path)
-        return process is None or not _is_alive(path, process)
+        return not _is_alive(path, holder(path))
 
     # --- files ----------------------------------------------------------------------------------------------------
 
@@ -230,7 +229,7 @@ def _row(name: str, path: Path) -> dict[str, Any]:
     except (InputError, OSError) as error:
         # The path is on the page already.
         problem = str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/")
-        is_running = process is not None and _is_alive(path, process)
+        is_running = _is_alive(path, process)
         recipe = run_files.read_recipe(path)[1]
         row |= {"status": "running" if is_running else "broken", "date": path.stat().st_mtime, "spark": []}
         row |= {
@@ -290,9 +289,9 @@ def _result(files: RunFiles) -> dict[str, Any]:
     return {**found, "spark": []}
 
 
-def _status(files: RunFiles, process: int | None) -> str:
+def _status(files: RunFiles, process: Holder | None) -> str:
     """Return "running", "finished", "failed", "stopped" or "incomplete"."""
-    if process is not None and _is_alive(files.run, process):
+    if _is_alive(files.run, process):
         return "running"
     if not files.summary:
         return "broken" if (files.run / SUMMARY).is_file() else "incomplete"
@@ -302,12 +301,12 @@ def _status(files: RunFiles, process: int | None) -> str:
     return "finished" if not ended or ended.startswith("early stopping") else "stopped"
 
 
-def _is_alive(run: Path, process: int) -> bool:
+def _is_alive(run: Path, process: Holder | None) -> bool:
     """Return whether the process that holds a run lives here, or, on another host, has written something lately."""
-    import psutil
-
-    if psutil.pid_exists(process):
-        return True
+    if process is None:
+        return False
+    if (is_alive := process.is_alive()) is not None:
+        return is_alive
     written = [path.stat().st_mtime for path in (run / METRICS, run / run_files.LIVE, run / RECIPE) if path.exists()]
     written += [log.stat().st_mtime for log in (run / run_files.LOGS).glob("rank-0.log")]
     return bool(written) and time.time() - max(written) < SILENT_SECONDS

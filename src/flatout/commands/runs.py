@@ -47,7 +47,8 @@ def do_predict(args: Namespace, console: Console) -> Output:
     from flatout.run.predict import predict
 
     run = load(args.run, allow_code=args.allow_code)
-    predictions = predict(run, args.files, top=args.top, tta=args.tta, coverage=args.coverage, explain=args.explain)
+    flags = {"top": args.top, "tta": args.tta, "coverage": args.coverage, "explain": args.explain}
+    predictions = predict(run, args.files, **flags, note=console.note)
     lines = [str(p) if p.explanation is None else f"{p}; {p.explanation}" for p in predictions]
     return {"run": str(args.run), "predictions": [p.to_dict() for p in predictions]}, lines
 

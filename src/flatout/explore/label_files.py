@@ -50,7 +50,7 @@ def check_labels(
     Args:
         job, data, changes: as `resolve` takes them.
         out: a new or empty folder; None for a new one under `runs/`.
-        apply: a new CSV file for all labels, corrected; None for none.
+        apply: a new CSV file for all labels, corrected; or, for arrays, a new .npz file with the images; None for none.
         suggestions: a label-errors.csv of an earlier call, in place of training.
         devices, engine, allow_code: as in `Options`.
         console: shows the training.
@@ -65,27 +65,36 @@ def check_labels(
             raise InputError("--suggestions needs --apply OUT.csv, the file to write")
         _, found = resolve(job, data, changes, accelerated=False, console=console, fetch=False)
         source = found.read() if isinstance(found, DataRef) else found
+        _check_kind(apply, source)
         count = apply_file(source, suggestions, apply)
         return {"applied": count, "corrected": str(apply)}, [
             f"{count:,} labels corrected: {apply}{_how_to_train(source, apply)}"
         ]
     accelerated, rate = parse_devices(devices, engine).is_accelerated, rate_on(devices, engine)
     recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console, rate=rate)
+    if apply and apply.suffix == ".npz":
+        _check_kind(apply, found.read() if isinstance(found, DataRef) else found)
     options = Options(devices=devices, engine=engine, allow_code=allow_code)
     errors = find_label_errors(recipe, found, options, console)
     return write(errors, make_folder(out, f"labels-{recipe.job}"), apply)
 
 
 def _check_target(path: Path | None) -> None:
-    """Raise InputError where the file for corrected labels exists or is no CSV file."""
+    """Raise InputError where the file for corrected labels exists or has another ending."""
     if path is None:
         return
-    if path.suffix.lower() != ".csv":
-        raise InputError(f"--apply {path}: must be a new file that ends in .csv")
+    if path.suffix not in (".csv", ".npz"):
+        raise InputError(f"--apply {path}: must be a new file that ends in .csv, or for arrays in .npz")
     if path.exists():
         raise InputError(f"--apply {path}: exists; nothing is overwritten: choose another name")
     if not path.absolute().parent.is_dir():
         raise InputError(f"--apply {path}: there is no folder {path.absolute().parent}; make it first")
+
+
+def _check_kind(path: Path, source: Source) -> None:
+    """Raise InputError where arrays are to be written of images that are files."""
+    if path.suffix == ".npz" and source.images is None:
+        raise InputError(f"--apply {path}: these images are files; end the name in .csv")
 
 
 def suggestions(found: LabelErrors) -> list[dict[str, Any]]:
@@ -181,8 +190,11 @@ def write_corrected(source: Source, changes: Mapping[int, str], path: Path) -> N
     """Write a CSV file of all images with their labels, some of them changed, for `flatout train`.
 
     It has the columns file, below the folder of the data, label and split; for arrays, whose images have no files,
-    split, row and label.
+    split, row and label. An .npz file has the images of arrays too.
     """
+    if path.suffix == ".npz":
+        _write_arrays(source, changes, path)
+        return
     labels = (changes.get(i, "" if (text := label_of(source, i)) == "none" else text) for i in range(len(source)))
     places = ((split, i - start, i) for split, (start, stop) in source.splits.items() for i in range(start, stop))
     if source.files is None:
@@ -196,10 +208,37 @@ def write_corrected(source: Source, changes: Mapping[int, str], path: Path) -> N
     write_csv(path, columns, rows)
 
 
+def _write_arrays(source: Source, changes: Mapping[int, str], path: Path) -> None:
+    """Write images and labels of each split, some labels changed."""
+    labels = source.labels.copy()
+    for index, text in changes.items():
+        if source.task == "multi-label":
+            names = text.split("|") if text else []
+            labels[index] = [name in names for name in source.classes]
+        else:
+            labels[index] = source.classes.index(text)
+    if source.task == "single-label":
+        # Names that are numbers keep their order as numbers.
+        is_counted = all(name.isdecimal() and str(int(name)) == name for name in source.classes)
+        labels = np.array([int(name) if is_counted else name for name in source.classes])[labels]
+    arrays: dict[str, Any] = {}
+    for split, (start, stop) in source.splits.items():
+        assert source.images is not None
+        arrays |= {f"{split}_images": source.images[start:stop], f"{split}_labels": labels[start:stop]}
+
+    def save(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            np.savez_compressed(file, **arrays)
+
+    write_atomically(path, save)
+
+
 def _how_to_train(source: Source, path: Path) -> str:
-    """Return the command that trains with corrected labels, in brackets; nothing for arrays."""
+    """Return the command that trains with corrected labels, in brackets."""
+    if path.suffix == ".npz":
+        return f" ({shlex.join(['flatout', 'train', str(path)])})"
     if source.files is None or source.path is None:
-        return ""
+        return "; a list for you: arrays are trained from --apply OUT.npz, which has images and labels"
     folder = source.path if source.path.is_dir() else source.path.parent
     return f" ({shlex.join(['flatout', 'train', str(path), '--images', str(folder)])})"
 

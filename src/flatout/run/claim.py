@@ -4,11 +4,13 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from flatout.errors import InputError
 from flatout.files import sweep_temporary_files, write_atomically
+from flatout.host import process_place
 from flatout.recipe import Recipe
 from flatout.report import run_files
 
@@ -32,6 +34,8 @@ _FILES_OF_A_RUN = (
     run_files.PREDICTIONS,
     run_files.REPORT,
 )
+# The start of a process is counted from that of the host, which corrections of the clock move.
+_CLOCK_SECONDS = 5.0
 _FOLDS = run_files.FOLD.format("[1-9]*")
 _OWN_FILES = (*(f"{_FOLDS}/{name}" for name in _FILES_OF_A_RUN), _FOLDS, *_FILES_OF_A_RUN)
 
@@ -67,10 +71,48 @@ def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Ite
         yield folder
 
 
-def holder(folder: Path) -> int | None:
-    """Return the process that holds a run folder, or held it when it or its host failed; None where none does."""
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """The process that holds a run folder, or held it when it or its host failed.
+
+    Attributes:
+        process: its number.
+        started: when it started, in seconds since 1970; 0 where an earlier version wrote the file.
+        place: the host, and the container, that it is on; empty where an earlier version wrote the file.
+    """
+
+    process: int
+    started: float = 0.0
+    place: str = ""
+
+    @classmethod
+    def of_this_process(cls) -> "Holder":
+        """Return this process."""
+        import psutil
+
+        return cls(process=os.getpid(), started=psutil.Process().create_time(), place=process_place())
+
+    def is_alive(self) -> bool | None:
+        """Return whether the process lives; None where it is on another host, or may be."""
+        import psutil
+
+        if self.place and self.place != process_place():
+            return None
+        try:
+            found = psutil.Process(self.process)
+            is_same = not self.started or abs(found.create_time() - self.started) < _CLOCK_SECONDS
+            is_alive = is_same and found.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            is_alive = False
+        return is_alive if self.place else is_alive or None
+
+
+def holder(folder: Path) -> Holder | None:
+    """Return the process that holds a run folder; None where none does."""
     try:
-        return int((folder / run_files.LOCK).read_text(encoding="utf-8"))
+        words = (folder / run_files.LOCK).read_text(encoding="utf-8").split()
+        process, started, place = (*words, 0, "")[:3]
+        return Holder(process=int(process), started=float(started), place=str(place))
     except (OSError, ValueError):
         return None
 
@@ -133,14 +175,17 @@ def _locked(folder: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.seek(0)
-                holder = file.read().strip() or "unknown"
-                raise InputError(f"{folder}: in use by process {holder}; wait for it or choose another --out") from None
+                process = (file.read().split() or ["unknown"])[0]
+                raise InputError(
+                    f"{folder}: in use by process {process}; wait for it or choose another --out"
+                ) from None
             # The last holder may have removed the file after it was opened here.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                     break
         file.truncate(0)
-        file.write(f"{os.getpid()}\n")
+        own = Holder.of_this_process()
+        file.write(f"{own.process} {own.started} {own.place}\n")
         file.flush()
         try:
             yield

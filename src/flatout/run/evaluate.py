@@ -58,6 +58,8 @@ def _evaluate(
         pack = load_once_per_host(world, load_alone)
     console.finish()
     console.note(pack.describe())
+    if run.trust and run.trust.remark:
+        console.note(run.trust.remark)
     labels = match_classes(pack, run.classes, where=data if other else recipe.data.path)
     results: list[Evaluation] = []
     split, formats = "all", precisions(engine, world)

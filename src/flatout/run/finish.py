@@ -41,6 +41,31 @@ EXPLAINED = 10
 COMPARED_IMAGES = 500
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Ended:
+    """What a run has when its last evaluation is over.
+
+    Attributes:
+        samples: of each split.
+        results: of the evaluated splits.
+        known: the results on some training images, for those that are unknown; None where these are not wanted.
+        reason: why training ended early; empty if it did not.
+        state: of the engine.
+        memory: the figures of `summary.json` about it.
+    """
+
+    session: "Session"
+    engine: "Engine"
+    pack: "Pack"
+    progress: Progress
+    samples: dict[str, Samples]
+    results: "dict[str, Evaluation]"
+    known: "Evaluation | None"
+    reason: str
+    state: dict[str, Any]
+    memory: dict[str, int | None]
+
+
 def finish(
     session: "Session",
     engine: "Engine",
@@ -95,11 +120,22 @@ def finish(
         ended = ended or f"{stopped.how} during evaluation"
         session.note(ended)
     progress.evaluate_seconds += time.perf_counter() - began
-    state = engine.state()
-    memory = _memory(session, engine)
+    run = _Ended(
+        session=session,
+        engine=engine,
+        pack=pack,
+        progress=progress,
+        samples={name: split.samples for name, split in placed.items()},
+        results=results,
+        known=known,
+        reason=ended,
+        # All processes take part in these two.
+        state=engine.state(),
+        memory=_memory(session, engine),
+    )
     if session.world.is_main:
         with session.world.heartbeat.alone("writing the report"):
-            _write(session, engine, pack, placed, results, known, progress, ended, state, memory)
+            _write(run, shown)
     # No process ends before the run is whole.
     session.world.barrier()
     return failure
@@ -111,30 +147,18 @@ def _shown(session: "Session", placed: "dict[str, DeviceSplit]") -> str | None:
     return next((name for name in wanted if name in placed), None)
 
 
-def _write(
-    session: "Session",
-    engine: "Engine",
-    pack: "Pack",
-    placed: "dict[str, DeviceSplit]",
-    results: "dict[str, Evaluation]",
-    known: "Evaluation | None",
-    progress: Progress,
-    ended: str,
-    state: dict[str, Any],
-    memory: dict[str, int | None],
-) -> None:
-    """Write all files of a run; `known` are the results on some training images, for those that are unknown."""
+def _write(run: _Ended, shown: str | None) -> None:
+    """Write all files of a run; `shown` is the split whose answers are kept."""
+    session, results = run.session, run.results
     is_fold = session.recipe.data.fold > 0
-    shown = _shown(session, placed)
-    splits = {name: split.samples for name, split in placed.items()}
-    task = engine.task
-    found = trust.fit(known, results["valid"]) if known else None
+    task = run.engine.task
+    found = trust.fit(run.known, results["valid"]) if run.known else None
     # The images of a fold choose nothing.
     if "valid" in results and not is_fold:
         task = task.tuned(results["valid"].predicted, results["valid"].labels)
         task = dataclasses.replace(task, temperature=found.temperature if found else 1.0)
         results = {name: result.of_task(task) for name, result in results.items()}
-    _write_weights(session, state, pack, task, found)
+    _write_weights(run, task, found)
     if found:
         found.write(session.out / run_files.KNOWN)
     scores: dict[str, Any] = {}
@@ -143,10 +167,10 @@ def _write(
         logits = results[shown].logits
         if found and found.novelty and logits is not None:
             more["unknown"] = found.novelty.score(logits, results[shown].features)
-        write_predictions(session, shown, results[shown], splits[shown], pack.classes, **more)
-        scores = scores_of(shown, results[shown], pack.classes, found)
-    summary = _summary(session, engine, pack, results, splits, progress, ended) | memory | scores
-    _write_report(session, summary, progress)
+        write_predictions(session, shown, results[shown], run.samples[shown], run.pack.classes, **more)
+        scores = scores_of(shown, results[shown], run.pack.classes, found)
+    summary = _summary(run, results) | run.memory | scores
+    _write_report(session, summary, run.progress)
 
 
 def _write_report(session: "Session", summary: dict[str, Any], progress: Progress) -> None:
@@ -194,24 +218,22 @@ def scores_of(split: str, result: "Evaluation", classes: Sequence[str], found: "
     }
 
 
-def _write_weights(
-    session: "Session", state: dict[str, Any], pack: "Pack", task: "Task", found: "Trust | None"
-) -> None:
+def _write_weights(run: _Ended, task: "Task", found: "Trust | None") -> None:
     from flatout.models.weights import save_tensors
 
-    recipe = session.recipe
+    recipe = run.session.recipe
     # Averaged weights take the place of the last ones.
     tensors = {
         name.removeprefix(prefix): value
         for prefix in ("model.", "ema.")
-        for name, value in state.items()
+        for name, value in run.state.items()
         if name.startswith(prefix)
     }
     metadata = {
         "format": "pt",
         "flatout": __version__,
         "model": recipe.model,
-        "classes": json.dumps(pack.classes),
+        "classes": json.dumps(run.pack.classes),
         "image_size": json.dumps(recipe.image_size),
         "stored_size": json.dumps(one_or_both(recipe.stored_sides)),
         "eval_size": json.dumps(one_or_both(recipe.eval_sides)),
@@ -227,7 +249,7 @@ def _write_weights(
         "label_std": str(task.label_std),
         **(found.metadata() if found else {}),
     }
-    save_tensors(session.out / run_files.WEIGHTS, tensors, metadata)
+    save_tensors(run.session.out / run_files.WEIGHTS, tensors, metadata)
 
 
 def write_predictions(
@@ -301,17 +323,11 @@ def _brightness(samples: Samples) -> np.ndarray:
     return (np.array(means) / np.iinfo(dtype).max).astype(np.float32)
 
 
-def _summary(
-    session: "Session",
-    engine: "Engine",
-    pack: "Pack",
-    results: "dict[str, Evaluation]",
-    splits: dict[str, Samples],
-    progress: Progress,
-    ended: str,
-) -> dict[str, Any]:
+def _summary(run: _Ended, results: "dict[str, Evaluation]") -> dict[str, Any]:
+    """Return the content of summary.json; `results` are those of the run, with thresholds and temperature."""
     from flatout.engine.devices import machine
 
+    session, engine, pack, progress = run.session, run.engine, run.pack, run.progress
     recipe = session.recipe
     chosen = progress.best_epoch if progress.best else len(progress.history)
     record, task = progress.history[chosen - 1] if chosen else None, engine.task
@@ -322,7 +338,9 @@ def _summary(
         if name in results:
             found |= {"loss": results[name].loss, **results[name].metrics, "count": len(results[name].labels)}
         figures |= {f"{name}_{key}": value for key, value in found.items()}
-    class_counts = {f"{n}_class_counts": count_classes(s.labels, len(pack.classes)).tolist() for n, s in splits.items()}
+    class_counts = {
+        f"{n}_class_counts": count_classes(s.labels, len(pack.classes)).tolist() for n, s in run.samples.items()
+    }
     if "test" in results:
         answers = results["test"].task.decided(results["test"].predicted)
         answers = answers if answers.ndim == 2 else answers[answers >= 0]
@@ -348,7 +366,7 @@ def _summary(
         "parameters": session.parameters,
         "trained_parameters": session.trained_parameters,
         "classes": list(pack.classes),
-        **{f"{name}_images": len(samples) for name, samples in splits.items()},
+        **{f"{name}_images": len(samples) for name, samples in run.samples.items()},
         "images_trained": progress.images_trained,
         "images_per_second": progress.images_trained / trained_for if trained_for else None,
         "train_seconds": trained_for,
@@ -360,7 +378,7 @@ def _summary(
         "input_wait_fraction": progress.wait_seconds / trained_for if trained_for else None,
         "communication_fraction": _communication(progress),
         "warmup_seconds": progress.warmup_seconds,
-        "stopped": ended or None,
+        "stopped": run.reason or None,
         "notes": session.notes,
         "time_seconds": seconds,
         "pack": str(pack.folder.absolute()) if pack.folder else None,

@@ -1,7 +1,8 @@
 """Classify new images with a trained run, a batch at a time."""
 
 import io
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -90,12 +91,15 @@ def predict(
     tta: bool = False,
     coverage: float | None = None,
     explain: str | Path | None = None,
+    note: Callable[[str], object] = warnings.warn,
 ) -> list[Prediction]:
-    """See `Run.predict`."""
+    """See `Run.predict`; `note` takes a sentence about what the run lacks."""
     if not top >= 1:
         raise InputError(f"--top {top}: must be at least 1")
     if coverage is not None:
         check_coverage(run, coverage)
+    if run.trust and run.trust.remark:
+        note(run.trust.remark)
     pictures = None if explain is None else Pictures(run, explain)
     named = _named(images, run.recipe)
     results, bad = [], []

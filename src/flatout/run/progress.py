@@ -48,13 +48,17 @@ class EpochRecord:
     def to_plain(self) -> dict[str, Any]:
         """Return the line."""
         fields = dataclasses.asdict(self)
-        return {**fields, **fields.pop("metrics")}
+        metrics = fields.pop("metrics")
+        return {**fields, **metrics}
 
 
 def _record_of(line: dict[str, Any]) -> EpochRecord:
-    """Return the record that `EpochRecord.to_plain` wrote; None is a split that was not there, in earlier versions."""
+    """Return the record that `EpochRecord.to_plain` wrote.
+
+    In earlier versions None is a split that was not there, and the metrics are there a second time under their name.
+    """
     own = [f.name for f in dataclasses.fields(EpochRecord) if f.name != "metrics"]
-    metrics = {key: value for key, value in line.items() if key not in own and value is not None}
+    metrics = {key: value for key, value in line.items() if key not in (*own, "metrics") and value is not None}
     return EpochRecord(**{name: line[name] for name in own}, metrics=metrics)
 
 

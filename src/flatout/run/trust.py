@@ -38,12 +38,21 @@ class Trust:
         set_thresholds: see `calibration.set_thresholds`; for logits that are divided by the temperature.
         images: the validation images that it rests on.
         novelty: which images are unknown; None where it could not be computed, or its file is missing.
+        missing: that file, if it is missing.
     """
 
     temperature: float
     set_thresholds: tuple[float, ...]
     images: int
     novelty: Novelty | None = None
+    missing: Path | None = None
+
+    @property
+    def remark(self) -> str:
+        """What a reader of the answers should know, as a sentence; empty for nothing."""
+        if self.missing is None:
+            return ""
+        return f"{self.missing} is missing: unknown images are not recognised; copy it from the original run folder"
 
     def metadata(self) -> dict[str, str]:
         """Return it as metadata of the weights."""
@@ -89,6 +98,7 @@ class Trust:
             set_thresholds=tuple(json.loads(metadata["set_thresholds"])),
             images=int(metadata["calibration_images"]),
             novelty=found,
+            missing=path if "unknown" in metadata and found is None else None,
         )
 
     def is_unknown(self, logits: np.ndarray, features: np.ndarray | None) -> np.ndarray | None:
