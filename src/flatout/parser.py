@@ -66,6 +66,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "DIR",
         "help": "heatmaps of what the answers rest on; DIR: a new folder",
     },
+    "--format": {"choices": ("onnx", "torch", "exported", "keras"), "help": "default: as the name of --out ends"},
+    "--precision": {"choices": ("fp32", "fp16", "int8"), "default": "fp32", "help": "of an ONNX file (fp32)"},
     "--labels": {"action": "store_true", "help": "find wrong labels: trains on parts of the data"},
     "--apply": {
         "type": Path,

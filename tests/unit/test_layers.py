@@ -24,6 +24,7 @@ LAYERS = (
         "callbacks",
         "run",
         "hub",
+        "export",
         "scale",
         "lr",
         "plan",

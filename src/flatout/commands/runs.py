@@ -1,4 +1,4 @@
-"""Commands on finished runs: evaluate, predict, compare, report, board, upload."""
+"""Commands on finished runs: evaluate, predict, export, compare, report, board, upload."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -42,15 +42,39 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
     "predict runs/first cat.jpg more-photos/",
 )
 def do_predict(args: Namespace, console: Console) -> Output:
-    """Classify images with a run."""
+    """Classify images with a run, or with the ONNX file that it was exported to."""
     from flatout.run.folder import load
     from flatout.run.predict import predict
 
-    run = load(args.run, allow_code=args.allow_code)
+    if args.run.suffix == ".onnx" and not args.run.is_dir():
+        from flatout.export.onnx_run import OnnxRun
+
+        if args.explain is not None:
+            raise InputError("--explain: heatmaps need the run; an ONNX file has the answers alone")
+        run = OnnxRun(args.run)
+    else:
+        run = load(args.run, allow_code=args.allow_code)
     flags = {"top": args.top, "tta": args.tta, "coverage": args.coverage, "explain": args.explain}
     predictions = predict(run, args.files, **flags, note=console.note)
     lines = [str(p) if p.explanation is None else f"{p}; {p.explanation}" for p in predictions]
     return {"run": str(args.run), "predictions": [p.to_dict() for p in predictions]}, lines
+
+
+@command(
+    "RUN",
+    "--run --format --out --precision --data --allow-code --json",
+    "export runs/first --format onnx --out first.onnx",
+    out={"required": True, "metavar": "FILE", "help": "the file, or the folder of --format torch; it must not exist"},
+    data={"help": "images to verify on; default: the run's own"},
+)
+def do_export(args: Namespace, console: Console) -> Output:
+    """Write a run for other programs (ONNX, torch.export, plain PyTorch, Keras), verified on its test images."""
+    from flatout.export.write import export
+    from flatout.run.folder import load
+
+    run = load(args.run, allow_code=args.allow_code)
+    done = export(run, args.out, format=args.format, precision=args.precision, data=args.data, console=console)
+    return done.to_dict(), done.lines()
 
 
 @command("RUN OTHER", "--run --json", "compare runs/first runs/second")

@@ -110,6 +110,13 @@ class KerasModule(nn.Module):
         frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
         return self._architecture.network(frozen, precision)
 
+    def logits_of(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return the logits [B, K] of what the model that was given answers: its last activation is undone."""
+        left_out = self._architecture.left_out
+        if not left_out:
+            return outputs
+        return outputs.clamp_min(torch.finfo(torch.float32).tiny).log() if left_out == "softmax" else outputs.logit()
+
     def to_keras(self) -> Any:
         """Return a new `keras.Model` like the one given, its last activation included, with this module's weights."""
         model = _copied(self._architecture.original)

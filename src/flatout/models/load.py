@@ -42,6 +42,13 @@ def list_names() -> list[str]:
     return list(_NETS)
 
 
+def net_named(name: str) -> "Callable[..., nn.Module] | None":
+    """Return what makes our own net of a name from outputs, image size and channels; None where there is none."""
+    from flatout.models import nets
+
+    return getattr(nets, _NETS[name]) if name in _NETS else None
+
+
 def build_model(
     recipe: Recipe,
     num_classes: int,
@@ -87,11 +94,9 @@ def build_model(
 
 def _build(recipe: Recipe, num_outputs: int, allow_code: bool) -> "nn.Module":
     name = recipe.model
-    if name in _NETS:
-        from flatout.models import nets
-
+    if net := net_named(name):
         with seeded(recipe.seed):
-            return getattr(nets, _NETS[name])(num_outputs, recipe.image_size, recipe.channels)
+            return net(num_outputs, recipe.image_size, recipe.channels)
     if name.startswith("timm:"):
         return _build_timm(recipe, num_outputs)
     if name.startswith("python:"):

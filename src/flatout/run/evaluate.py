@@ -1,6 +1,7 @@
 """Evaluate a finished run, on its own test data or on other data."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,40 +38,26 @@ def evaluate(
 def _evaluate(
     console: Console, world: "World", run: "Run", data: Any, devices: str, engine: str, tta: bool
 ) -> dict[str, Any]:
-    from flatout.data.load import find, load, match_classes, splits_of
     from flatout.data.shared_pack import load_once_per_host
     from flatout.engine.devices import spec_of
     from flatout.engine.factory import make_engine, precisions
     from flatout.models.load import copied
     from flatout.run.finish import scores_of
 
-    recipe = run.recipe
+    def once(load: "Callable[[], Pack]") -> "Pack":
+        with world.heartbeat.alone("making the pack"):
+            return load_once_per_host(world, load)
+
     other = data is not None
-    if not other and not recipe.data.path:
-        raise InputError(f"{run.path}: its data was given in Python; say what to evaluate on")
-    options = replace(recipe.data, images="", group_column="") if other else recipe.data
-
-    def load_alone() -> "Pack":
-        found = find(data if other else recipe.data.path, options, recipe.task, console=console)
-        return load(found, replace(recipe, data=options), cache=True, report=console)
-
-    with world.heartbeat.alone("making the pack"):
-        pack = load_once_per_host(world, load_alone)
-    console.finish()
-    console.note(pack.describe())
+    pack, labels = labelled(run, data, console, once)
     if run.trust and run.trust.remark:
         console.note(run.trust.remark)
-    labels = match_classes(pack, run.classes, where=data if other else recipe.data.path)
     results: list[Evaluation] = []
     split, formats = "all", precisions(engine, world)
     names: list[str] = []
     for member in run.members:
-        recipe, rows = member.recipe, np.arange(len(labels))
-        if not other or len(pack.splits) > 1:
-            splits = splits_of(pack, replace(recipe.data, fold=0, folds=0) if other else recipe.data, recipe.seed)
-            split = next((name for name in ("test", "valid") if name in splits), "train")
-            rows = splits[split].rows
-        samples = Samples(images=pack.images, rows=rows, labels=labels[rows])
+        recipe = member.recipe
+        split, samples = held_out(member, pack, labels, other=other)
         # The engine trains nothing here, so what is frozen does not matter, and nothing is worth caching.
         # It works on a copy, since it moves the model to a device and changes its mode.
         model = copied(member.model)
@@ -93,6 +80,53 @@ def _evaluate(
     devices = spec_of([name for names in world.all_gather_object(names) for name in names])
     about = {"run": str(run.path), "task": run.recipe.task, "split": split}
     return {**about, **named, "tta": tta, "devices": devices, "engine": engine}
+
+
+def labelled(
+    run: "Run", data: Any, console: Console, once: "Callable[[Callable[[], Pack]], Pack]" = lambda load: load()
+) -> "tuple[Pack, np.ndarray]":
+    """Return the pack of a run, or of other data as the run's model takes it, and the labels as the run numbers them.
+
+    Args:
+        run: its recipe decides the form of the images.
+        data: as for `Run.evaluate`.
+        console: shows progress, and what the pack has.
+        once: calls the function that loads the pack, on one of several ranks.
+
+    Raises:
+        InputError: there is no data, it cannot be read, or has other classes.
+    """
+    from flatout.data.load import find, load, match_classes
+
+    recipe, other = run.recipe, data is not None
+    if not other and not recipe.data.path:
+        raise InputError(f"{run.path}: its data was given in Python; name other data with --data PATH")
+    options = replace(recipe.data, images="", group_column="") if other else recipe.data
+
+    def load_alone() -> "Pack":
+        found = find(data if other else recipe.data.path, options, recipe.task, console=console)
+        return load(found, replace(recipe, data=options), cache=True, report=console)
+
+    pack = once(load_alone)
+    console.finish()
+    console.note(pack.describe())
+    return pack, match_classes(pack, run.classes, where=data if other else recipe.data.path)
+
+
+def held_out(run: "Run", pack: "Pack", labels: np.ndarray, *, other: bool) -> tuple[str, Samples]:
+    """Return the name and the samples of the split that a run is judged by: test, else validation; else "all".
+
+    `labels` and `other` are those of `labelled`: data that is not the run's own has only the splits that it brings.
+    """
+    from flatout.data.load import splits_of
+
+    split, rows = "all", np.arange(len(labels))
+    if not other or len(pack.splits) > 1:
+        data = replace(run.recipe.data, fold=0, folds=0) if other else run.recipe.data
+        splits = splits_of(pack, data, run.recipe.seed)
+        split = next((name for name in ("test", "valid") if name in splits), "train")
+        rows = splits[split].rows
+    return split, Samples(images=pack.images, rows=rows, labels=labels[rows])
 
 
 def _joined(results: "list[Evaluation]", *, own_parts: bool) -> "tuple[float | None, Evaluation]":

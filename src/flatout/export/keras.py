@@ -1,0 +1,148 @@
+"""Keras: a twin of a network of ours, layer by layer, or the Keras model that a run trained.
+
+Shape letters: N images, H height, W width, C channels, K classes.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from flatout.errors import InputError
+from flatout.export.build import bits_of
+from flatout.export.verify import Answers
+from flatout.models.keras import KerasModule
+from flatout.models.load import list_names, net_named
+from flatout.numerics.pixels import FROM_16_BITS, centre
+
+if TYPE_CHECKING:
+    from flatout.run.folder import Run
+
+
+def write(run: "Run", path: Path) -> None:
+    """Write a run as a `.keras` file, or its weights alone as `.weights.h5`; see `docs/export.md`.
+
+    Raises:
+        InputError: the network has no twin in Keras, or Keras is not installed.
+    """
+    model = _made(run)
+    model.save_weights(path) if path.name.endswith(".weights.h5") else model.save(path)
+
+
+def answers_of(path: Path, run: "Run") -> Answers:
+    """Return a function that runs a file on images of the run's size."""
+    keras, given = _keras(), run.model
+    if path.name.endswith(".weights.h5"):
+        model = _made(run)
+        for variable in model.variables:
+            variable.assign(keras.ops.zeros_like(variable))
+        model.load_weights(path)
+    else:
+        model = keras.models.load_model(path, compile=False)
+
+    def answers(images: np.ndarray) -> np.ndarray:
+        pixels = centre(images, *run.recipe.eval_sides)
+        if not isinstance(given, KerasModule):
+            return _numpy(model(pixels.astype(np.float32), training=False))
+        scale, bias = (np.asarray(values, np.float32) for values in _normalisation(run))
+        found = torch.from_numpy(_numpy(model(pixels.astype(np.float32) * scale + bias, training=False)))
+        return run.task.probabilities(given.logits_of(found)).numpy()
+
+    return answers
+
+
+def _numpy(tensor: Any) -> np.ndarray:
+    return np.array(_keras().ops.convert_to_numpy(tensor))
+
+
+def _keras() -> Any:
+    """Return Keras, on the backend that the user has chosen, else on torch; a file is the same for all."""
+    if importlib.util.find_spec("keras") is None:
+        raise InputError("--format keras needs keras: pip install keras")
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    import keras
+
+    return keras
+
+
+def _normalisation(run: "Run") -> tuple[list[float], list[float]]:
+    """Return by what a pixel is multiplied, and what is added, for each channel."""
+    recipe = run.recipe
+    mean, std = (np.broadcast_to(np.array(values), recipe.channels) for values in (recipe.data.mean, recipe.data.std))
+    range_of_pixels = FROM_16_BITS if bits_of(run) == 16 else 1.0
+    return (range_of_pixels / (255 * std)).tolist(), (-mean / std).tolist()
+
+
+def _made(run: "Run") -> Any:
+    """Return the Keras model of a run, with its weights."""
+    if len(run.members) > 1 or run.recipe.tta:
+        why = "a cross-validation has several networks" if len(run.members) > 1 else "tta = true averages over views"
+        raise InputError(f"{run.path}: {why}, and --format keras writes one; use --format onnx")
+    net = run.model
+    if isinstance(net, KerasModule):
+        return net.to_keras()
+    if not isinstance(net, nn.Sequential) or net_named(run.recipe.model) is None:
+        twins = [name for name in list_names() if not name.startswith("fast-")]
+        raise InputError(
+            f"{run.path}: {run.recipe.model} has no twin in Keras; these have: {', '.join(twins)}; use --format onnx"
+        )
+    keras = _keras()
+    scale, bias = _normalisation(run)
+    pairs = [pair for name, layer in net.named_modules() for pair in _twins(keras, name.replace(".", "_"), layer, run)]
+    model = keras.Sequential(
+        [
+            keras.Input((*run.recipe.eval_sides, run.recipe.channels), name="images"),
+            keras.layers.Rescaling(scale, bias, name="normalisation"),
+            *(twin for twin, _ in pairs),
+            *_answers(keras, run),
+        ]
+    )
+    for twin, weights in pairs:
+        twin.set_weights([tensor.detach().numpy() for tensor in weights])
+    return model
+
+
+def _twins(keras: Any, name: str, layer: nn.Module, run: "Run") -> Iterator[tuple[Any, list[torch.Tensor]]]:
+    """Yield the Keras layers that a layer of torch becomes, with their weights."""
+    layers = keras.layers
+    if isinstance(layer, nn.Conv2d):
+        assert isinstance(layer.padding, tuple) and layer.bias is not None and layer.stride == (1, 1)
+        padding = "same" if layer.padding[0] else "valid"
+        twin = layers.Conv2D(layer.out_channels, layer.kernel_size, padding=padding, name=name)
+        yield twin, [layer.weight.permute(2, 3, 1, 0), layer.bias]
+    elif isinstance(layer, nn.BatchNorm2d):
+        assert layer.running_mean is not None and layer.running_var is not None
+        twin = layers.BatchNormalization(epsilon=layer.eps, name=name)
+        yield twin, [layer.weight, layer.bias, layer.running_mean, layer.running_var]
+    elif isinstance(layer, nn.MaxPool2d):
+        yield layers.MaxPooling2D(layer.kernel_size, name=name), []
+    elif isinstance(layer, nn.ReLU):
+        yield layers.ReLU(name=name), []
+    elif isinstance(layer, nn.Dropout):
+        yield layers.Dropout(layer.p, name=name), []
+    elif isinstance(layer, nn.Flatten):
+        yield layers.Permute((3, 1, 2), name=f"{name}_channels_first"), []  # the order of torch's weights
+        yield layers.Flatten(name=name), []
+    elif isinstance(layer, nn.Linear):
+        weight, bias = layer.weight.T, layer.bias
+        if layer.out_features == 1 and run.task.name == "single-label":
+            # A single logit is that of class 1, against 0.
+            weight, bias = (torch.cat([torch.zeros_like(one), one], dim=-1) for one in (weight, bias))
+        yield layers.Dense(len(bias), name=name), [weight, bias]
+    else:
+        assert isinstance(layer, nn.Sequential), f"{name}: no twin for {type(layer).__name__}"
+
+
+def _answers(keras: Any, run: "Run") -> list[Any]:
+    """Return the layers from logits to probabilities, or to the number of a regression."""
+    layers, task = keras.layers, run.task
+    if task.name == "regression":
+        return [layers.Rescaling(task.label_std, task.label_mean, name="number")]
+    if task.name == "multi-label":
+        return [layers.Activation("sigmoid", name="probabilities")]
+    return [layers.Rescaling(1 / task.temperature, name="temperature"), layers.Softmax(name="probabilities")]
