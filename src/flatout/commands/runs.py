@@ -46,7 +46,7 @@ def do_predict(args: Namespace, console: Console) -> Output:
     from flatout.run.folder import load
     from flatout.run.predict import predict
 
-    if args.run.suffix == ".onnx" and not args.run.is_dir():
+    if isinstance(args.run, Path) and args.run.suffix == ".onnx" and not args.run.is_dir():
         from flatout.export.onnx_run import OnnxRun
 
         if args.explain is not None:
