@@ -6,7 +6,7 @@ BIN := .venv/bin
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 TESTS ?= $(WORKERS) -m 'not slow'
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow docs lint clean
 
 demo: .venv/installed
 	@$(BIN)/flatout train digits --out runs/demo --overwrite
@@ -20,6 +20,11 @@ test: .venv/installed-dev
 
 test-slow: .venv/installed-dev
 	$(BIN)/python -m pytest $(WORKERS) -m slow
+
+# Warnings, such as those of dead links, are errors. The site is build/site.
+docs: .venv/installed-dev
+	$(BIN)/python .ci/pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("flatout needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'

@@ -166,6 +166,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def help_of(command: str = "") -> str:
+    """Return the help text of a command, or that of the program."""
+    parser, subparsers = _make_parsers()
+    return (subparsers[command] if command else parser).format_help()
+
+
 def completion(shell: str) -> str:
     """Return the script that completes commands, flags and their values in a shell: bash, zsh or fish."""
     import shtab

@@ -22,7 +22,7 @@ from flatout.scale.scale import split_specs
 from flatout.settings import parse_setting
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
 RECIPES = ROOT / "docs" / "recipes.md"
 REQUIRED = {"model": "fashion-cnn", "image_size": 28, "epochs": 1, "batch_size": 1}
 KEY_ROW = re.compile(r"^\| `(?P<key>[a-z_.]+)` \| (?P<type>[^|]+) \| (?P<default>`[^`]+`|required) \| .+ \|$", re.M)
@@ -161,3 +161,41 @@ def test_relative_links_lead_to_files(path: Path) -> None:
     targets = re.findall(r"\]\(([^)\s]+)\)", text_of(path))
     relative = {t.partition("#")[0] for t in targets if not re.match(r"[a-z]+:|#", t)}
     assert sorted(t for t in relative if not (path.parent / t).exists()) == []
+
+
+TRANSLATED = sorted(path for path in [*ROOT.glob("*.zh-CN.md"), *(ROOT / "docs").rglob("*.zh-CN.md")])
+
+
+def test_the_chinese_pages_are_there() -> None:
+    names = {str(path.relative_to(ROOT)) for path in TRANSLATED}
+    pages = [*(ROOT / "docs" / "from").glob("[!.]*.md"), ROOT / "docs" / "tutorials" / "first-model.md", ROOT / "README.md"]
+    english = [path for path in pages if not path.name.endswith(".zh-CN.md")]
+    assert len(english) == 7
+    assert {str(path.relative_to(ROOT).with_suffix("")) + ".zh-CN.md" for path in english} == names
+
+
+@pytest.mark.parametrize("path", TRANSLATED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_translations_have_the_same_content(path: Path) -> None:
+    """Headings, rows of tables, points, links and figures; code without its comments."""
+
+    def content(text: str) -> dict[str, typing.Any]:
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S)
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+        return {
+            "code": [(kind, re.sub(r" +# .*", "", code)) for kind, code in blocks],
+            "headings": re.findall(r"^#+(?= )", prose, re.M),
+            "rows": [line.count("|") for line in prose.splitlines() if line.startswith("|")],
+            "points": len(re.findall(r"^- ", prose, re.M)),
+            "links": sorted({target.partition("#")[0] for target in re.findall(r"\]\(([^)#\s]+)", prose)} - names),
+        }
+
+    original = path.with_name(path.name.replace(".zh-CN", ""))
+    names = {path.name, original.name}
+    assert content(text_of(path)) == content(text_of(original))
+
+
+def test_the_navigation_of_the_site_has_each_page() -> None:
+    """Building the site warns of none: pages outside the folders that are copied would be missing from it."""
+    nav = text_of(ROOT / "mkdocs.yml").partition("\nnav:")[2]
+    shown = {str(path.relative_to(ROOT)) for path in PAGES if not path.name.endswith(".zh-CN.md")}
+    assert shown <= set(re.findall(r"\S+\.md", nav))

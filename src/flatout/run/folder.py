@@ -272,7 +272,9 @@ class Ensemble(Run):
     """A finished cross-validation: the answers are the means of the probabilities, or numbers, of its folds.
 
     Args:
-        path, model, allow_code: as for `Run`; each fold gets a copy of the model.
+        path: as for `Run`.
+        model: as for `Run`; each fold gets a copy.
+        allow_code: as for `Run`.
 
     Raises:
         InputError: the folder is no cross-validation, or one of its runs is missing or has not finished.

@@ -1,0 +1,93 @@
+"""Write the pages of the documentation site into build/pages: those of the repository, and generated ones.
+
+Each page keeps its path, so that relative links stay right. Generated are the reference and the list of results.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "build" / "pages"
+PAGES = ("*.md", "docs/**/*", "benchmarks/README.md", "benchmarks/results/*.json", "examples/*")
+# Languages are chosen in the site's header.
+LANGUAGE_LINKS = re.compile(r"^(\*\*English\*\*|\[English\]\(.*?\)) · .*\n\n?", re.M)
+CSS = """
+/* Wide tables scroll, and cells with names do not break inside them. */
+.md-typeset table:not([class]) td:first-child code { white-space: nowrap; }
+.md-typeset table:not([class]) { font-size: .68rem; }
+.md-typeset pre > code { font-size: .65rem; }
+[data-md-color-scheme="slate"] img[src$=".png"] { background: #fff; }
+"""
+COLUMNS = "96"  # of the help texts
+
+
+def main() -> None:
+    """Replace build/pages."""
+    shutil.rmtree(OUT, ignore_errors=True)
+    for pattern in PAGES:
+        for path in sorted(path for path in ROOT.glob(pattern) if path.is_file()):
+            _copy(path)
+    _write("site.css", CSS)
+    _write("docs/reference/python.md", _python())
+    _write("docs/reference/commands.md", _commands())
+    _write("benchmarks/results/index.md", _results())
+
+
+def _copy(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    if path.suffix != ".md":
+        (OUT / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, OUT / name)
+        return
+    text = LANGUAGE_LINKS.sub("", path.read_text(encoding="utf-8"))
+    # The site knows a page by one name in all languages, and shows no folders.
+    text = text.replace(".zh-CN.md)", ".md)").replace("benchmarks/results)", "benchmarks/results/index.md)")
+    _write(name.replace(".zh-CN.md", ".zh.md"), text)
+
+
+def _write(name: str, text: str) -> None:
+    path = OUT / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _python() -> str:
+    """Return the page of the public names, from their docstrings."""
+    import flatout
+
+    first = ["fit", "load", "look", "Run", "Ensemble", "Prediction", "Look", "Recipe"]
+    names = [*first, *(name for name in flatout.__all__ if name not in first)]
+    return "# Python\n\n" + "\n".join(f"::: flatout.{name}\n" for name in names)
+
+
+def _commands() -> str:
+    """Return the page of the commands, from their help texts."""
+    from flatout.parser import COMMANDS, help_of
+
+    os.environ["COLUMNS"] = COLUMNS
+    text = f"# Commands\n\n```\n{help_of()}```\n"
+    return text + "".join(f"\n## flatout {name}\n\n```\n{help_of(name)}```\n" for name in COMMANDS)
+
+
+def _results() -> str:
+    """Return the page that lists the files of results."""
+    rows = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        first = content[0] if isinstance(content, list) else content
+        machine = first.get("machine")
+        cpu = machine.get("cpu") if isinstance(machine, dict) else first.get("cpu")
+        cores = machine.get("cores") if isinstance(machine, dict) else first.get("cores")
+        versions = first.get("versions") or {}
+        torch = versions.get("torch", "")
+        rows.append(f"| [{path.name}]({path.name}) | {first.get('date', '')[:10]} | {cpu or ''} | {cores or ''} | {torch} |")
+    head = "# Results\n\nEach file has the figures of one script, with date, machine and versions. "
+    head += "[The scripts](../README.md) measure them again.\n\n| file | date | processor | cores | torch |\n|---|---|---|---|---|\n"
+    return head + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    main()
