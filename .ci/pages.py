@@ -83,10 +83,12 @@ def _results() -> str:
         cores = machine.get("cores") if isinstance(machine, dict) else first.get("cores")
         versions = first.get("versions") or {}
         torch = versions.get("torch", "")
-        rows.append(f"| [{path.name}]({path.name}) | {first.get('date', '')[:10]} | {cpu or ''} | {cores or ''} | {torch} |")
+        rows.append(
+            f"| [{path.name}]({path.name}) | {first.get('date', '')[:10]} | {cpu or ''} | {cores or ''} | {torch} |"
+        )
     head = "# Results\n\nEach file has the figures of one script, with date, machine and versions. "
-    head += "[The scripts](../README.md) measure them again.\n\n| file | date | processor | cores | torch |\n|---|---|---|---|---|\n"
-    return head + "\n".join(rows) + "\n"
+    head += "[The scripts](../README.md) measure them again.\n\n"
+    return "\n".join([head + "| file | date | processor | cores | torch |\n|---|---|---|---|---|", *rows, ""])
 
 
 if __name__ == "__main__":
