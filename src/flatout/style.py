@@ -28,6 +28,16 @@ _CJK_FONTS = (
 )  # fmt: skip
 
 
+def readable_on(colour: Any) -> str:
+    """Return black or white, whichever can be read better on a colour of red, green and blue in 0..1.
+
+    The contrast is 4.5 at least, by the relative luminance of WCAG 2.
+    """
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in colour]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#000000" if luminance > 0.179 else "#ffffff"
+
+
 def new_figure(
     width: float, height: float, *, dpi: int = 170, layout: Any = "constrained", title: str = ""
 ) -> "Figure":

@@ -68,6 +68,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     with_pack(write_run(folder / "packed", CLASSES), folder.parent)
     write_run(folder / "other", CLASSES, job="another", test_accuracy=0.5)
+    # A result with a long name.
+    write_run(folder / "numbers", CLASSES, task="regression", test_mae=1234.5, test_r2=0.5)
     write_run(folder / HOSTILE, CLASSES, notes=["<b>bold</b>"])
     write_run(folder / "broken", CLASSES).joinpath("summary.json").write_text("{ this is cut")
     write_run(folder / "newer", CLASSES, versions={"flatout": "99.0"})
@@ -119,7 +121,7 @@ def names(page: Any) -> list[str]:
 @needs_browser
 def test_the_table_is_searched_filtered_and_sorted(page: Any) -> None:
     assert "token" not in page.url
-    assert set(names(page)) == {"packed", "other", HOSTILE, "broken", "newer"}
+    assert set(names(page)) == {"packed", "other", "numbers", HOSTILE, "broken", "newer"}
     assert page.inner_text(f'tr[data-id="{HOSTILE}"] .c-name').strip() == HOSTILE
     page.click("thead .c-score button")
     assert page.get_attribute("thead .c-score", "aria-sort") == "descending"
@@ -228,6 +230,34 @@ def test_it_fits_and_can_be_read(browser: Any, served: Served, width: int, schem
         assert page.evaluate("moved") < 0.1, view
         assert page.evaluate(CONTRAST) == [], view
     context.close()
+
+
+@needs_browser
+def test_the_colours_are_chosen_and_remembered(page: Any) -> None:
+    def ground() -> str:
+        return page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+
+    light, button = ground(), page.locator("#colours")
+    page.emulate_media(color_scheme="dark")
+    dark = ground()
+    assert dark != light
+    assert button.inner_text() == "Auto"
+    button.focus()
+    for name, shown in (("Light", light), ("Dark", dark)):
+        page.keyboard.press("Enter")
+        assert (button.inner_text(), ground()) == (name, shown)
+    page.emulate_media(color_scheme="light")
+    page.reload()
+    page.wait_for_selector("table.runs tbody tr[data-id]")
+    assert (button.inner_text(), ground()) == ("Dark", dark)
+    # The canvas of a chart is drawn again.
+    page.goto(f"{page.url.split('#')[0]}#/run/packed")
+    axis = "document.querySelector('canvas').toDataURL()"
+    page.wait_for_selector(".curve canvas")
+    before = page.evaluate(axis)
+    page.keyboard.press("t")
+    assert (button.inner_text(), ground()) == ("Auto", light)
+    assert page.evaluate(axis) != before
 
 
 # The text of elements that hold text of their own, where its contrast with the background is below WCAG's AA.

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from flatout.models.explain import heatmaps
+from flatout.report.pictures import heat_scale, overlaid
+from flatout.style import readable_on
 
 
 class Bright(nn.Module):
@@ -66,3 +68,25 @@ def test_tokens_become_the_grid_of_their_patches(name: str):
 def test_a_model_without_positions_has_no_heatmap():
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 4), nn.ReLU(), nn.Linear(4, 2))
     assert heatmaps(model.eval(), torch.randn(2, 3, 8, 8), lambda logits: logits[:, 0]) is None
+
+
+def test_the_colours_of_a_heatmap():
+    grey, heat = np.full((2, 12, 1), 200, np.uint8), np.tile(np.linspace(0, 1, 12), (2, 1))
+    painted = overlaid(grey, heat).astype(int)
+    assert (painted[:, 0] == 200).all(), "places that say nothing stay as they are"
+    away = np.abs(painted - 200).sum(axis=2)[0]
+    assert (np.diff(away) > 0).all(), "the more, the more colour"
+    photo = np.zeros((1, 1, 3), np.uint8) + np.array([30, 60, 90], np.uint8)
+    assert overlaid(photo, np.zeros((1, 1))).tolist() == [[[60, 60, 60]]], "only the heatmap has colours"
+    np.testing.assert_array_equal(heat_scale(12), overlaid(grey[:1] * 0 + 128, heat[:1]))
+
+
+def test_text_can_be_read_on_any_colour():
+    def luminance(colour: np.ndarray) -> np.ndarray:
+        linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
+        return linear @ [0.2126, 0.7152, 0.0722]
+
+    for colour in np.random.default_rng(0).random((500, 3)):
+        text = np.array([int(readable_on(colour)[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+        low, high = sorted(float(luminance(c)) + 0.05 for c in (colour, text))
+        assert high / low > 4.5

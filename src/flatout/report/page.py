@@ -111,6 +111,8 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
         "grid": _tiles(shown, shown.grid, names, task) if shown else [],
         "mistakes": mistakes,
         "explained": _explained(shown, mistakes) if shown else [],
+        "explained_for": task.explained,
+        "heat_scale": ", ".join("#{:02x}{:02x}{:02x}".format(*colour) for colour in pictures.heat_scale()[0].tolist()),
         "mistakes_shown": [text.format(split=split, count=len(mistakes)) for text in task.mistakes_shown],
         "picture": [text.format(split=split) for text in task.picture],
         "columns": list(task.table_columns),

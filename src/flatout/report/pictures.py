@@ -29,7 +29,7 @@ LINES = {"train": ("#7c8894", "-"), "valid": (style.RIGHT, "-"), "test": (style.
 
 GRID_COLUMNS, CELL_INCHES = 5, 1.5
 # How much of a place of an image the colour of a heatmap covers at most.
-OPACITY = 0.65
+OPACITY = 0.8
 LOG_LOSS_FROM_RATIO = 50.0  # beyond this, a linear axis shows one spike and a flat line
 # An axis that shows less than this makes noise look like a trend: in units of accuracy, and as a share of the loss.
 LEAST_ACCURACY_SPAN, LEAST_LOSS_SPAN = 0.1, 0.25
@@ -111,12 +111,18 @@ def as_svg(figure: "Figure", name: str) -> str:
 
 
 def overlaid(image_HWC: np.ndarray, heatmap_HW: np.ndarray) -> np.ndarray:
-    """Return an image uint8 [H, W, 1 or 3] under its heatmap, uint8 [H, W, 3]."""
+    """Return an image uint8 [H, W, 1 or 3] in grey under its heatmap in colour, uint8 [H, W, 3]."""
     import matplotlib
 
-    colours = matplotlib.colormaps["inferno"](heatmap_HW)[..., :3] * 255
-    opacity = OPACITY * np.sqrt(heatmap_HW)[..., None]
-    return ((1 - opacity) * image_HWC + opacity * colours).round().astype(np.uint8)
+    # The darkest colours of the map would look like shadows of the image.
+    colours = matplotlib.colormaps["plasma"](0.3 + 0.7 * heatmap_HW)[..., :3] * 255
+    opacity = OPACITY * heatmap_HW[..., None] ** 0.7
+    return ((1 - opacity) * image_HWC.mean(axis=2, keepdims=True) + opacity * colours).round().astype(np.uint8)
+
+
+def heat_scale(steps: int = 9) -> np.ndarray:
+    """Return the colours of a heatmap on medium grey, from none to the most, uint8 [1, steps, 3]."""
+    return overlaid(np.full((1, steps, 1), 128, np.uint8), np.linspace(0, 1, steps)[None])
 
 
 def learning_rate_changes(metrics: Lines) -> bool:

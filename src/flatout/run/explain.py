@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flatout import style
 from flatout.errors import InputError
 from flatout.files import write_atomically
-from flatout.report.pictures import overlaid
+from flatout.report.pictures import heat_scale, overlaid
 
 if TYPE_CHECKING:
     import torch
+    from PIL import Image
     from torch import nn
 
     from flatout.recipe import Recipe
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 _AT_ONCE = 8
 # Images are enlarged to at least so many pixels.
 _LEAST_PIXELS = 192
+# Below them, the scale of the colours.
+_SCALE_PIXELS = 20
 
 
 def heatmaps(run: "Run", pixels_NHWC: np.ndarray, answers: np.ndarray | None = None) -> np.ndarray:
@@ -121,7 +125,7 @@ class Pictures:
 
 
 def _side_by_side(image_HWC: np.ndarray, overlay_HWC: np.ndarray) -> bytes:
-    """Return a PNG of both, enlarged by a whole factor where they are tiny."""
+    """Return a PNG of both with the scale of the colours below, enlarged by a whole factor where they are tiny."""
     import io
 
     from PIL import Image
@@ -130,6 +134,21 @@ def _side_by_side(image_HWC: np.ndarray, overlay_HWC: np.ndarray) -> bytes:
     gap = np.full((image_HWC.shape[0] * factor, 8, 3), 255, np.uint8)
     both = [np.broadcast_to(one, (*one.shape[:2], 3)) for one in (image_HWC, overlay_HWC)]
     first, second = (one.repeat(factor, axis=0).repeat(factor, axis=1) for one in both)
+    rows = np.concatenate([first, gap, second], axis=1)
+    picture = Image.fromarray(np.pad(rows, ((0, _SCALE_PIXELS), (0, 0), (0, 0)), constant_values=255))
+    _draw_scale(picture, first.shape[1] + gap.shape[1], rows.shape[0])
     buffer = io.BytesIO()
-    Image.fromarray(np.concatenate([first, gap, second], axis=1)).save(buffer, format="png")
+    picture.save(buffer, format="png")
     return buffer.getvalue()
+
+
+def _draw_scale(picture: "Image.Image", left: int, top: int) -> None:
+    """Draw the colours of a heatmap below it, from little to most."""
+    from PIL import Image, ImageDraw
+
+    draw, middle = ImageDraw.Draw(picture), top + _SCALE_PIXELS // 2
+    ends = int(draw.textlength("little")) + 6, picture.width - left - int(draw.textlength("most")) - 6
+    bar = Image.fromarray(np.repeat(heat_scale(max(1, ends[1] - ends[0])), 8, axis=0))
+    picture.paste(bar, (left + ends[0], middle - 4))
+    draw.text((left, middle), "little", fill=style.INK, anchor="lm")
+    draw.text((picture.width, middle), "most", fill=style.INK, anchor="rm")

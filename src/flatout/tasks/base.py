@@ -36,6 +36,7 @@ class Task(ABC):
         step_metric: the name of what `step_metrics` returns, on average.
         metric_title: the title of the curve of the first one.
         picture, mistakes_shown: headings and explanations of what `draw` and `mistakes` show, of `{split}` images.
+        explained: what the heatmap of a mistake speaks for.
         table_columns: the headings of `class_table`.
         mixes_targets: whether targets are numbers, which are mixed before the loss; else two losses are.
     """
@@ -57,6 +58,7 @@ class Task(ABC):
     mixes_targets: ClassVar[bool]
     picture: ClassVar[tuple[str, str]]
     mistakes_shown: ClassVar[tuple[str, str]]
+    explained: ClassVar[str] = "the wrong answer"
     table_columns: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod

@@ -41,6 +41,7 @@ class MultiLabel(Task):
         "Worst mistakes",
         "The {count} {split} images with the most confident wrong decisions. They often show wrong labels too.",
     )
+    explained = "the most probable class"
     table_columns = ("class", "images", "precision", "recall", "F1")
 
     @staticmethod
@@ -201,7 +202,7 @@ class MultiLabel(Task):
         style.style_panel(axes, f"Precision, recall and F1{shown}")
         axes.grid(visible=False, axis="y")
         for number, (key, colour) in enumerate(
-            (("precision", style.FAINT), ("recall", style.MUTED), ("f1", style.RIGHT))
+            (("precision", style.ORANGE), ("recall", style.MUTED), ("f1", style.RIGHT))
         ):
             heights = [position + 0.26 * (number - 1) for position in range(len(rows))]
             axes.barh(heights, [row[key] for row in rows], height=0.24, color=colour, label=key.replace("f1", "F1"))

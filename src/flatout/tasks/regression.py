@@ -36,6 +36,7 @@ class Regression(Task):
         "Largest errors",
         "The {count} {split} images with the largest errors. They often show wrong labels too.",
     )
+    explained = "a larger number"
 
     @staticmethod
     def check(recipe: Recipe) -> None:

@@ -278,7 +278,7 @@ def draw_confusion(path: Path, matrix_KK: np.ndarray, classes: Sequence[str]) ->
     _label_classes(axes, classes)
     if K <= NUMBERS_UP_TO_CLASSES:
         for (row, column), count in np.ndenumerate(matrix_KK):
-            colour = "#ffffff" if shares_KK[row, column] > 0.35 else style.INK
+            colour = style.readable_on(colours_KKC[row, column])
             text = "" if not count else f"{int(count):,}" if count < 100_000 else f"{count:.0e}"
             axes.text(column, row, text, ha="center", va="center", fontsize=7.5 if K > 5 else 10, color=colour)
         axes.set_xticks(np.arange(0.5, K - 1), minor=True)

@@ -5,10 +5,9 @@ import uPlot from "./uplot/uPlot.esm.js";
 
 const HEIGHT = 230;
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const dark = matchMedia("(prefers-color-scheme: dark)");
 const charts = new Set();
 // The colours of a canvas do not follow the page by themselves.
-dark.addEventListener("change", () => charts.forEach(chart => chart.redraw()));
+theme.watch(() => charts.forEach(chart => chart.redraw()));
 
 /**
  * A chart with a title. `update` takes [{label, colour, dash, points, x, y, width}]: x and y are arrays of one length.

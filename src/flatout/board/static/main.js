@@ -5,6 +5,8 @@ import { listen, load } from "./net.js";
 import { runsView } from "./runs.js";
 
 const main = document.getElementById("main"), help = document.getElementById("help");
+const colours = document.getElementById("colours");
+theme.attach(colours);
 let shown = { keys: {}, close: () => {} };
 
 async function show() {
@@ -49,6 +51,7 @@ document.addEventListener("keydown", event => {
   // A key that presses what has the focus does only that.
   if (event.key === "Enter" && event.target.matches?.("a, button, summary, label")) return;
   if (event.key === "?") return help.showModal();
+  if (event.key === "t") return colours.click();
   const action = shown.keys?.[event.key];
   if (action) { event.preventDefault(); action(); }
 });

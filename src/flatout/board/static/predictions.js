@@ -91,7 +91,7 @@ export function predictions(panel, run, signal) {
       for (let p = 0; p < K; p++) {
         const n = found.get(a * K + p) || 0, level = strength(n, answers.totals[a]);
         const label = `${names[a]} taken for ${names[p]}: ${n}`;
-        const cell = h(n ? "button" : "span", { class: `cell ${a === p ? "hit" : "miss"}${level > 0.62 ? " strong" : ""}`, title: label, "aria-label": n ? label : null,
+        const cell = h(n ? "button" : "span", { class: `cell ${a === p ? "hit" : "miss"}${level > 0.63 ? " strong" : ""}${level > 0.86 ? " full" : ""}`, title: label, "aria-label": n ? label : null,
           onclick: n ? () => choose(a, p) : null }, K <= NUMBERS_UP_TO && n ? count(n) : "");
         cell.style.setProperty("--level", `${Math.round(100 * level)}%`);
         grid.append(cell);
@@ -121,7 +121,7 @@ export function predictions(panel, run, signal) {
     };
     canvas.addEventListener("mousemove", event => { const [a, p, n] = at(event); note.textContent = `${answers.classes[a]} taken for ${answers.classes[p]}: ${count(n)}`; });
     canvas.addEventListener("click", event => { const [a, p, n] = at(event); if (n) choose(a, p); });
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint, { signal });
+    theme.watch(paint, signal);
     paint();
     return h("div", {}, canvas, note);
   }

@@ -38,7 +38,8 @@ function result(run) {
   if (!isNumber(run.score)) return h("span", { class: "quiet" }, "–");
   const text = isShare(run) ? score(run.score) : figure(run.score);
   const of = `${run.split === "valid" ? "validation" : run.split} ${run.metric}`;
-  return [isShare(run) ? meter(run.score) : h("small", { class: "unit" }, run.metric), h("b", { title: of }, text)];
+  const number = h("b", { title: of }, text);
+  return isShare(run) ? [meter(run.score), number] : [number, h("small", { title: run.metric }, run.metric)];
 }
 
 function epochs(run) {
