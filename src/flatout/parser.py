@@ -85,6 +85,9 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "for images of another shape: squash, crop to the centre, or pad with black (squash)",
     },
     "--job": {"metavar": "JOB", "help": "a built-in job or a recipe.toml"},
+    "--mapping": {"type": Path, "metavar": "FILE", "help": "TOML or JSON: layer of the model = layer of the file"},
+    "--check": {"type": Path, "metavar": "NPZ", "help": "arrays images and logits of the source framework, to compare"},
+    "--epsilon": {"type": float, "metavar": "X", "help": "of the file's batch normalisation; default: its framework's"},
     "--classes": {"metavar": "FILE", "help": "a list of class names, one per line"},
     "--repeats": {"type": int, "default": 1, "metavar": "N", "help": "runs of each SPEC, interleaved (1)"},
     "--weak": {"action": "store_true", "help": "weak scaling: the batch grows with the number of devices"},
@@ -110,7 +113,7 @@ _OPERANDS = {
 }
 # What a shell completes after a flag, or for an operand, that takes a file or a folder.
 _FOLDERS = ("--run", "--out", "--images", "RUN", "OTHER", "DIR")
-_FILES = ("--data", "--weights", "--classes", "DATA", "FILE")
+_FILES = ("--data", "--weights", "--classes", "--mapping", "--check", "DATA", "FILE")
 _WORDS = {
     "--devices": ("auto", "cpu", "2xcpu", "cuda", "mps", "8xtpu"),
     "--engine": ("auto", "torch", "xla"),
@@ -233,7 +236,8 @@ def _make_parsers() -> tuple[_Parser, dict[str, _Parser]]:
         )
         if command.operands:
             words = [word.strip("[].") for word in command.operands.split()]
-            about = "; ".join(f"{word}: {_OPERANDS[word]}" if len(words) > 1 else _OPERANDS[word] for word in words)
+            texts = {word: command.changes.get(word, {}).get("help", _OPERANDS[word]) for word in words}
+            about = "; ".join(f"{word}: {text}" if len(words) > 1 else text for word, text in texts.items())
             subparser.add_argument("operands", nargs="*", metavar=command.operands, help=about)
         for flag in command.flags.split():
             subparser.add_argument(flag, **{**_FLAGS[flag], **command.changes.get(flag[2:], {})})

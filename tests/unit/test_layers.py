@@ -17,6 +17,7 @@ LAYERS = (
         "numerics",
         "data",
         "tasks",
+        "convert",
         "models",
         "dist",
         "engine",

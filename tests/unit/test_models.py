@@ -55,8 +55,9 @@ def small(name: str, *, size: int = 0, classes: int = 2, channels: int = 1, seed
     return build(name, num_classes=classes, image_size=size or SMALLEST[name], channels=channels, seed=seed)
 
 
-def test_the_names_are_those_of_the_jobs_and_of_nets_for_small_images():
-    assert sorted(list_names()) == sorted([*PUBLISHED, *(f"fast-cnn-{width}" for width in (16, 32, 64, 128))])
+def test_the_names_are_those_of_the_jobs_of_nets_for_small_images_and_of_kerass():
+    others = [*(f"fast-cnn-{width}" for width in (16, 32, 64, 128)), *(f"keras-resnet{n}" for n in (50, 101, 152))]
+    assert sorted(list_names()) == sorted([*PUBLISHED, *others])
 
 
 @pytest.mark.parametrize(("size", "inner"), [(4, 3), (8, 7), (28, 27), (48, 47), (64, 32), (128, 32), (224, 28)])

@@ -83,7 +83,7 @@ def do_pack(args: Namespace, console: Console) -> Output:
     from flatout.data.pack import PackSettings
     from flatout.run.facts import look
 
-    size = _size(args.size)
+    size = size_of(args.size)
     if args.channels is not None and not 1 <= args.channels <= MAX_CHANNELS:
         raise InputError(f"--channels {args.channels}: must be from 1 to {MAX_CHANNELS}")
     found = find(args.data, _data_options(args), console=console)
@@ -102,7 +102,7 @@ def do_pack(args: Namespace, console: Console) -> Output:
     return {"out": str(args.out), "images": len(pack.labels), "skipped": pack.skipped}, lines
 
 
-def _size(text: str) -> Size:
+def size_of(text: str) -> Size:
     """Return the size that `N` or `HxW` names."""
     both = [int(side) if side.isdecimal() else 0 for side in text.lower().split("x")]
     if len(both) > 2 or not all(1 <= side <= MAX_IMAGE_SIZE for side in both):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.errors import InputError, first_line
 from flatout.recipe import Recipe
-from flatout.settings import nearest, shown
+from flatout.settings import Size, nearest, one_or_both, shown
 from flatout.tasks import task_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,29 @@ _NETS = {
     "fast-cnn-32": "FastCNN32",
     "fast-cnn-64": "FastCNN64",
     "fast-cnn-128": "FastCNN128",
+    "keras-resnet50": "KerasResNet50",
+    "keras-resnet101": "KerasResNet101",
+    "keras-resnet152": "KerasResNet152",
 }
+
+
+def default_shape(name: str) -> tuple[int, Size, int]:
+    """Return classes, image size and channels that a model has if nothing else is known: those of its publication."""
+    if name in _NETS:
+        from flatout.models import nets
+
+        parameters = inspect.signature(getattr(nets, _NETS[name])).parameters
+        classes, size, channels = (parameters[key].default for key in ("num_outputs", "image_size", "channels"))
+        return classes, size, channels
+    config = None
+    if name.startswith("timm:"):
+        import timm
+
+        config = timm.get_pretrained_cfg(name.removeprefix("timm:"))
+    if config is None:
+        return 1000, 224, 3
+    channels, height, width = config.input_size
+    return config.num_classes, one_or_both((height, width)), channels
 
 
 def list_names() -> list[str]:

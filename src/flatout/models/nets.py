@@ -33,6 +33,15 @@ def _feature_pixels(net: str, features: nn.Sequential, image_size: Size) -> int:
     return _reduced(features, height) * _reduced(features, width)
 
 
+def side_of_features(net: nn.Module) -> Callable[[int], int] | None:
+    """Return a function from a side of the images to that of the feature maps of one of our nets; None for others."""
+    if not isinstance(net, _Net):
+        return None
+    features = net.get_submodule("features")
+    assert isinstance(features, nn.Sequential)
+    return functools.partial(_reduced, features)
+
+
 def _reduced(features: nn.Sequential, size: int) -> int:
     for layer in features:
         if isinstance(layer, nn.Conv2d):
@@ -264,4 +273,25 @@ class _Norm(nn.BatchNorm2d):
         return functional.batch_norm(input, mean, var, scale, self.SHIFT * self.shift, self.training, momentum=0.4)
 
 
+def _keras_resnet(num_outputs: int = 1000, image_size: Size = 224, channels: int = 3, *, depth: int) -> nn.Module:
+    """Return the ResNet of the paper, which Keras has: timm's, but a stage halves the image in its first convolution.
+
+    Torch's and timm's halve it in the 3x3 convolution behind, so weights of one do not suit the other:
+    He et al. (https://arxiv.org/abs/1512.03385) against
+    https://catalog.ngc.nvidia.com/orgs/nvidia/resources/resnet_50_v1_5_for_pytorch.
+    """
+    import timm
+
+    if min(sides(image_size)) < 32:
+        raise InputError(f"image_size = {shown(image_size)}: keras-resnet{depth} needs images of at least 32x32 pixels")
+    net = timm.create_model(f"resnet{depth}", num_classes=num_outputs, in_chans=channels)
+    for stage in ("layer2", "layer3", "layer4"):
+        first, second = (net.get_submodule(f"{stage}.0.{name}") for name in ("conv1", "conv2"))
+        assert isinstance(first, nn.Conv2d)
+        assert isinstance(second, nn.Conv2d)
+        first.stride, second.stride = second.stride, first.stride
+    return net
+
+
+KerasResNet50, KerasResNet101, KerasResNet152 = (functools.partial(_keras_resnet, depth=n) for n in (50, 101, 152))
 FastCNN16, FastCNN32, FastCNN64, FastCNN128 = (functools.partial(FastCNN, width=width) for width in (16, 32, 64, 128))

@@ -1,35 +1,38 @@
 """Published or given weights into a model: from the hub, a file or a folder.
 
-Nothing read here can execute code: files are safetensors, or torch checkpoints read with `weights_only=True`.
+Nothing read here can execute code: files are safetensors, torch checkpoints read with `weights_only=True`, or files of
+other frameworks, read by `flatout.convert`.
 """
 
-import pickle
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flatout.convert.families import has_other_strides
+from flatout.convert.find import find_file, read_foreign
+from flatout.convert.foreign import Foreign, layers_of, natural
+from flatout.convert.match import candidates
+from flatout.convert.trace import trace
 from flatout.errors import InputError, first_line
 from flatout.models.hub import FIX, find_weights
 from flatout.models.layers import head_modules
 from flatout.models.load import create_timm, seeded
-from flatout.models.weights import Tensors, mismatches, read_weights
+from flatout.models.weights import Tensors, differences, read_weights, shortened
 from flatout.recipe import Recipe
 from flatout.settings import shown
 
 if TYPE_CHECKING:
     from torch import nn
 
-_FILES_IN_A_FOLDER = ("weights.safetensors", "model.safetensors", "pytorch_model.bin")
 _PREFIX = re.compile(r"(module|model|net|_orig_mod)\.")
-_NESTED_KEYS = ("state_dict", "model", "model_state_dict")
 
 
 def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], None]) -> None:
     """Load the weights that a recipe names into its model. A head of another size keeps its fresh weights.
 
     Those are the published weights of `recipe.model`, from a cache or downloaded (`hub.find_weights`); or, if
-    `recipe.weights` is set, a safetensors file, a torch checkpoint, or a folder with one, such as a run folder.
+    `recipe.weights` is set, a file of any format that `flatout.convert` reads, or a folder with one, such as a run.
     `report` takes sentences on what was downloaded and loaded.
 
     Raises:
@@ -39,21 +42,21 @@ def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], 
     """
     if recipe.weights:
         path = find_file(Path(recipe.weights))
-        _fit(model, _read(path), path, report)
+        fit(model, read_file(path), path, recipe.image_sides, report)
         return
     path = find_weights(recipe.model, report=report)
     try:
-        tensors = _read(path)
+        foreign = read_file(path)
         if recipe.model.startswith("timm:"):
-            tensors = _adapt(model, recipe, tensors, path)
-        _fit(model, tensors, path, report)
+            foreign = Foreign("torch", _adapt(model, recipe, foreign.tensors, path))
+        fit(model, foreign, path, recipe.image_sides, report)
     except InputError as error:
         # The Hugging Face cache has a link there; without the link alone, the same file would be found again.
         fix = f"if the file is wrong, remove {path.resolve()} to download the weights of {recipe.model}"
         raise InputError(f"{error}; {fix}; or {FIX}") from error
 
 
-def _adapt(model: "nn.Module", recipe: Recipe, tensors: Tensors, path: Path) -> Tensors:
+def _adapt(model: "nn.Module", recipe: Recipe, tensors: Tensors, path: Path) -> dict[str, Any]:
     """Return published weights as a model of timm's has them, with this image size and these channels.
 
     A second model is created, since timm adapts weights only on creation. It has the published head: with another one,
@@ -64,7 +67,7 @@ def _adapt(model: "nn.Module", recipe: Recipe, tensors: Tensors, path: Path) -> 
         with seeded(0):
             published = create_timm(recipe, config["num_classes"], tensors)
     except Exception as error:  # timm's functions for one network may raise anything on the tensors of another
-        problems = _misfits(model, tensors) or first_line(error)
+        problems = shortened(_misfits(model, tensors)) or first_line(error)
         size = f"image_size = {shown(recipe.image_size)} (published: {config['input_size'][-1]})"
         raise InputError(f"the weights {path} do not fit {recipe.model} with {size}: {problems}") from error
     adapted = published.state_dict()
@@ -73,33 +76,106 @@ def _adapt(model: "nn.Module", recipe: Recipe, tensors: Tensors, path: Path) -> 
     return _without_head(adapted, model)
 
 
-def _without_head(tensors: Tensors, model: "nn.Module") -> Tensors:
+def _without_head(tensors: Tensors, model: "nn.Module") -> dict[str, Any]:
     prefixes = tuple(f"{head}." if head else "" for head in head_modules(model))
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
 
 
-def _misfits(model: "nn.Module", tensors: Tensors) -> str:
-    """Return how tensors differ from a model's in names and shapes, the head left out; empty if they do not."""
+def _misfits(model: "nn.Module", tensors: Tensors) -> list[str]:
+    """Return how tensors differ from a model's in names and shapes, the head left out."""
     own, body = _without_head(model.state_dict(), model), _without_head(tensors, model)
     # Files older than PyTorch 0.4.1 lack the batch count of batch norm, which is not used here.
-    return mismatches({n: t for n, t in own.items() if n in body or not n.endswith(".num_batches_tracked")}, body)
+    return differences({n: t for n, t in own.items() if n in body or not n.endswith(".num_batches_tracked")}, body)
 
 
-def _fit(model: "nn.Module", tensors: Tensors, path: Path, report: Callable[[str], None]) -> None:
-    """Load tensors into a model, all or nothing; only the head may be missing, more, or of another shape."""
+class Fitted(NamedTuple):
+    """What was loaded: the names of the model's tensors, and how the file's were found.
+
+    pairs: the model's layer -> the file's, where names differ.
+    """
+
+    names: list[str]
+    head_fits: bool
+    how: str
+    pairs: dict[str, str]
+
+
+def fit(
+    model: "nn.Module",
+    foreign: Foreign,
+    path: Path,
+    sides: tuple[int, int],
+    report: Callable[[str], None],
+    *,
+    mapping: Mapping[str, str] | None = None,
+    epsilon: float | None = None,
+) -> Fitted:
+    """Load the weights of a file into a model, all or nothing; only the head may be missing, more, or of another shape.
+
+    Args:
+        model: as `build_model` returns it, on the CPU.
+        foreign: the weights.
+        path: the file, for messages.
+        sides: height and width of the model's images.
+        report: takes a sentence on what was loaded.
+        mapping: see `flatout.convert.match.candidates`.
+        epsilon: likewise.
+
+    Raises:
+        InputError: they do not fit; missing, unexpected and misshapen tensors are named.
+    """
+    if has_other_strides(model, [layer.name for layer in layers_of(foreign)]):
+        raise InputError(
+            f"the weights {path} are of Keras's ResNet, whose strides are in other layers than this model's; "
+            "use the model keras-resnet50, keras-resnet101 or keras-resnet152"
+        )
+    best: tuple[list[str], Any] | None = None
+    for how, tensors, pairs in _ways(model, foreign, path, sides, mapping, epsilon):
+        problems = _misfits(model, tensors)
+        if not problems and not _loadable(model, tensors):
+            problems = ["none of their tensors has its shapes"]
+        if best is None or len(problems) < len(best[0]):
+            best = problems, (how, tensors, pairs)
+        if not problems:
+            break
+    assert best is not None
+    problems, (how, tensors, pairs) = best
+    if problems:
+        raise InputError(f"the weights {path} do not fit the model: {shortened(problems)}")
+    loaded = _loadable(model, tensors)
+    model.load_state_dict(loaded, strict=False)
+    heads = head_modules(model)
+    head_fits = any(name.startswith(tuple(f"{head}." if head else "" for head in heads)) for name in loaded)
+    fresh = f"the head ({', '.join(heads)}) starts fresh, since the file has none of its size"
+    matched = f", matched {how}" if pairs else ""
+    report(f"Weights from {path}: {len(loaded)} tensors{matched}; {'the head included' if head_fits else fresh}.")
+    return Fitted(list(loaded), head_fits, how, pairs)
+
+
+def _ways(
+    model: "nn.Module",
+    foreign: Foreign,
+    path: Path,
+    sides: tuple[int, int],
+    mapping: Mapping[str, str] | None,
+    epsilon: float | None,
+) -> Iterator[tuple[str, Tensors, dict[str, str]]]:
+    """Yield how the file's tensors may be the model's: those of torch first as they are."""
     own = model.state_dict()
-    tensors = _strip_prefixes(tensors, own)
+    if foreign.framework == "torch" and not mapping:
+        yield "by name", _strip_prefixes(foreign.tensors, own), {}
+    heads = head_modules(model)
+    channels = next((w.shape[1] for w in own.values() if w.ndim == 4), 3)
+    yield from candidates(foreign, model, trace(model, channels, *sides), heads, mapping=mapping, epsilon=epsilon)
+
+
+def _loadable(model: "nn.Module", tensors: Tensors) -> dict[str, Any]:
+    """Return the tensors that the model takes: all but a head of another size."""
+    own = model.state_dict()
     body, own_body = _without_head(tensors, model), _without_head(own, model)
-    problems = _misfits(model, tensors)
     head, own_head = tensors.keys() - body.keys(), own.keys() - own_body.keys()
     head_fits = head == own_head and all(tensors[name].shape == own[name].shape for name in head)
-    loaded = {name: tensor for name, tensor in tensors.items() if head_fits or name in body}
-    if problems or not loaded:
-        problems = problems or "none of their tensors has its shapes"
-        raise InputError(f"the weights {path} do not fit the model: {problems}")
-    model.load_state_dict(loaded, strict=False)
-    fresh = f"the head ({', '.join(head_modules(model))}) starts fresh, since the file has none of its size"
-    report(f"Weights from {path}: {len(loaded)} tensors; {'the head included' if head_fits else fresh}.")
+    return {name: tensor for name, tensor in tensors.items() if head_fits or name in body}
 
 
 def _strip_prefixes(tensors: Tensors, own: Iterable[str]) -> Tensors:
@@ -117,40 +193,14 @@ def _strip_prefixes(tensors: Tensors, own: Iterable[str]) -> Tensors:
     return stripped if known <= stripped.keys() and not known & tensors.keys() else {**others, **stripped}
 
 
-def find_file(path: Path) -> Path:
-    """Return a file of weights, or the one in a folder; for messages, the path is what --weights names."""
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        raise InputError(f"--weights {path}: there is no such file or folder")
-    for name in _FILES_IN_A_FOLDER:
-        if (path / name).is_file():
-            return path / name
-    raise InputError(f"--weights {path}: the folder holds none of {', '.join(_FILES_IN_A_FOLDER)}; name the file")
+def read_file(path: Path) -> Foreign:
+    """Return the weights of a file in any format.
 
-
-def _read(path: Path) -> Tensors:
-    return read_weights(path)[0] if path.suffix == ".safetensors" else _read_checkpoint(path)
-
-
-def _read_checkpoint(path: Path) -> Tensors:
-    import torch
-
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError, KeyError) as error:
-        code = re.search(r"GLOBAL ([\w.]+)|TorchScript", str(error))
-        # torch's own text advises to load without the protection, so it is not passed on.
-        reason = f"cannot be read as a torch checkpoint ({type(error).__name__}); it is damaged, or not one"
-        if code:
-            reason = (
-                f"holds code ({code[1] or code[0]}) besides tensors, and loading it would execute that, so it is "
-                "refused; save the tensors alone, as safetensors or with torch.save(model.state_dict(), FILE)"
-            )
-        raise InputError(f"{path}: {reason}") from None
-    nested = (content[key] for key in _NESTED_KEYS if isinstance(content, dict) and isinstance(content.get(key), dict))
-    state = next(nested, content)
-    if not isinstance(state, dict) or not state or not all(isinstance(t, torch.Tensor) for t in state.values()):
-        found = f"the keys {list(state)[:6]}" if isinstance(state, dict) else f"a {type(state).__name__}"
-        raise InputError(f"{path}: holds no state dict (names with tensors), but {found}")
-    return dict(state)
+    Raises:
+        InputError: it cannot be read, is damaged, or would execute code.
+    """
+    if path.suffix == ".safetensors":
+        tensors = read_weights(path)[0]
+        # The format has no order.
+        return Foreign("torch", {name: tensors[name] for name in sorted(tensors, key=natural)})
+    return read_foreign(path)

@@ -94,13 +94,22 @@ def load_exactly(model: "nn.Module", tensors: Tensors, where: object) -> None:
     model.load_state_dict(tensors)
 
 
-def mismatches(own: Tensors, tensors: Tensors, most: int = 6) -> str:
-    """Return how the tensors of a file differ from a model's in names and shapes, shortened; empty if they do not."""
+def differences(own: Tensors, tensors: Tensors) -> list[str]:
+    """Return how the tensors of a file differ from a model's in names and shapes."""
     shapes, given = ({name: list(t.shape) for name, t in state.items()} for state in (own, tensors))
     both = [name for name in sorted(shapes.keys() & given.keys()) if shapes[name] != given[name]]
     missing, extra = sorted(shapes.keys() - given.keys()), sorted(given.keys() - shapes.keys())
     problems = [f"{name} is {given[name]} in the file but {shapes[name]} in the model" for name in both]
     problems += [f"{name} {shapes[name]} is not in the file" for name in missing]
-    problems += [f"{name} {given[name]} is in the file but not in the model" for name in extra]
+    return problems + [f"{name} {given[name]} is in the file but not in the model" for name in extra]
+
+
+def shortened(problems: list[str], most: int = 6) -> str:
+    """Return some of the problems as a text, and how many more there are."""
     more = [f"and {len(problems) - most} more"] if len(problems) > most else []
-    return "; ".join(problems[:most] + more)
+    return "; ".join([problem[:300] for problem in problems[:most]] + more)
+
+
+def mismatches(own: Tensors, tensors: Tensors) -> str:
+    """Return how the tensors of a file differ from a model's, shortened; empty if they do not."""
+    return shortened(differences(own, tensors))

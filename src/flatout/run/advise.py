@@ -220,7 +220,7 @@ def _from_backbone(facts: Facts, model: str, rate: Rate | None, report: Callable
 
 def _from_weights(facts: Facts, weights: Path, model: str, rate: Rate | None) -> Advice:
     """Return a recipe that starts from weights of the user's; those of a run name their model and normalisation."""
-    from flatout.models.pretrained import find_file
+    from flatout.convert.find import find_file
     from flatout.models.weights import read_weights
 
     path = find_file(weights)

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flatout.data.crc32c import masked_crc32c
 from flatout.data.labels import find_class_list_beside
 from flatout.data.limits import MAX_FILE_BYTES
 from flatout.data.members import Container, Slice
+from flatout.data.protobuf import fields, inside, signed, varint
 from flatout.data.shards import reference, shards
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.errors import InputError
@@ -41,7 +43,6 @@ _SHAPE_KEYS = (
     ("image/channels", "depth", "channels", "image/depth"),
 )
 _CLASS_LISTS = ("labels.txt", "label.labels.txt")
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_NUMBERS = 16  # of a feature; the rest is passed over
 
 
@@ -139,14 +140,7 @@ def _read_start(file: Path) -> bytes:
 
 
 def _masked_crc32c(data: bytes) -> bytes:
-    try:
-        import google_crc32c
-    except ImportError:
-        raise InputError(
-            "TFRecord files need the package google-crc32c for their checksums: pip install 'flatout[tfrecord]'"
-        ) from None
-    crc = google_crc32c.value(data)
-    return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
+    return masked_crc32c(data, what="TFRecord files", extra="tfrecord")
 
 
 def _records(container: Container, descriptor: int) -> Iterator[tuple[int, bytes]]:
@@ -215,9 +209,8 @@ def _text(record: bytes, values: "list[int | slice]", place: str) -> str:
         raise InputError(f"{place}: its class is no UTF-8 text") from None
 
 
-# Protocol buffers. Their libraries copy the values of a message and do not give their places; parsed here, images stay
-# in the file until they are decoded. Example {1: Features {1: map<string, Feature>}}, Feature {1: BytesList,
-# 2: FloatList, 3: Int64List}, each list {1: repeated value}.
+# Images stay in the file until they are decoded. Example {1: Features {1: map<string, Feature>}}, Feature {1:
+# BytesList, 2: FloatList, 3: Int64List}, each list {1: repeated value}.
 
 
 def _features(record: bytes) -> "dict[str, list[int | slice]]":
@@ -227,14 +220,14 @@ def _features(record: bytes) -> "dict[str, list[int | slice]]":
         ValueError, IndexError: the record is damaged or something else.
     """
     found: dict[str, list[int | slice]] = {}
-    for features in _inside(record, slice(0, len(record)), 1):
-        for entry in _inside(record, features, 1):
-            name = next((record[key].decode() for key in _inside(record, entry, 1)), "")
+    for features in inside(record, slice(0, len(record)), 1):
+        for entry in inside(record, features, 1):
+            name = next((record[key].decode() for key in inside(record, entry, 1)), "")
             values: list[int | slice] = []
-            for feature in _inside(record, entry, 2):
-                for bytes_list in _inside(record, feature, 1):
-                    values += _inside(record, bytes_list, 1)
-                for int64_list in _inside(record, feature, 3):
+            for feature in inside(record, entry, 2):
+                for bytes_list in inside(record, feature, 1):
+                    values += inside(record, bytes_list, 1)
+                for int64_list in inside(record, feature, 3):
                     values += _int64s(record, int64_list)
             found[name] = values
     return found
@@ -243,64 +236,14 @@ def _features(record: bytes) -> "dict[str, list[int | slice]]":
 def _int64s(record: bytes, place: slice) -> list[int | slice]:
     """Return the first values of an Int64List, packed or not."""
     values: list[int | slice] = []
-    for number, value in _fields(record, place):
+    for number, value in fields(record, place):
         if number == 1 and isinstance(value, slice):
             position = value.start
             while position < value.stop and len(values) < _MAX_NUMBERS:
-                integer, position = _varint(record, position, value.stop)
-                values.append(_signed(integer))
+                integer, position = varint(record, position, value.stop)
+                values.append(signed(integer))
         elif number == 1:
-            values.append(_signed(value))
+            values.append(signed(value))
         if len(values) >= _MAX_NUMBERS:
             break
     return values
-
-
-def _inside(record: bytes, place: slice, wanted: int) -> Iterator[slice]:
-    """Yield the places of the length-delimited fields of one number."""
-    for number, value in _fields(record, place):
-        if number == wanted and isinstance(value, slice):
-            yield value
-
-
-def _fields(record: bytes, place: slice) -> Iterator[tuple[int, Any]]:
-    """Yield number and value of each field: a number, or the place of bytes."""
-    position, stop = place.start, place.stop
-    while position < stop:
-        tag, position = _varint(record, position, stop)
-        wire_type = tag & 7
-        if wire_type == _BYTES:
-            length, position = _varint(record, position, stop)
-        elif wire_type == _VARINT:
-            value, position = _varint(record, position, stop)
-            yield tag >> 3, value
-            continue
-        elif wire_type in (_FIXED64, _FIXED32):
-            length = 8 if wire_type == _FIXED64 else 4
-        else:
-            raise ValueError(f"unknown wire type {wire_type}")
-        if position + length > stop:
-            raise ValueError("a field ends after its message")
-        yield tag >> 3, slice(position, position + length)
-        position += length
-
-
-def _varint(record: bytes, position: int, stop: int) -> tuple[int, int]:
-    """Return a number of up to ten bytes, the lowest seven bits first, and the position behind it."""
-    if position < stop and (number := record[position]) < 0x80:  # nearly all
-        return number, position + 1
-    number = 0
-    for shift in range(0, 70, 7):
-        if position >= stop:
-            raise ValueError("a number is cut off")
-        byte = record[position]
-        position += 1
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return number, position
-    raise ValueError("a number has more than ten bytes")
-
-
-def _signed(number: int) -> int:
-    number &= (1 << 64) - 1
-    return number - (1 << 64) if number >> 63 else number

@@ -1,0 +1,81 @@
+"""Convert the large fixtures of other frameworks and compare logits with those of the framework that wrote them.
+
+    python tests/convert/fixtures/make_fixtures.py FRAMEWORK --large DIR     for each framework, in its environment
+    python benchmarks/convert.py DIR
+
+The result has, for each file, the largest difference of logits, absolute and over the largest logit.
+"""
+
+import argparse
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from about import about
+from flatout.errors import InputError
+from flatout.models.convert import Shape, convert
+
+FORMATS = {
+    "saved": "SavedModel (Keras {keras})",
+    "objects": "checkpoint of objects (Keras 3)",
+    "estimator": "checkpoint of names, as Estimator's",
+    "checkpoint": "checkpoint of Keras 2",
+    ".weights.h5": ".weights.h5",
+    "weights.h5": ".h5, weights (Keras 2)",
+    ".h5": ".h5 (Keras {keras})",
+    ".keras": ".keras",
+    ".pdparams": ".pdparams",
+    ".ckpt": "Lightning .ckpt",
+    ".pth": "torch .pth",
+    "legacy.pt": "torch .pt, the format until 1.5",
+    ".safetensors": "safetensors",
+}
+
+
+def model_of(network: str) -> str:
+    """Return the name of the model for a network of the fixtures."""
+    network = network.removesuffix("-functional")
+    return f"timm:{network}" if network.startswith("resnet") else network
+
+
+def measure(file: Path, folder: Path) -> dict[str, Any]:
+    match = re.match(r"(?P<framework>keras2?|tf|paddle|torch)-(?P<rest>.*)", file.name)
+    assert match, file
+    ending = next(ending for ending in FORMATS if file.name.endswith(ending))
+    network = re.sub(r"[-.]?$", "", match["rest"].removesuffix(ending))
+    check = file.with_name(f"{match['framework']}-{network}.npz")
+    row = {
+        "format": FORMATS[ending].format(keras=2 if match["framework"] == "keras2" else 3),
+        "network": network,
+        "file": file.name,
+    }
+    out = folder / "out.safetensors"
+    options: dict[str, Any] = {"mapping": None, "check": check, "epsilon": None, "report": lambda text: None}
+    try:
+        result = convert(file, model_of(network), out, shape=Shape(), **options)
+    except InputError as error:
+        return {**row, "error": str(error)}
+    out.unlink()
+    keys = ("matched", "difference", "absolute_difference")
+    return {**row, **{key: result[key] for key in keys}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "convert.json")
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for file in sorted(args.folder.iterdir()):
+            if file.suffix != ".npz":
+                rows.append(measure(file, Path(folder)))
+                print(rows[-1], flush=True)
+    result = {**about("flatout", "torch", "timm", "numpy", "h5py"), "files": rows}
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""torch's checkpoints, Lightning's among them, read by torch itself with `weights_only=True`."""
+
+import pickle
+import re
+import zipfile
+from pathlib import Path
+
+from flatout.convert.foreign import Foreign
+from flatout.errors import InputError
+
+_NESTED_KEYS = ("state_dict", "model", "model_state_dict")
+
+
+def read(path: Path) -> Foreign:
+    """Return the state dict of a checkpoint.
+
+    Raises:
+        InputError: the file is damaged, holds code besides tensors, or no state dict.
+    """
+    import torch
+
+    _refuse_bomb(path)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # on damaged files, it raises whatever the parts of torch find first
+        code = re.search(r"GLOBAL ([\w.]+)|TorchScript", str(error)) if isinstance(error, _OF_CODE) else None
+        # torch's own text advises to load without the protection, so it is not passed on.
+        reason = f"cannot be read as a torch checkpoint ({type(error).__name__}); it is damaged, or not one"
+        if code:
+            reason = (
+                f"holds code ({code[1] or code[0]}) besides tensors, and loading it would execute that, so it is "
+                "refused; save the tensors alone, as safetensors or with torch.save(model.state_dict(), FILE)"
+            )
+        raise InputError(f"{path}: {reason}") from None
+    nested = (content[key] for key in _NESTED_KEYS if isinstance(content, dict) and isinstance(content.get(key), dict))
+    state = next(nested, content)
+    if not isinstance(state, dict) or not state or not all(isinstance(t, torch.Tensor) for t in state.values()):
+        found = f"the keys {list(state)[:6]}" if isinstance(state, dict) else f"a {type(state).__name__}"
+        raise InputError(f"{path}: holds no state dict (names with tensors), but {found}")
+    # Strides of 0 make a tensor of any size out of one number.
+    if sum(t.numel() * t.element_size() for t in state.values()) > 2 * path.stat().st_size + 1024:
+        raise InputError(f"{path}: its tensors have more numbers than the file; it is damaged or hostile")
+    return Foreign("torch", {str(name): tensor for name, tensor in state.items()})
+
+
+_OF_CODE = (pickle.UnpicklingError, RuntimeError)
+
+
+def _refuse_bomb(path: Path) -> None:
+    """Raise InputError if the members of a zip file unpack to more than the file; torch compresses none."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(info.file_size for info in archive.infolist())
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError, EOFError):
+        return  # another form, or damaged, which torch finds
+    if unpacked > path.stat().st_size:
+        raise InputError(f"{path}: its members are compressed or overlap, which torch never writes; it is not read")
