@@ -15,11 +15,18 @@ PAGES = ("*.md", "docs/**/*", "benchmarks/README.md", "benchmarks/results/*.json
 # Languages are chosen in the site's header.
 LANGUAGE_LINKS = re.compile(r"^(\*\*English\*\*|\[English\]\(.*?\)) · .*\n\n?", re.M)
 CSS = """
-/* Wide tables scroll, and cells with names do not break inside them. */
-.md-typeset table:not([class]) td:first-child code { white-space: nowrap; }
+.md-grid { max-width: 70rem; }
 .md-typeset table:not([class]) { font-size: .68rem; }
+.md-typeset table:not([class]) :is(th, td) { min-width: 0; }
 .md-typeset pre > code { font-size: .65rem; }
-[data-md-color-scheme="slate"] img[src$=".png"] { background: #fff; }
+/* Names and commands stay in one line where there is room, and break anywhere where there is none. */
+@media (min-width: 76.25em) { .md-typeset table:not([class]) td:first-child code { white-space: nowrap; } }
+@media (max-width: 44.98em) {
+  .md-typeset table:not([class]) :is(th, td) { padding: .5em .6em; overflow-wrap: anywhere; }
+  .md-typeset table:not([class]) code { overflow-wrap: anywhere; }
+}
+/* Pictures are drawn on white. */
+[data-md-color-scheme="slate"] .md-content img[src$=".png"] { background: #fff; }
 """
 COLUMNS = "96"  # of the help texts
 
@@ -44,8 +51,19 @@ def _copy(path: Path) -> None:
         return
     text = LANGUAGE_LINKS.sub("", path.read_text(encoding="utf-8"))
     # The site knows a page by one name in all languages, and shows no folders.
+    # Links that show the name of a file get the title of its page.
+    text = re.sub(r"\[[\w/-]+\.md\]\((?P<target>[^)#]+\.md)(?P<anchor>#[^)]*)?\)", lambda m: _titled(path, m), text)
     text = text.replace(".zh-CN.md)", ".md)").replace("benchmarks/results)", "benchmarks/results/index.md)")
     _write(name.replace(".zh-CN.md", ".zh.md"), text)
+
+
+def _titled(page: Path, link: re.Match[str]) -> str:
+    """Return a link with the title of the page that it leads to, in the language of its own page if possible."""
+    target = page.parent / link["target"]
+    translated = target.with_suffix(".zh-CN.md")
+    source = translated if page.name.endswith(".zh-CN.md") and translated.exists() else target
+    title = source.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    return f"[{title}]({link['target']}{link['anchor'] or ''})"
 
 
 def _write(name: str, text: str) -> None:

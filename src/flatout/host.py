@@ -3,6 +3,7 @@
 import contextlib
 import os
 import platform
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -54,6 +55,38 @@ def processor_name() -> str:
 def processor_flags() -> set[str]:
     """Return the instruction-set flags of the processor; empty where the system does not list them."""
     return {flag for line in _lines("/proc/cpuinfo", "flags", "Features")[:1] for flag in line.split()}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed libraries that results depend on, and CUDA's in torch.
+
+    None of them is imported, which would take seconds.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"Python": platform.python_version()}
+    for name in ("torch", "timm", "numpy", "pillow", "simplejpeg", "safetensors", "huggingface-hub", *_OPTIONAL):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+        if name == "torch":
+            found["CUDA"] = _cuda_of_torch()
+    return found
+
+
+# Libraries of extras.
+_OPTIONAL = ("jax", "libtpu", "torchax", "keras", "onnxruntime", "pyarrow")
+
+
+def _cuda_of_torch() -> str:
+    """Return the version of CUDA, or of ROCm, that torch was built for; "none" for a build for CPUs."""
+    from importlib.util import find_spec
+
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "none"
+    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    built_for = re.search(r"^(cuda|hip)\b[^=\n]*= '(.+)'", text, re.M)
+    return ("ROCm " * (built_for[1] == "hip") + built_for[2]) if built_for else "none"
 
 
 def _lines(path: str, *keys: str) -> list[str]:

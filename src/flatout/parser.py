@@ -138,6 +138,17 @@ class _Parser(argparse.ArgumentParser):
         self.exit(WRONG_INPUT, f"{self.prog}: {message}\n")
 
 
+class _Version(argparse.Action):
+    """Prints the versions, a line each, that of flatout first."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from flatout.host import versions
+
+        lines = {"flatout": __version__, **versions()}.items()
+        print("\n".join(f"{name} {version}" for name, version in lines))
+        parser.exit()
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the parsed arguments; `command` is the name in `COMMANDS`. Ends the process on help and wrong usage."""
     parser, subparsers = _make_parsers()
@@ -222,7 +233,7 @@ def _make_parsers() -> tuple[_Parser, dict[str, _Parser]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"flatout {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of flatout and its libraries")
     made = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         about = command.do.__doc__ or ""
