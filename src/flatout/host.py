@@ -74,7 +74,7 @@ def versions() -> dict[str, str]:
 
 
 # Libraries of extras.
-_OPTIONAL = ("jax", "libtpu", "torchax", "keras", "onnxruntime", "pyarrow")
+_OPTIONAL = ("jax", "libtpu", "torchax", "keras", "onnxruntime", "pyarrow", "h5py")
 
 
 def _cuda_of_torch() -> str:
