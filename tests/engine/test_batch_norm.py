@@ -5,8 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from flatout.dist.world import World
 from flatout.engine.eager.batch_norm import BatchNorm
 from flatout.engine.eager.replaced_functions import ReplacedFunctions
+from tests.engine.ranks import on_ranks
 
 
 def replaced(batch_size: int, count: int) -> ReplacedFunctions:
@@ -15,7 +17,7 @@ def replaced(batch_size: int, count: int) -> ReplacedFunctions:
     return ReplacedFunctions({functional.batch_norm: batch_norm})
 
 
-SHAPES = [(6, 5), (6, 3, 7), (6, 10, 4, 4), (6, 70, 3, 5), (4, 4, 3, 3, 3)]
+SHAPES = [(6, 5), (6, 3, 7), (6, 10, 4, 4), (6, 16, 3, 5), (6, 70, 3, 5), (4, 4, 3, 3, 3)]
 
 
 def norm_for(x: torch.Tensor, **options: object) -> nn.Module:
@@ -102,3 +104,58 @@ def test_one_value_per_channel_goes_by_the_running_statistics() -> None:
     expected = nn.BatchNorm1d(3).eval()(x)
     torch.testing.assert_close(y, expected)
     assert not norm.running_mean.any()  # type: ignore[union-attr]
+
+
+# Fewer channels than a vector, one vector, and many channels, for which the ranks use different code; and two formats.
+ACROSS_RANKS = [(channels, dtype) for channels in (10, 16, 70) for dtype in (torch.float32, torch.bfloat16)]
+SHARES = (slice(0, 7), slice(7, 12))
+
+
+def across_ranks(channels: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, nn.Module]:
+    """Return images whose mean drifts from rank to rank, the gradients of the output, and a layer."""
+    torch.manual_seed(0)
+    x, grads = (
+        torch.randn(12, channels, 5, 3) * 3 + torch.arange(12.0)[:, None, None, None],
+        torch.randn(12, channels, 5, 3),
+    )
+    x, grads = (t.to(dtype).contiguous(memory_format=torch.channels_last) for t in (x, grads))
+    return x, grads, norm_for(x)
+
+
+def normalised_on_rank(world: World) -> list[list[torch.Tensor]]:
+    """Return outputs, gradients of inputs, gradients of parameters, and buffers, of each case."""
+    results = []
+    for channels, dtype in ACROSS_RANKS:
+        x, grads, norm = across_ranks(channels, dtype)
+        own = SHARES[world.rank]
+        inputs = x[own].clone().requires_grad_()
+        batch_norm = BatchNorm(world)
+        batch_norm.begin(len(inputs), len(inputs), len(x))
+        with ReplacedFunctions({functional.batch_norm: batch_norm}):
+            y = norm(inputs)
+        y.backward(grads[own])
+        assert inputs.grad is not None
+        parameters = [p.grad for p in norm.parameters() if p.grad is not None]
+        results.append([y.detach(), inputs.grad, *parameters, *norm.buffers()])
+    return results
+
+
+def test_ranks_normalise_by_the_statistics_of_all() -> None:
+    ranks = on_ranks(2, normalised_on_rank)
+    for (channels, dtype), first, second in zip(ACROSS_RANKS, *ranks, strict=True):
+        x, grads, norm = across_ranks(channels, dtype)
+        inputs = x.float().requires_grad_()
+        y = norm(inputs)
+        y.backward(grads.float())
+        assert inputs.grad is not None
+        precise = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        for expected, index in ((y, 0), (inputs.grad, 1)):
+            found = torch.cat([first[index], second[index]])
+            assert found.dtype == dtype
+            torch.testing.assert_close(found.float(), expected, **precise)
+        for number, parameter in enumerate(norm.parameters()):
+            # Each rank has its part, which is added up with the other gradients.
+            torch.testing.assert_close(first[2 + number] + second[2 + number], parameter.grad, **precise)
+        for number, buffer in enumerate(norm.buffers()):
+            for rank in (first, second):
+                torch.testing.assert_close(rank[4 + number], buffer, rtol=1e-4, atol=1e-5)

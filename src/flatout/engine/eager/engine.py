@@ -108,7 +108,7 @@ class TorchEngine:
         if recipe.exact_sums:
             self._exact = exact_sums(self.model, recipe, world, self.setup.precision)
         self._batch_norm = BatchNorm(
-            world if recipe.norm == "global" else ALONE, self._exact, native=not accelerator.is_host
+            world if recipe.norm == "global" else ALONE, self._exact, on_host=accelerator.is_host
         )
         can_capture = capture and accelerator.can_capture and self._can_capture()
         self._gradients = self._make_gradients()
@@ -312,7 +312,7 @@ class TorchEngine:
     def _try(self, source: Source, inputs: Inputs) -> None:
         """Compute a micro-batch without the other ranks, and undo its effects."""
         buffers = [buffer.clone() for buffer in self.model.buffers()]
-        alone, exact, self._exact = BatchNorm(native=self._batch_norm.native), self._exact, None
+        alone, exact, self._exact = BatchNorm(on_host=self._batch_norm.on_host), self._exact, None
         self._gradients.is_last_micro_batch = False
         reserved = [torch.empty_like(p) for p in self.parameters.values() for _ in range(COPIES_OF_WEIGHTS)]
         try:
