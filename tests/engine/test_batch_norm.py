@@ -13,7 +13,7 @@ from tests.engine.ranks import on_ranks
 
 def replaced(batch_size: int, count: int) -> ReplacedFunctions:
     batch_norm = BatchNorm()
-    batch_norm.begin(batch_size, count, count)
+    batch_norm.begin(batch_size, count, count, is_padded=count < batch_size)
     return ReplacedFunctions({functional.batch_norm: batch_norm})
 
 
@@ -107,17 +107,21 @@ def test_one_value_per_channel_goes_by_the_running_statistics() -> None:
 
 
 # Fewer channels than a vector, one vector, and many channels, for which the ranks use different code; and two formats.
-ACROSS_RANKS = [(channels, dtype) for channels in (10, 16, 70) for dtype in (torch.float32, torch.bfloat16)]
-SHARES = (slice(0, 7), slice(7, 12))
+# Samples of the second rank may be padding.
+ACROSS_RANKS = [
+    (channels, dtype, padding)
+    for channels in (10, 16, 70)
+    for dtype in (torch.float32, torch.bfloat16)
+    for padding in (0, 2)
+]
+SIZE, SHARES = 12, (slice(0, 7), slice(7, 12))
 
 
 def across_ranks(channels: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, nn.Module]:
     """Return images whose mean drifts from rank to rank, the gradients of the output, and a layer."""
     torch.manual_seed(0)
-    x, grads = (
-        torch.randn(12, channels, 5, 3) * 3 + torch.arange(12.0)[:, None, None, None],
-        torch.randn(12, channels, 5, 3),
-    )
+    shape = (SIZE, channels, 5, 3)
+    x, grads = torch.randn(shape) * 3 + torch.arange(12.0)[:, None, None, None], torch.randn(shape)
     x, grads = (t.to(dtype).contiguous(memory_format=torch.channels_last) for t in (x, grads))
     return x, grads, norm_for(x)
 
@@ -125,28 +129,31 @@ def across_ranks(channels: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch
 def normalised_on_rank(world: World) -> list[list[torch.Tensor]]:
     """Return outputs, gradients of inputs, gradients of parameters, and buffers, of each case."""
     results = []
-    for channels, dtype in ACROSS_RANKS:
+    for channels, dtype, padding in ACROSS_RANKS:
         x, grads, norm = across_ranks(channels, dtype)
-        own = SHARES[world.rank]
+        own, count = SHARES[world.rank], SIZE - padding
         inputs = x[own].clone().requires_grad_()
+        real = min(own.stop, count) - own.start
+        grads = grads[own].clone()
+        grads[real:] = 0
         batch_norm = BatchNorm(world)
-        batch_norm.begin(len(inputs), len(inputs), len(x))
+        batch_norm.begin(len(inputs), real, count, is_padded=padding > 0)
         with ReplacedFunctions({functional.batch_norm: batch_norm}):
             y = norm(inputs)
-        y.backward(grads[own])
+        y.backward(grads)
         assert inputs.grad is not None
         parameters = [p.grad for p in norm.parameters() if p.grad is not None]
-        results.append([y.detach(), inputs.grad, *parameters, *norm.buffers()])
+        results.append([y.detach()[:real], inputs.grad[:real], *parameters, *norm.buffers()])
     return results
 
 
 def test_ranks_normalise_by_the_statistics_of_all() -> None:
     ranks = on_ranks(2, normalised_on_rank)
-    for (channels, dtype), first, second in zip(ACROSS_RANKS, *ranks, strict=True):
+    for (channels, dtype, padding), first, second in zip(ACROSS_RANKS, *ranks, strict=True):
         x, grads, norm = across_ranks(channels, dtype)
-        inputs = x.float().requires_grad_()
+        inputs = x.float()[: SIZE - padding].requires_grad_()
         y = norm(inputs)
-        y.backward(grads.float())
+        y.backward(grads.float()[: SIZE - padding])
         assert inputs.grad is not None
         precise = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
         for expected, index in ((y, 0), (inputs.grad, 1)):

@@ -38,6 +38,7 @@ class BatchNorm:
         batch_size: samples of this rank in the batch, padding included.
         count: those that are not padding; they come first.
         total: samples of all ranks that are not padding.
+        is_padded: whether any rank has padding; all must normalise a batch in the same way.
         micro_batch: the recipe's `micro_batch` if a share is computed in several micro-batches, else 0.
         was_used: whether a model has asked for batch statistics.
 
@@ -47,11 +48,12 @@ class BatchNorm:
     def __init__(self, world: World = ALONE, exact: ExactSums | None = None, *, on_host: bool = True) -> None:
         self.world, self.exact, self.on_host = world, exact, on_host
         self.batch_size = self.count = self.total = self.micro_batch = 0
+        self.is_padded = False
         self.was_used = False
 
-    def begin(self, batch_size: int, count: int, total: int) -> None:
+    def begin(self, batch_size: int, count: int, total: int, *, is_padded: bool) -> None:
         """Prepare for a forward pass."""
-        self.batch_size, self.count, self.total = batch_size, count, total
+        self.batch_size, self.count, self.total, self.is_padded = batch_size, count, total, is_padded
 
     def __call__(
         self,
@@ -76,10 +78,10 @@ class BatchNorm:
                 "device together; leave micro_batch out"
             )
         world, is_batch, channels = self.world, x.shape[0] == self.batch_size, x.shape[1]
-        padded, exact = is_batch and self.count < self.batch_size, self.exact if is_batch else None
+        is_padded, exact = is_batch and self.is_padded, self.exact if is_batch else None
         is_fast = not self.on_host or channels % VECTOR == 0 or channels >= FEW_CHANNELS
-        has_kernel = is_fast and not padded and exact is None
-        count = self.count if padded else x.shape[0]
+        has_kernel = is_fast and not is_padded and exact is None
+        count = self.count if is_batch else x.shape[0]
         total = count
         if training and world.is_joined:
             # A model may normalise something other than its batch, of another length on every rank.

@@ -230,7 +230,7 @@ class TorchEngine:
 
     def _backward(self, source: Source, inputs: Inputs, batch_norm: BatchNorm) -> torch.Tensor:
         """Add up the gradients of a micro-batch; return the sums of its metrics, float32 [SUMS]."""
-        batch_norm.begin(len(inputs.batch.samples), inputs.batch.count, inputs.total)
+        batch_norm.begin(len(inputs.batch.samples), inputs.batch.count, inputs.total, is_padded=inputs.is_padded)
         replaced = {functional.batch_norm: batch_norm}
         if self._exact:
             replaced |= self._exact.begin(min(self.recipe.batch_size, len(source.samples)))

@@ -41,6 +41,7 @@ class Inputs:
         samples: int64 [B], positions in the split.
         weights: float32 [B], 0 for padding, else the weight of the sample in the loss.
         total: samples of all ranks that are not padding.
+        is_padded: whether any rank has padding.
         total_weight: [], the sum of their weights, by which the loss is divided.
         images: [B, ...] where they are streamed from the host.
         partners: int64 [B], the samples that these are mixed with; None where nothing is mixed.
@@ -51,6 +52,7 @@ class Inputs:
     samples: torch.Tensor
     weights: torch.Tensor
     total: int
+    is_padded: bool
     total_weight: torch.Tensor
     images: torch.Tensor | None = None
     partners: torch.Tensor | None = None
@@ -263,6 +265,7 @@ class TorchSplit:
             samples=put(share.samples),
             weights=put(share_weights),
             total=whole.count,
+            is_padded=whole.count < len(whole.samples),
             total_weight=put(weights.sum(dtype=np.float32, keepdims=True))[0],
             partners=None if partners is None else put(partners[share.samples].astype(np.int64)),
         )
