@@ -177,20 +177,43 @@ def test_more_processes_than_cores_are_warned_of(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "spec", "reason"),
+    ("by_threads", "by_processes", "spec", "reason"),
     [
-        (1e-6, "cpu", "using 1 process with 4 threads (about 0 s)"),
-        (1e-3, "4xcpu", "using 4 processes, one per core (about 3 min)"),
+        (1e-6, None, "cpu", "using 1 process with 4 threads (about 1 s)"),  # shorter than the start of processes
+        (1e-3, 3e-3, "4xcpu", "using 4 processes, one per core (about 8 min)"),
+        (1e-3, 5e-3, "cpu", "using 1 process with 4 threads (about 10 min)"),
     ],
 )
-def test_auto_weighs_threads_against_processes(
-    seconds: float, spec: str, reason: str, host: Host, monkeypatch: pytest.MonkeyPatch
+def test_auto_measures_threads_and_processes(
+    by_threads: float,
+    by_processes: float | None,
+    spec: str,
+    reason: str,
+    host: Host,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     host(cores=4)
-    monkeypatch.setattr(probe, "seconds_per_image", lambda model, recipe, *, ranks: seconds)
+    seconds = {1: by_threads, 4: by_processes}
+    monkeypatch.setattr(probe, "seconds_per_image", lambda model, recipe, *, ranks=1: seconds[ranks])
     processes = chosen("auto")
     assert str(processes.devices) == spec
     assert processes.reason == f"--devices auto: {reason}"
+
+
+def test_the_first_model_chooses_between_threads_and_processes(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host(cores=4)
+    seconds, asked = {1: 1e-3, 4: 3e-3}, list[int]()
+
+    def measured(model: nn.Module, recipe: Recipe, device: str, *, ranks: int) -> float:
+        asked.append(ranks)
+        return seconds[ranks]
+
+    monkeypatch.setattr(probe, "seconds_per_image", measured)
+    rate = factory.rate_on("auto", "torch")
+    assert rate is not None
+    recipe = Recipe(model="fast-cnn-16", image_size=28, channels=1, epochs=1, batch_size=64)
+    assert [rate(recipe, 10) for _ in range(2)] == [pytest.approx(4 / 3e-3)] * 2
+    assert asked == [1, 4, 4]
 
 
 def test_auto_takes_the_gpus_that_the_batch_fills(host: Host) -> None:

@@ -1,5 +1,6 @@
 """Make an engine for some devices, and decide how many processes and threads to use."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +18,8 @@ if TYPE_CHECKING:
 
     from flatout.dist.world import World
 
-# Seconds for starting several processes, and for one all-reduce on a host: constant and per byte of gradients.
+# Seconds for starting several processes.
 LAUNCH_SECONDS = 4.0
-SUM_SECONDS, SUM_SECONDS_PER_BYTE = 5e-4, 2.5e-10
-# The speed that one more thread adds to a process, where one more process adds 1.
-THREAD_WORTH = 0.6
 MIN_SHARE = 8
 
 
@@ -45,9 +43,9 @@ def choose_processes(
 ) -> Processes:
     """Decide which devices a SPEC means for a job; only `auto` leaves a choice.
 
-    On CPUs that choice is between one process with a thread per core, and one process per core. Two processes are
-    faster than two threads, since threads synchronise after every operation and processes only a few times per step;
-    but processes take time to start, must add up their gradients, and need enough work.
+    On CPUs that choice is between one process with a thread per core, and one process per core. Two processes
+    synchronise only a few times per step, two threads after every operation, but within larger parts of a batch; and
+    processes take time to start, and need enough work. Which is faster depends on the model, so both are measured.
 
     Args:
         spec: the SPEC.
@@ -82,11 +80,11 @@ def choose_processes(
     from flatout.engine.eager.probe import seconds_per_image
 
     cores = min(cores, max(RANKS)) if recipe.exact_sums else cores
-    model = build()
-    seconds = seconds_per_image(model, recipe, ranks=cores) * images * recipe.epochs
-    sums = recipe.epochs * -(-images // batch) * _sum_seconds(model)
-    by_threads = seconds / (1 + THREAD_WORTH * (cores - 1))
-    by_processes = seconds / cores + sums + (0 if has_budget else LAUNCH_SECONDS)
+    model, trained = build(), images * recipe.epochs
+    by_threads, launch = seconds_per_image(model, recipe) * trained, 0 if has_budget else LAUNCH_SECONDS
+    # A job that is shorter than the start of processes needs no second measurement.
+    is_short = not has_budget and by_threads < launch
+    by_processes = math.inf if is_short else seconds_per_image(model, recipe, ranks=cores) / cores * trained + launch
     about = "" if has_budget else f" ({_about(min(by_threads, by_processes))})"
     if by_processes < by_threads:
         devices = Devices(kind="cpu", indices=tuple(range(cores)))
@@ -105,11 +103,6 @@ def _most_ranks(devices: Devices, batch: int) -> int:
     return cores if is_split else 1
 
 
-def _sum_seconds(model: "nn.Module") -> float:
-    """Return about how long the ranks of a host take to add up the gradients of a model."""
-    return SUM_SECONDS + SUM_SECONDS_PER_BYTE * sum(p.nbytes for p in model.parameters() if p.requires_grad)
-
-
 def rate_on(spec: str, engine: str) -> Callable[[Recipe, int], float] | None:
     """Return a function that measures the images per second of training on the devices of a SPEC.
 
@@ -122,14 +115,19 @@ def rate_on(spec: str, engine: str) -> Callable[[Recipe, int], float] | None:
     if launched() is not None or engine == "xla":
         return None
 
+    # How many processes; the first model decides between those that `auto` may mean.
+    chosen = [] if spec == "auto" else [len(devices.indices)]
+
     def rate(recipe: Recipe, classes: int) -> float:
         from flatout.engine.eager.probe import seconds_per_image
         from flatout.models.load import build_model
 
-        ranks = _most_ranks(devices, recipe.batch_size) if spec == "auto" else len(devices.indices)
+        most = _most_ranks(devices, recipe.batch_size)
         model = build_model(recipe, classes)
-        each = seconds_per_image(model, recipe, devices.names[0], ranks=ranks) / ranks
-        return 1 / (each + (ranks > 1) * _sum_seconds(model) / recipe.batch_size)
+        choices = chosen or ([1, most] if devices.kind == "cpu" and most > 1 else [most])
+        rates = {n: n / seconds_per_image(model, recipe, devices.names[0], ranks=n) for n in choices}
+        chosen[:] = [max(rates, key=rates.__getitem__)]
+        return rates[chosen[0]]
 
     return rate
 

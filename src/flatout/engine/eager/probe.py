@@ -37,6 +37,8 @@ Value = TypeVar("Value")
 FIRST_IMAGES, LONG_STEP = 2, 0.15
 # Then so many steps are measured, or as many as take so long.
 STEPS, SECONDS = 20, 0.4
+# Seconds of an all-reduce on a host: constant, and per byte of gradients.
+SUM_SECONDS, SUM_SECONDS_PER_BYTE = 5e-4, 2.5e-10
 
 
 def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, ranks: int = 1) -> float:
@@ -79,8 +81,15 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
         else:
             world = World(device=accelerator.device)
             world.local_size = ranks
-            times.append(_measure(model, one.override({"batch_size": max(1, one.batch_size // ranks)}), world))
+            own = max(1, one.batch_size // ranks)
+            seconds = _measure(model, one.override({"batch_size": own}), world)
+            times.append(seconds + (ranks > 1) * _sum_seconds(model) / own)
     return times[-1] if times[0] >= BF16_WORTH * times[-1] else times[0]
+
+
+def _sum_seconds(model: nn.Module) -> float:
+    """Return about how long ranks take to add up the gradients of a model, where that is not measured."""
+    return SUM_SECONDS + SUM_SECONDS_PER_BYTE * sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def _can_fork(ranks: int) -> bool:
