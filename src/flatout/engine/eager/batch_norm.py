@@ -2,8 +2,8 @@
 
 torch's own kernel cannot leave samples out, its SyncBatchNorm needs a GPU, and on CPUs it is slow for few channels in
 channels_last order (ten times, in the backward pass). A training step therefore replaces `functional.batch_norm`, so
-that any model is covered; modules, their names and their buffers are unchanged. Wherever torch's kernel computes the
-same and is fast, it is called: it takes a half to a fifth of the time of `_Normalise`.
+that any model is covered; modules, their names and their buffers are unchanged. Wherever torch's kernels compute the same
+and are fast, they are called: they take from a half to a fifth of the time.
 
 Shape letters: B batch, C channels, n values per channel.
 """
@@ -79,7 +79,7 @@ class BatchNorm:
             )
         world, is_batch, channels = self.world, x.shape[0] == self.batch_size, x.shape[1]
         is_padded, exact = is_batch and self.is_padded, self.exact if is_batch else None
-        has_kernel = not is_padded and exact is None
+        is_plain = not is_padded and exact is None
         count = self.count if is_batch else x.shape[0]
         total = count
         if training and world.is_joined:
@@ -89,11 +89,11 @@ class BatchNorm:
         # One value has no variance: a single sample at the end of an epoch is normalised by the running statistics.
         training &= n >= 2
         is_fast = not self.on_host or channels % VECTOR == 0 or channels >= FEW_CHANNELS
-        if not training or (has_kernel and is_fast and not world.is_joined):
+        if not training or (is_plain and is_fast and not world.is_joined):
             return functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
         scale = weight.float() if weight is not None else x.new_ones(channels, dtype=torch.float32)
         shift = bias.float() if bias is not None else x.new_zeros(channels, dtype=torch.float32)
-        if has_kernel and self.on_host and x.dtype in (torch.float32, torch.bfloat16):
+        if is_plain and self.on_host and x.dtype in (torch.float32, torch.bfloat16):
             y, mean, var = _NormaliseByKernel.apply(x, scale, shift, eps, total, world)
         else:
             y, mean, var = _Normalise.apply(x.float(), scale, shift, eps, count, total, world, exact)
@@ -164,16 +164,17 @@ class _Normalise(torch.autograd.Function):
 class _NormaliseByKernel(torch.autograd.Function):
     """As `_Normalise`, for batches without padding, by torch's kernels for CPUs.
 
-    These read x once for the statistics and once for y, in its own number format. They take each column of the matrix
-    of `_Rows` for a channel; then the statistics of all columns and ranks are joined, and gradients corrected by the
-    difference between the sums of a column and those of all.
+    These read x once for the statistics and once for y, in its own number format. They add up one value after another,
+    which loses digits in large sums, and are slow for few channels: so each position in a row of an image is taken for
+    a channel of its own. Then the statistics of all positions and ranks are joined, and gradients corrected by the
+    difference between the sums of a position and those of all.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float, total: int, world: World
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows = _Rows(x)
+        rows = _Rows(x, always_tiled=True)
         values = rows.of(x)
         # The running statistics, which this call leaves as they are, have the results in float32.
         running = scale.new_zeros(values.shape[1]), scale.new_ones(values.shape[1])
@@ -215,10 +216,10 @@ class _NormaliseByKernel(torch.autograd.Function):
 class _Rows:
     """An image batch as a matrix whose columns are channels, repeated `tiles` times; a view in channels_last order."""
 
-    def __init__(self, x: torch.Tensor) -> None:
+    def __init__(self, x: torch.Tensor, *, always_tiled: bool = False) -> None:
         self.shape = x.movedim(1, -1).shape
         self.channels = self.shape[-1]
-        self.tiles = self.shape[-2] if x.ndim > 2 and self.channels < FEW_CHANNELS else 1
+        self.tiles = self.shape[-2] if x.ndim > 2 and (always_tiled or self.channels < FEW_CHANNELS) else 1
         self.per_sample = self.shape.numel() // (self.shape[0] * self.channels * self.tiles)
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
