@@ -2,8 +2,8 @@
 
 torch's own kernel cannot leave samples out, its SyncBatchNorm needs a GPU, and on CPUs it is slow for few channels in
 channels_last order (ten times, in the backward pass). A training step therefore replaces `functional.batch_norm`, so
-that any model is covered; modules, their names and their buffers are unchanged. Where torch's kernels compute the same and
-are fast, they are called: they take from a half to a fifth of the time.
+that any model is covered; modules, their names and their buffers are unchanged. Where torch's kernels compute the same
+and are fast, they are called: they take from a half to a fifth of the time.
 
 Shape letters: B batch, C channels, n values per channel.
 """
