@@ -15,6 +15,7 @@ from torch import nn
 
 from flatout.errors import InputError
 from flatout.export.build import bits_of
+from flatout.export.program import quietly
 from flatout.export.verify import Answers
 from flatout.models.keras import KerasModule
 from flatout.models.load import list_names, net_named
@@ -31,7 +32,8 @@ def write(run: "Run", path: Path) -> None:
         InputError: the network has no twin in Keras, or Keras is not installed.
     """
     model = _made(run)
-    model.save_weights(path) if path.name.endswith(".weights.h5") else model.save(path)
+    with quietly():
+        model.save_weights(path) if path.name.endswith(".weights.h5") else model.save(path)
 
 
 def answers_of(path: Path, run: "Run") -> Answers:
@@ -40,10 +42,12 @@ def answers_of(path: Path, run: "Run") -> Answers:
     if path.name.endswith(".weights.h5"):
         model = _made(run)
         for variable in model.variables:
-            variable.assign(keras.ops.zeros_like(variable))
-        model.load_weights(path)
+            variable.assign(np.zeros(variable.shape))
+        with quietly():
+            model.load_weights(path)
     else:
-        model = keras.models.load_model(path, compile=False)
+        with quietly():
+            model = keras.models.load_model(path, compile=False)
 
     def answers(images: np.ndarray) -> np.ndarray:
         pixels = centre(images, *run.recipe.eval_sides)

@@ -1,0 +1,72 @@
+"""Serve an ONNX file of `flatout export` over HTTP; images that arrive while the model computes form the next batch.
+
+pip install fastapi uvicorn onnxruntime pillow numpy
+MODEL=model.onnx uvicorn app:app --port 8000
+curl --data-binary @photo.jpg http://localhost:8000/predict
+"""
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from fastapi import FastAPI, HTTPException, Request
+from PIL import Image, ImageOps
+
+MOST = 32  # images in a batch
+session = onnxruntime.InferenceSession(os.environ.get("MODEL", "model.onnx"))
+about = session.get_modelmeta().custom_metadata_map
+mode = {"1": "L", "3": "RGB"}[about["channels"]]
+classes, (height, width) = json.loads(about["classes"]) or ["value"], json.loads(about["image_size"])
+resize = {"squash": Image.Image.resize, "crop": ImageOps.fit, "pad": ImageOps.pad}[about["resize"]]
+waiting: asyncio.Queue[tuple[np.ndarray, asyncio.Future[np.ndarray]]] = asyncio.Queue()
+
+
+def decode(content: bytes) -> np.ndarray:
+    """Return an encoded image as the model takes it, uint8 [height, width, C]."""
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert(mode)
+    return np.array(resize(image, (width, height), Image.Resampling.BILINEAR)).reshape(height, width, -1)
+
+
+async def answer() -> None:
+    """Compute batches of the images that wait, for ever."""
+    while True:
+        batch = [await waiting.get()]
+        batch += [waiting.get_nowait() for _ in range(min(MOST - 1, waiting.qsize()))]
+        images = np.stack([image for image, _ in batch])
+        rows: Sequence[Any]
+        try:
+            rows = (await asyncio.to_thread(session.run, ["probabilities"], {"images": images}))[0]
+        except Exception as error:  # these clients get it, and the next batch is computed
+            rows = [error] * len(batch)
+        for (_, future), row in zip(batch, rows, strict=True):
+            if not future.done():  # else its client has gone
+                future.set_exception(row) if isinstance(row, Exception) else future.set_result(row)
+
+
+@contextlib.asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Compute while the server runs."""
+    task = asyncio.create_task(answer())
+    yield
+    task.cancel()
+
+
+app = FastAPI(title="flatout", lifespan=lifespan)
+
+
+@app.post("/predict")
+async def predict(request: Request) -> dict[str, float]:
+    """Return the probability of each class for the image in the body."""
+    try:
+        image = await asyncio.to_thread(decode, await request.body())
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise HTTPException(400, f"not an image: {error}") from None
+    future: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
+    await waiting.put((image, future))
+    return dict(zip(classes, (await future).tolist(), strict=True))
