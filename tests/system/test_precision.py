@@ -24,8 +24,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     seconds = {"fp32": 1.0, "bf16": 1.0}
     real = precision.seconds_per_step
 
-    def fake(engine: Any, train: Any, recipe: Any, world: Any, wanted: float) -> float:
-        assert real(engine, train, recipe, world, 0.0) > 0
+    def fake(engine: Any, train: Any, recipe: Any, world: Any, wanted: float, *, first_steps: int) -> float:
+        assert real(engine, train, recipe, world, 0.0, first_steps=first_steps) > 0
         return seconds[recipe.precision]
 
     monkeypatch.setattr(CPU, "precisions", lambda self: ["fp32", "bf16"])

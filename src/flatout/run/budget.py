@@ -125,8 +125,19 @@ def measure(
     return Rates(step=each, evaluate=evaluated, watch=watched)
 
 
-def seconds_per_step(engine: "Engine", train: "DeviceSplit", recipe: Recipe, world: "World", seconds: float) -> float:
-    """Take real steps for about as long as given, and return the time of one on the slowest rank."""
+def seconds_per_step(
+    engine: "Engine",
+    train: "DeviceSplit",
+    recipe: Recipe,
+    world: "World",
+    seconds: float,
+    *,
+    first_steps: int = FIRST_STEPS,
+) -> float:
+    """Take real steps for about as long as given, and return the time of one on the slowest rank.
+
+    If the first steps take longer, no other ones are taken.
+    """
 
     def steps(count: int) -> float:
         """Return the seconds of one of `count` steps; a learning rate of 0 would let no optimizer start."""
@@ -143,8 +154,8 @@ def seconds_per_step(engine: "Engine", train: "DeviceSplit", recipe: Recipe, wor
         engine.counts()
         return _longest(world, (time.perf_counter() - began) / number)
 
-    each = steps(FIRST_STEPS)
-    return steps(max(1, round(seconds / each))) if FIRST_STEPS * each < seconds else each
+    each = steps(first_steps)
+    return steps(max(1, round(seconds / each))) if first_steps * each < seconds else each
 
 
 def _longest(world: "World", seconds: float) -> float:
