@@ -7,6 +7,7 @@ The result has, for each file, the largest difference of logits, absolute and ov
 """
 
 import argparse
+import fnmatch
 import json
 import re
 import tempfile
@@ -66,10 +67,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "convert.json")
+    parser.add_argument(
+        "--only", default="*", metavar="PATTERN", help="measure these files, and keep the other results"
+    )
     args = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if args.only != "*":
+        before = json.loads(args.out.read_text())["files"]
+        rows = [row for row in before if not fnmatch.fnmatch(row["file"], args.only)]
     with tempfile.TemporaryDirectory() as folder:
-        for file in sorted(args.folder.iterdir()):
+        for file in sorted(args.folder.glob(args.only)):
             if file.suffix != ".npz":
                 rows.append(measure(file, Path(folder)))
                 print(rows[-1], flush=True)

@@ -68,3 +68,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its type where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def one_line(text: object) -> str:
+    """Return a text from a file as part of a message: short, and all of its characters printable."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text)[:300])

@@ -7,7 +7,7 @@ from pathlib import Path
 from flatout.convert import keras_files, paddle, tensorflow, torch_files
 from flatout.convert.foreign import Foreign
 from flatout.convert.table import MAGIC
-from flatout.errors import InputError
+from flatout.errors import InputError, one_line
 
 _IN_A_FOLDER = (
     *("weights.safetensors", "model.safetensors", "pytorch_model.bin"),
@@ -51,7 +51,8 @@ def _newest_checkpoint(folder: Path) -> Path:
     if len(found) == 1 and found[0].is_file():
         return found[0]
     if found:
-        raise InputError(f"{folder}: holds {len(found)} checkpoints; name one of them, such as {found[0]}")
+        one = one_line(found[0])
+        raise InputError(f"{folder}: holds {len(found)} checkpoints; name one of them, such as {one}")
     raise InputError(f"{folder}: the folder holds none of {', '.join(_IN_A_FOLDER)}, and no checkpoint; name the file")
 
 

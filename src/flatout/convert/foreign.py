@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from flatout.errors import InputError
+from flatout.errors import InputError, one_line
 
 Kind = Literal["conv", "linear", "norm", "other"]
 
@@ -66,7 +66,7 @@ def layers_of(foreign: Foreign, epsilon: float | None = None) -> list[Layer]:
     for name, tensor in foreign.tensors.items():
         layer, _, role = name.rpartition(".")
         if role != "num_batches_tracked":
-            grouped.setdefault(layer, {})[_ROLES.get(role, role)] = tensor
+            grouped.setdefault(layer, {})[role_of(role)] = tensor
     return [_layer(foreign, name, tensors, epsilon) for name, tensors in grouped.items()]
 
 
@@ -108,7 +108,12 @@ def _epsilon(foreign: Foreign, name: str) -> float:
 
 def damaged(path: Path, what: str, reason: object) -> InputError:
     """Return the error for a file that its format's reader cannot follow."""
-    return InputError(f"{path}: cannot be read as {what} ({reason}); it is damaged or something else")
+    return InputError(f"{path}: cannot be read as {what} ({one_line(reason)}); it is damaged or something else")
+
+
+def role_of(name: str) -> str:
+    """Return torch's name for a tensor of a layer."""
+    return _ROLES.get(name, name)
 
 
 def natural(name: str) -> list[tuple[int, str]]:

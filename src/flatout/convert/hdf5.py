@@ -13,12 +13,12 @@ from typing import IO, Any
 import numpy as np
 
 from flatout.convert.foreign import damaged, natural
-from flatout.errors import InputError
+from flatout.errors import InputError, one_line
 
 WHAT = "an HDF5 file of Keras"
 # Of one attribute: the description of a whole model is one.
 _MAX_ATTRIBUTE_BYTES = 64 << 20
-_MAX_OBJECTS = 200_000
+_MAX_OBJECTS = 50_000
 _MAX_DEPTH = 64
 
 
@@ -82,7 +82,7 @@ class Group:
         if self._budget.objects < 0 or self._depth > _MAX_DEPTH:
             raise damaged(self.path, WHAT, "its groups are too many or nested too deeply")
         if not isinstance(self._group.get(name, getlink=True), h5py.HardLink):
-            raise InputError(f"{self.path}: {name} is a link out of its group; such files are not read")
+            raise InputError(f"{self.path}: {one_line(name)} is a link out of its group; such files are not read")
         found = self._group[name]
         if isinstance(found, h5py.Dataset):
             return self._numbers(found)
@@ -93,9 +93,11 @@ class Group:
     def _numbers(self, found: Any) -> np.ndarray:
         properties = found.id.get_create_plist()
         if found.is_virtual or properties.get_external_count():
-            raise InputError(f"{self.path}: the numbers of {found.name} are in another file; such files are not read")
+            raise InputError(
+                f"{self.path}: the numbers of {one_line(found.name)} are in another file; such files are not read"
+            )
         if properties.get_nfilters():
-            raise InputError(f"{self.path}: {found.name} is compressed; save the weights without compression")
+            raise InputError(f"{self.path}: {one_line(found.name)} is compressed; save the weights without compression")
         if found.dtype.kind not in "biuf" or found.dtype.itemsize > 8:
             raise damaged(self.path, WHAT, f"{found.name} is no array of numbers")
         self._budget.bytes -= found.nbytes

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from flatout.convert.families import in_kerass_order, is_keras_resnet, is_resnet, resnet_namer
-from flatout.convert.foreign import Foreign, Layer, layers_of
+from flatout.convert.foreign import Foreign, Layer, layers_of, role_of
 from flatout.convert.trace import Trace
 from flatout.errors import InputError
 from flatout.settings import nearest
@@ -102,7 +102,7 @@ def _mapped(layers: dict[str, Layer], trace: Trace, mapping: Mapping[str, str]) 
         if own not in trace.layers:
             raise InputError(f"--mapping: the model has no layer or tensor {target!r}; {_near(target, trace.layers)}")
         known = layers.get(layer)
-        tensor = known.tensors.get(role, known.tensors.get(own_role)) if known else None
+        tensor = known.tensors.get("weight" if role == "depthwise_kernel" else role_of(role)) if known else None
         if known is None or tensor is None:
             raise InputError(f"--mapping: {target} = {source!r}: the file has no such tensor; {_near(layer, layers)}")
         before = pairs.get(own, Layer(known.name, trace.layers[own], {}, known.epsilon))

@@ -80,6 +80,11 @@ def _make_tuple(items: Any = ()) -> tuple[Any, ...]:
     return tuple(items)
 
 
+def _no_bytes() -> bytes:
+    # Those of an empty array in protocol 2.
+    return b""
+
+
 def _make_dict() -> dict[Any, Any]:
     return {}
 
@@ -100,6 +105,7 @@ for _package in ("numpy.core", "numpy._core"):
     _CALLS[f"{_package}.numeric", "_frombuffer"] = _array_from
 for _package in ("builtins", "__builtin__"):
     _CALLS[_package, "tuple"] = _make_tuple
+    _CALLS[_package, "bytes"] = _no_bytes
 
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _VALUES = frozenset(

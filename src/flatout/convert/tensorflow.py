@@ -15,7 +15,7 @@ import torch
 from flatout.convert.foreign import Foreign, damaged, natural
 from flatout.convert.table import WHAT, masked, read_table
 from flatout.data.protobuf import fields, inside, signed
-from flatout.errors import InputError
+from flatout.errors import InputError, one_line
 
 _DTYPES = {1: "f4", 2: "f8", 3: "i4", 4: "u1", 5: "i2", 6: "i1", 9: "i8", 10: "?", 19: "f2"}
 _STRING, _BFLOAT16 = 7, 14
@@ -92,7 +92,7 @@ def _entry(path: Path, name: str, value: bytes) -> _Entry:
             crc = value[found]
         elif number == 7:
             raise InputError(
-                f"{path}: the variable {name} is partitioned, which is not supported; load the checkpoint in "
+                f"{path}: the variable {one_line(name)} is partitioned, which is not supported; load the checkpoint in "
                 "TensorFlow and save it without a partitioner"
             )
         elif isinstance(found, int):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flatout.errors import InputError
+from flatout.errors import InputError, one_line
 from flatout.files import write_atomically
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def differences(own: Tensors, tensors: Tensors) -> list[str]:
 def shortened(problems: list[str], most: int = 6) -> str:
     """Return some of the problems as a text, and how many more there are."""
     more = [f"and {len(problems) - most} more"] if len(problems) > most else []
-    return "; ".join([problem[:300] for problem in problems[:most]] + more)
+    return "; ".join([one_line(problem) for problem in problems[:most]] + more)
 
 
 def mismatches(own: Tensors, tensors: Tensors) -> str:

@@ -1,0 +1,176 @@
+"""`flatout convert`: what it prints and writes, and what it refuses in one message."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from flatout.cli import main
+from tests.convert.networks import FIXTURES, MODELS
+
+SMALL, FASHION = MODELS["small"], "fashion-cnn"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Return a function that runs the command in an empty folder: exit code, standard output, last line of errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*words: object) -> tuple[int, str, str]:
+        code = main(["convert", *map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err.strip().rpartition("\n")[2]
+
+    return command
+
+
+def test_it_prints_the_pairs_of_layers_and_the_difference(run):
+    check = FIXTURES / "keras-small.npz"
+    code, said, _ = run(FIXTURES / "keras-small.keras", "--model", SMALL, "--out", "w.safetensors", "--check", check)
+    assert code == 0
+    assert "0 = conv2d_" in said
+    assert "13 tensors" in said
+    assert "the largest difference of logits is" in said
+    code, said, _ = run(FIXTURES / "keras-small.keras", "--model", SMALL, "--out", "j.safetensors", "--json")
+    result = json.loads(said)
+    assert (result["image_size"], result["channels"], result["classes"]) == (12, 3, 3)
+    assert result["difference"] is None
+    assert load_file("w.safetensors").keys() == load_file("j.safetensors").keys()
+
+
+def test_an_existing_file_is_kept(run, tmp_path: Path):
+    (tmp_path / "w.safetensors").write_text("mine")
+    code, _, message = run(FIXTURES / "keras-small.keras", "--model", SMALL, "--out", "w.safetensors")
+    assert code == 2
+    assert "--out w.safetensors: exists already" in message
+    assert (tmp_path / "w.safetensors").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("gone.h5", "--model", SMALL), "gone.h5: there is no such file or folder"),
+        (("EMPTY", "--model", SMALL), "the folder holds none of"),
+        (("keras-small.keras", "--model", "fashion-cmn"), "fashion-cnn"),
+        (("keras-small.keras", "--model", SMALL, "--epsilon", "2"), "--epsilon 2: must be"),
+        (("keras-small.keras", "--model", SMALL, "--channels", "0"), "--channels 0"),
+        (("keras-small.keras", "--model", SMALL, "--size", "0"), "--size 0"),
+        (("keras-small.keras", "--model", SMALL, "--check", "gone.npz"), "--check gone.npz: cannot be read"),
+        (("keras-small.keras", "--model", SMALL, "--mapping", "gone.toml"), "--mapping gone.toml: cannot be read"),
+        (("paddle-small.pdparams", "--model", FASHION), "do not fit the model"),
+        (("keras2-fashion-cnn.h5", "--model", "timm:resnet18"), "do not fit the model"),
+    ],
+)
+def test_wrong_input_is_one_message_and_leaves_nothing(run, tmp_path: Path, words: tuple[str, ...], reason: str):
+    (tmp_path / "EMPTY").mkdir()
+    file = FIXTURES / words[0] if (FIXTURES / words[0]).exists() else Path(words[0])
+    code, said, message = run(file, *words[1:], "--out", "w.safetensors")
+    assert (code, said) == (2, "")
+    assert reason in message
+    assert len(message) < 2500
+    assert os.listdir(tmp_path) == ["EMPTY"]
+
+
+def test_tensors_that_do_not_fit_are_listed(run):
+    _, _, message = run(FIXTURES / "paddle-small.pdparams", "--model", FASHION, "--out", "w.safetensors")
+    assert "features.0.weight is [4, 3, 3, 3] in the file but [10, 3, 5, 5] in the model" in message
+    assert "is not in the file" in message or "and " in message
+
+
+def test_a_wrong_match_is_found_by_the_check(run, tmp_path: Path):
+    arrays = dict(np.load(FIXTURES / "keras-small.npz"))
+    arrays["logits"] = arrays["logits"][:, [1, 0, 2]]
+    np.savez(tmp_path / "a.npz", **arrays)
+    code, _, message = run(
+        FIXTURES / "keras-small.keras", "--model", SMALL, "--out", "w.safetensors", "--check", "a.npz"
+    )
+    assert code == 2
+    assert "the logits differ by" in message
+    assert not (tmp_path / "w.safetensors").exists()
+
+
+def test_the_check_finds_another_epsilon(run, tmp_path: Path):
+    words = (FIXTURES / "keras-small.keras", "--model", SMALL, "--check", FIXTURES / "keras-small.npz")
+    assert run(*words, "--out", "a.safetensors", "--epsilon", "0.1")[0] == 2
+    assert run(*words, "--out", "b.safetensors", "--epsilon", "0.001")[0] == 0
+
+
+def test_images_of_the_check_may_have_their_channels_last(run, tmp_path: Path):
+    arrays = dict(np.load(FIXTURES / "keras-small.npz"))
+    np.savez(tmp_path / "a.npz", images=arrays["images"].transpose(0, 2, 3, 1), logits=arrays["logits"])
+    words = (FIXTURES / "keras-small.weights.h5", "--model", SMALL, "--check", "a.npz")
+    assert run(*words, "--out", "w.safetensors")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"images": np.zeros((2, 3, 12, 12))},
+        {"images": np.zeros((2, 3, 12, 12)), "logits": np.zeros((3, 3))},
+        {"images": np.zeros((2, 3, 12, 12)), "logits": np.full((2, 3), np.nan)},
+        {"images": np.zeros((2, 3, 12, 12)), "logits": np.zeros((2, 4))},
+        {"images": np.array([None]), "logits": np.zeros((2, 3))},
+    ],
+)
+def test_arrays_that_cannot_be_compared(run, tmp_path: Path, arrays: dict[str, np.ndarray]):
+    np.savez(tmp_path / "a.npz", **arrays)  # pyright: ignore[reportArgumentType]
+    words = (FIXTURES / "keras-small.keras", "--model", SMALL, "--check", "a.npz")
+    code, _, message = run(*words, "--out", "w.safetensors")
+    assert code == 2
+    assert "a.npz" in message
+
+
+def test_layers_named_by_a_mapping_file(run, tmp_path: Path):
+    """Two convolutions of equal shape, which the file has in another order."""
+    first, second = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+    torch.save(
+        {"b.weight": second.weight, "b.bias": second.bias, "a.kernel": first.weight, "a.bias": first.bias}, "f.pt"
+    )
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n"
+        "def net(num_classes, **_):\n"
+        "    return nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1),\n"
+        "                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, num_classes))\n"
+    )
+    (tmp_path / "m.toml").write_text('0.weight = "a/kernel"\n"0.bias" = "a.bias"\n"1" = "b"\n')
+    code, _, message = run("f.pt", "--model", "net.py:net", "--out", "w.safetensors", "--mapping", "m.toml")
+    assert code == 0, message
+    found = load_file("w.safetensors")
+    assert torch.equal(found["0.weight"], first.weight)
+    assert torch.equal(found["1.weight"], second.weight)
+    assert "4.weight" not in found  # the file has no head
+    for text, reason in (
+        ('"0" = "c"', "the file has no such layer"),
+        ('"7" = "a"', "the model has no layer or tensor '7'"),
+        ('"0.weight" = "a.scale"', "the file has no such tensor"),
+        ("0 = 1", "must be text"),
+        ("0", "is no TOML"),
+    ):
+        (tmp_path / "m.toml").write_text(text)
+        code, _, message = run("f.pt", "--model", "net.py:net", "--out", "x.safetensors", "--mapping", "m.toml")
+        assert code == 2
+        assert reason in message
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_keras_resnets_are_not_those_of_timm(run):
+    file = FIXTURES / "keras-keras-resnet.weights.h5"
+    code, _, message = run(file, "--model", "timm:resnet50", "--out", "w.safetensors", "--channels", "1")
+    assert code == 2
+    assert "use the model keras-resnet50" in message
+
+
+def test_a_truncated_file_leaves_nothing(run, tmp_path: Path):
+    shutil.copy(FIXTURES / "paddle-small.pdparams", tmp_path / "a.pdparams")
+    content = (tmp_path / "a.pdparams").read_bytes()
+    (tmp_path / "a.pdparams").write_bytes(content[:-100])
+    code, _, message = run("a.pdparams", "--model", SMALL, "--out", "w.safetensors")
+    assert code == 2
+    assert "a.pdparams: cannot be read" in message
+    assert os.listdir(tmp_path) == ["a.pdparams"]
