@@ -1,7 +1,6 @@
 """`flatout convert`: what it prints and writes, and what it refuses in one message."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -74,7 +73,7 @@ def test_wrong_input_is_one_message_and_leaves_nothing(run, tmp_path: Path, word
     assert (code, said) == (2, "")
     assert reason in message
     assert len(message) < 2500
-    assert os.listdir(tmp_path) == ["EMPTY"]
+    assert [path.name for path in tmp_path.iterdir()] == ["EMPTY"]
 
 
 def test_tensors_that_do_not_fit_are_listed(run):
@@ -173,4 +172,4 @@ def test_a_truncated_file_leaves_nothing(run, tmp_path: Path):
     code, _, message = run("a.pdparams", "--model", SMALL, "--out", "w.safetensors")
     assert code == 2
     assert "a.pdparams: cannot be read" in message
-    assert os.listdir(tmp_path) == ["a.pdparams"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pdparams"]

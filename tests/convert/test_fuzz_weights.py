@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from flatout.convert import keras_arrays
 from flatout.convert.find import find_file
 from flatout.convert.table import masked
 from flatout.errors import InputError
@@ -107,7 +108,10 @@ def check(name: str, examples: int, tmp_path: Path, *, at_length: bool = False) 
     def read(content: bytes) -> None:
         file.write_bytes(repair(content))
         try:
-            assert read_file(find_file(file)).tensors
+            if "Keras" in name and not at_length:
+                assert keras_arrays.read(file).arrays  # without a process for each, which takes most of the time
+            else:
+                assert read_file(find_file(file)).tensors
         except InputError as error:
             assert str(file.parent) in str(error)
             assert "\n" not in str(error)
@@ -126,7 +130,7 @@ def test_damaged_weights(name: str, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_weights_at_length(name: str, tmp_path: Path):
-    check(name, EXAMPLES, tmp_path, at_length=True)
+    check(name, EXAMPLES // 20 if "Keras" in name else EXAMPLES, tmp_path, at_length=True)
 
 
 @pytest.mark.slow

@@ -76,9 +76,9 @@ def _reader(path: Path) -> Callable[[Path], Foreign]:
     if path.suffix == ".index" or end == MAGIC:
         return tensorflow.read
     if start.startswith(_HDF5) or path.suffix in (".h5", ".hdf5"):
-        return keras_files.read_h5
+        return keras_files.read
     if path.suffix == ".keras" or (start.startswith(b"PK") and _has_weights_of_keras(path)):
-        return keras_files.read_keras
+        return keras_files.read
     is_pickle = start[:1] == b"\x80" and _TORCH_MAGIC not in start
     if path.suffix == ".pdparams" or (is_pickle and path.suffix not in _TORCH_SUFFIXES):
         return paddle.read

@@ -3,13 +3,10 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-
-from flatout.errors import InputError, one_line
 
 Kind = Literal["conv", "linear", "norm", "other"]
 
@@ -106,19 +103,9 @@ def _epsilon(foreign: Foreign, name: str) -> float:
     return _EPSILON[foreign.framework]
 
 
-def damaged(path: Path, what: str, reason: object) -> InputError:
-    """Return the error for a file that its format's reader cannot follow."""
-    return InputError(f"{path}: cannot be read as {what} ({one_line(reason)}); it is damaged or something else")
-
-
 def role_of(name: str) -> str:
     """Return torch's name for a tensor of a layer."""
     return _ROLES.get(name, name)
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts `conv2d_10` behind `conv2d_9`, and `conv2d` before `conv2d_1`."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:

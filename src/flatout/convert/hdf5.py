@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from flatout.convert.foreign import damaged, natural
+from flatout.convert.problems import damaged, natural
 from flatout.errors import InputError, one_line
 
 WHAT = "an HDF5 file of Keras"

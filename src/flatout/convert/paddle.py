@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.convert.foreign import Foreign, damaged, tensor_of
+from flatout.convert.foreign import Foreign, tensor_of
 from flatout.convert.pickles import finished, load
+from flatout.convert.problems import damaged
 from flatout.errors import InputError
 
 _WHAT = "Paddle parameters"

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from flatout.convert.foreign import damaged
+from flatout.convert.problems import damaged
 
 # The instructions of all protocols together are few for a file of weights: about 30 for a tensor.
 MAX_INSTRUCTIONS = 2_000_000

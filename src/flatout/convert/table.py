@@ -6,7 +6,7 @@ It has the format of LevelDB's tables: https://github.com/google/leveldb/blob/ma
 from collections.abc import Iterator
 from pathlib import Path
 
-from flatout.convert.foreign import damaged
+from flatout.convert.problems import damaged
 from flatout.data.crc32c import masked_crc32c
 from flatout.data.protobuf import varint
 

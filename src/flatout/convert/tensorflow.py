@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from flatout.convert.foreign import Foreign, damaged, natural
+from flatout.convert.foreign import Foreign
+from flatout.convert.problems import damaged, natural
 from flatout.convert.table import WHAT, masked, read_table
 from flatout.data.protobuf import fields, inside, signed
 from flatout.errors import InputError, one_line

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout.convert.families import has_other_strides
 from flatout.convert.find import find_file, read_foreign
-from flatout.convert.foreign import Foreign, layers_of, natural
+from flatout.convert.foreign import Foreign, layers_of
 from flatout.convert.match import candidates
+from flatout.convert.problems import natural
 from flatout.convert.trace import trace
 from flatout.errors import InputError, first_line
 from flatout.models.hub import FIX, find_weights
