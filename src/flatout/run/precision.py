@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Training images, in batches, and seconds of each measurement. The formats are measured in turn, and the shortest time
 # of each counts: the first steps warm up, and what else the host does makes steps slower, never faster.
-BATCHES, SECONDS, ROUNDS = 4, 0.25, 2
+BATCHES, SECONDS, ROUNDS = 4, 0.25, 3
 
 
 def fastest_precision(
