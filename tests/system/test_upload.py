@@ -186,6 +186,52 @@ def test_the_card_has_the_figures_and_code_that_runs(
     assert float(probability) == pytest.approx(expected.probabilities[0], abs=1e-5)
 
 
+@pytest.mark.parametrize("task", ["timm", "multi-label", "regression", "folds"])
+def test_the_code_of_the_card_for_other_tasks(
+    task: str, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 255, (90, 32, 32, 3), dtype=np.uint8)
+    images[:, :16] //= np.arange(1, 4).repeat(30).astype(np.uint8)[:, None, None, None]
+    classes = np.arange(3).repeat(30)
+    labels = {
+        "multi-label": np.eye(3, dtype=np.uint8)[classes] | np.eye(3, dtype=np.uint8)[(classes // 2)],
+        "regression": classes * 1.5 + 7,
+    }.get(task, classes)
+    model = "timm:test_resnet" if task == "timm" else "caltech-cnn"
+    folds = {"folds": 2} if task == "folds" else {}
+    run = flatout.fit(
+        model,
+        images,
+        labels,
+        image_size=32,
+        epochs=1,
+        batch_size=30,
+        devices="cpu",
+        quiet=True,
+        pretrained=False,
+        out=tmp_path / "run",
+        **folds,
+    )
+    assert upload(run, "--no-pictures") == 0
+    Image.fromarray(images[0]).save(tmp_path / "photo.png")
+    (tmp_path / "photo.png").rename(tmp_path / "photo.jpg")
+    monkeypatch.chdir(tmp_path)
+    card = hub.repositories[NAME].files["README.md"].decode()
+    capsys.readouterr()
+    exec(card.split("## Use it with torch alone")[1].split("```python\n")[1].split("```")[0], {})
+    printed = capsys.readouterr().out
+    (answer,) = run.members[0].predict("photo.jpg", top=3)
+    expected = dict(zip(answer.classes, answer.probabilities, strict=True))
+    if task == "regression":
+        assert float(re.findall(r"[-\d.]+", printed)[0]) == pytest.approx(answer.value, abs=1e-3)
+    elif task == "multi-label":
+        assert eval(printed) == pytest.approx(expected, abs=1e-5)
+    else:
+        assert float(printed.split()[-1]) == pytest.approx(max(expected.values()), abs=1e-5)
+    assert flatout.load(URL).predict("photo.jpg")[0].probabilities == run.predict("photo.jpg")[0].probabilities
+
+
 # --- repositories that exist ---
 
 
