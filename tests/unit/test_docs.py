@@ -210,7 +210,7 @@ def test_the_figures_against_loops_are_those_of_the_first_page(name: str) -> Non
     page, readme = text_of(ROOT / "docs" / "from" / name), text_of(ROOT / "README.md")
     rows = re.findall(r"^\| `([\w:-]+)`([^|]*)\|(.*)\|(.*)\|(.*)\|$", page, re.M)
     assert len(rows) == 4
-    number = re.compile(r"\d[\d,.]*")
+    number = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
     for job, _, loop, ours, ratio in rows:
         (row,) = (line for line in readme.splitlines() if re.match(rf"\| `{job}`.*images per second", line))
         # bfloat16 and fp32 are names.
