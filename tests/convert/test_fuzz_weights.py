@@ -149,6 +149,7 @@ def test_damaged_code_at_length(name: str, tmp_path: Path):
             read_file(file)
         except InputError as error:
             assert str(file) in str(error)
+            assert len(str(error)) < 1000
         assert not marker.exists()
 
     read_damaged(name, EXAMPLES, content, read, at_length=True)

@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 from flatout.convert.foreign import Foreign
-from flatout.errors import InputError
+from flatout.errors import InputError, one_line
 
 _NESTED_KEYS = ("state_dict", "model", "model_state_dict")
 
@@ -27,8 +27,9 @@ def read(path: Path) -> Foreign:
         # torch's own text advises to load without the protection, so it is not passed on.
         reason = f"cannot be read as a torch checkpoint ({type(error).__name__}); it is damaged, or not one"
         if code:
+            name = one_line(code[1] or code[0])[:120]
             reason = (
-                f"holds code ({code[1] or code[0]}) besides tensors, and loading it would execute that, so it is "
+                f"holds code ({name}) besides tensors, and loading it would execute that, so it is "
                 "refused; save the tensors alone, as safetensors or with torch.save(model.state_dict(), FILE)"
             )
         raise InputError(f"{path}: {reason}") from None
@@ -36,7 +37,7 @@ def read(path: Path) -> Foreign:
     state = next(nested, content)
     if not isinstance(state, dict) or not state or not all(isinstance(t, torch.Tensor) for t in state.values()):
         found = f"the keys {list(state)[:6]}" if isinstance(state, dict) else f"a {type(state).__name__}"
-        raise InputError(f"{path}: holds no state dict (names with tensors), but {found}")
+        raise InputError(f"{path}: holds no state dict (names with tensors), but {one_line(found)}")
     # Strides of 0 make a tensor of any size out of one number.
     if sum(t.numel() * t.element_size() for t in state.values()) > 2 * path.stat().st_size + 1024:
         raise InputError(f"{path}: its tensors have more numbers than the file; it is damaged or hostile")

@@ -69,7 +69,9 @@ def read_weights(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, str]]
             metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the file is no dict)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: cannot be read as safetensors ({error}); it is damaged or something else") from None
+        raise InputError(
+            f"{path}: cannot be read as safetensors ({one_line(error)}); it is damaged or something else"
+        ) from None
     digest = metadata.pop(_DIGEST_KEY, None)
     if digest is not None and digest != _digest(tensors, metadata):
         raise InputError(f"{path}: is damaged: its bytes are not those that were saved (BLAKE2b digests); use a copy")
