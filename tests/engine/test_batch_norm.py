@@ -155,14 +155,15 @@ def test_ranks_normalise_by_the_statistics_of_all() -> None:
         y = norm(inputs)
         y.backward(grads.float()[: SIZE - padding])
         assert inputs.grad is not None
-        precise = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        error = 1e-4 if dtype == torch.float32 else 2e-2
         for expected, index in ((y, 0), (inputs.grad, 1)):
             found = torch.cat([first[index], second[index]])
             assert found.dtype == dtype
-            torch.testing.assert_close(found.float(), expected, **precise)
+            torch.testing.assert_close(found.float(), expected, rtol=error, atol=error)
         for number, parameter in enumerate(norm.parameters()):
             # Each rank has its part, which is added up with the other gradients.
-            torch.testing.assert_close(first[2 + number] + second[2 + number], parameter.grad, **precise)
+            found = first[2 + number] + second[2 + number]
+            torch.testing.assert_close(found, parameter.grad, rtol=error, atol=error)
         for number, buffer in enumerate(norm.buffers()):
             for rank in (first, second):
                 torch.testing.assert_close(rank[4 + number], buffer, rtol=1e-4, atol=1e-5)

@@ -211,7 +211,7 @@ def test_the_code_of_the_card_for_other_tasks(
         quiet=True,
         pretrained=False,
         out=tmp_path / "run",
-        **folds,
+        **folds,  # pyright: ignore[reportArgumentType]
     )
     assert upload(run, "--no-pictures") == 0
     Image.fromarray(images[0]).save(tmp_path / "photo.png")

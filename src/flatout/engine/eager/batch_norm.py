@@ -183,10 +183,10 @@ class _NormaliseByKernel(torch.autograd.Function):
         moments = torch.stack([means, variances + means.square()]).view(2, rows.tiles, -1).mean(1)
         first, second = world.all_reduce(moments * (len(x) / total))
         mean, var = first.float(), (second - first.square()).clamp_(min=0).float()
-        y, kept = rows.empty_like(x), [rows.tiled(row) for row in (scale, shift, mean, var)]
-        torch.native_batch_norm(
-            values, *kept, False, 0.0, eps, out=(rows.of(y), scale.new_empty(0), scale.new_empty(0))
-        )
+        y = rows.empty_like(x)
+        slope, offset, centre, spread = (rows.tiled(row) for row in (scale, shift, mean, var))
+        out = rows.of(y), scale.new_empty(0), scale.new_empty(0)
+        torch.native_batch_norm(values, slope, offset, centre, spread, False, 0.0, eps, out=out)
         ctx.save_for_backward(x, mean, torch.rsqrt(var + eps), scale)
         ctx.rows, ctx.total, ctx.world, ctx.eps = rows, total, world, eps
         ctx.mark_non_differentiable(mean, var)
