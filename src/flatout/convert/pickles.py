@@ -7,6 +7,7 @@ looked up, objects never made, and numbers are taken from bytes only where their
 
 import math
 import pickletools
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -127,12 +128,15 @@ def load(path: Path, file: IO[bytes]) -> Any:
     """
     machine = _Machine()
     try:
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(file)):
-            if count > MAX_INSTRUCTIONS:
-                raise _Refused(f"more than {MAX_INSTRUCTIONS:,} instructions")
-            if opcode.name == "STOP":
-                return finished(machine.pop())
-            machine.step(opcode.name, argument)
+        with warnings.catch_warnings():
+            # pickletools has Python warn of what damaged text looks like.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            for count, (opcode, argument, _) in enumerate(pickletools.genops(file)):
+                if count > MAX_INSTRUCTIONS:
+                    raise _Refused(f"more than {MAX_INSTRUCTIONS:,} instructions")
+                if opcode.name == "STOP":
+                    return finished(machine.pop())
+                machine.step(opcode.name, argument)
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, RecursionError) as error:
         reason = f"holds {error}" if isinstance(error, _Refused) else f"{type(error).__name__}"
         raise damaged(path, "a pickle of arrays", reason) from None
