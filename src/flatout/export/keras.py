@@ -91,7 +91,7 @@ def _made(run: "Run") -> Any:
     if isinstance(net, KerasModule):
         return net.to_keras()
     if not isinstance(net, nn.Sequential) or net_named(run.recipe.model) is None:
-        twins = [name for name in list_names() if not name.startswith("fast-")]
+        twins = [name for name in list_names() if not name.startswith(("fast-", "keras-resnet"))]
         raise InputError(
             f"{run.path}: {run.recipe.model} has no twin in Keras; these have: {', '.join(twins)}; use --format onnx"
         )
