@@ -70,6 +70,15 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def causes(error: BaseException | None) -> list[BaseException]:
+    """Return an error and what led to it, the first cause last."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
 def one_line(text: object) -> str:
     """Return a text from a file as part of a message: short, and all of its characters printable."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text)[:300])

@@ -62,14 +62,19 @@ def versions() -> dict[str, str]:
 
     None of them is imported, which would take seconds.
     """
+    found = {"Python": platform.python_version(), **installed("torch"), "CUDA": _cuda_of_torch()}
+    required = ("timm", "numpy", "pillow", "simplejpeg", "safetensors", "huggingface-hub")
+    return found | installed(*required, *_OPTIONAL)
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"Python": platform.python_version()}
-    for name in ("torch", "timm", "numpy", "pillow", "simplejpeg", "safetensors", "huggingface-hub", *_OPTIONAL):
+    found: dict[str, str] = {}
+    for name in packages:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-        if name == "torch":
-            found["CUDA"] = _cuda_of_torch()
     return found
 
 

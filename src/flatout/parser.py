@@ -20,7 +20,9 @@ from flatout.settings import nearest
 
 def run_path(text: str) -> Path | str:
     """Return the folder of a run, or its address on the Hugging Face hub as it is."""
-    return text if text.startswith("hf://") else Path(text)
+    from flatout.run.published import is_published
+
+    return text if is_published(text) else Path(text)
 
 
 _FLAGS: dict[str, dict[str, Any]] = {

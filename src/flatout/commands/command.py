@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.console import Console
-from flatout.settings import parse_setting
+from flatout.errors import InputError
+from flatout.recipe import MAX_IMAGE_SIZE
+from flatout.settings import Size, one_or_both, parse_setting
 
 # The result for --json, and the lines that are printed otherwise.
 Output = tuple[Any, Sequence[str]]
@@ -59,3 +61,11 @@ def changes_of(args: Namespace) -> dict[str, Any]:
     if given.get("no_pretrained"):
         changes |= {"pretrained": False, "weights": ""}
     return changes | dict(map(parse_setting, args.set))
+
+
+def size_of(text: str) -> Size:
+    """Return the size that `N` or `HxW` names."""
+    both = [int(side) if side.isdecimal() else 0 for side in text.lower().split("x")]
+    if len(both) > 2 or not all(1 <= side <= MAX_IMAGE_SIZE for side in both):
+        raise InputError(f"--size {text}: must be N or HxW, such as 96x160, each from 1 to {MAX_IMAGE_SIZE} pixels")
+    return one_or_both((both[0], both[-1]))

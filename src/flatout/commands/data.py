@@ -4,11 +4,10 @@ from argparse import Namespace
 from datetime import datetime
 from pathlib import Path
 
-from flatout.commands.command import Output, changes_of, command, engine_of
+from flatout.commands.command import Output, changes_of, command, engine_of, size_of
 from flatout.console import Console
 from flatout.errors import InputError
-from flatout.recipe import MAX_CHANNELS, MAX_IMAGE_SIZE, Data, with_settings
-from flatout.settings import Size, one_or_both
+from flatout.recipe import MAX_CHANNELS, Data, with_settings
 
 
 @command(
@@ -100,14 +99,6 @@ def do_pack(args: Namespace, console: Console) -> Output:
     rate = len(pack.labels) / pack.build_seconds
     lines = [pack.describe(), f"packed in {pack.build_seconds:.1f} s, {rate:,.0f} images/s: {args.out}"]
     return {"out": str(args.out), "images": len(pack.labels), "skipped": pack.skipped}, lines
-
-
-def size_of(text: str) -> Size:
-    """Return the size that `N` or `HxW` names."""
-    both = [int(side) if side.isdecimal() else 0 for side in text.lower().split("x")]
-    if len(both) > 2 or not all(1 <= side <= MAX_IMAGE_SIZE for side in both):
-        raise InputError(f"--size {text}: must be N or HxW, such as 96x160, each from 1 to {MAX_IMAGE_SIZE} pixels")
-    return one_or_both((both[0], both[-1]))
 
 
 @command("", "--clear --json", "cache --clear")

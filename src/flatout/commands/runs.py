@@ -128,6 +128,8 @@ def do_upload(args: Namespace, console: Console) -> Output:
 
 def _folder(run: Path | str) -> Path:
     """Return a run folder of this host."""
-    if str(run).startswith("hf://"):
+    from flatout.run.published import is_published
+
+    if is_published(run):
         raise InputError(f"{run}: this command needs a run folder on this computer; evaluate and predict take hf://")
     return Path(run)

@@ -5,11 +5,17 @@ import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flatout.commands.command import Output, changes_of, command, engine_of
 from flatout.console import Console
 from flatout.errors import InputError
 from flatout.settings import parse_setting
+
+if TYPE_CHECKING:
+    from flatout.data.source import DataRef, Source
+    from flatout.recipe import Recipe
+    from flatout.run.options import Options
 
 
 @command(
@@ -89,16 +95,10 @@ def _job_to_resume(args: Namespace) -> str | Path:
 )
 def do_lr(args: Namespace, console: Console) -> Output:
     """Find a learning rate: train some steps while it rises."""
-    from flatout.engine.devices import parse_devices
     from flatout.lr.range_test import find_rate, lines_of
-    from flatout.run.options import Options
-    from flatout.run.resolve import resolve
 
-    engine = engine_of(args)
-    accelerated = parse_devices(args.devices, engine).is_accelerated
-    recipe, data = resolve(args.job, args.data, changes_of(args), accelerated=accelerated, console=console)
-    options = Options(out=args.out, devices=args.devices, engine=engine, allow_code=args.model is not None)
-    result = find_rate(recipe, data, options, console)
+    recipe, data, options = _measured_job(args, console)
+    result = find_rate(recipe, data, replace(options, out=args.out), console)
     if result["lr"] is None:
         return {**result, "train": None}, lines_of(result)
     train = _train_command(args, result["lr"])
@@ -127,17 +127,22 @@ def _train_command(args: Namespace, lr: float) -> str:
 )
 def do_bench(args: Namespace, console: Console) -> Output:
     """Measure the input path, the step and both, and say what limits training."""
+    from flatout.scale.bench import bench, lines_of
+
+    result = bench(*_measured_job(args, console), console)
+    return result, lines_of(result)
+
+
+def _measured_job(args: Namespace, console: Console) -> "tuple[Recipe, DataRef | Source, Options]":
+    """Return what a command measures: the recipe and the data of a job, and how to run it."""
     from flatout.engine.devices import parse_devices
     from flatout.run.options import Options
     from flatout.run.resolve import resolve
-    from flatout.scale.bench import bench, lines_of
 
     engine = engine_of(args)
     accelerated = parse_devices(args.devices, engine).is_accelerated
     recipe, data = resolve(args.job, args.data, changes_of(args), accelerated=accelerated, console=console)
-    options = Options(devices=args.devices, engine=engine, allow_code=args.model is not None)
-    result = bench(recipe, data, options, console)
-    return result, lines_of(result)
+    return recipe, data, Options(devices=args.devices, engine=engine, allow_code=args.model is not None)
 
 
 @command(

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
-from flatout.commands.command import Output, command
+from flatout.commands.command import Output, command, size_of
 from flatout.console import Console
 from flatout.errors import InputError
 
@@ -21,7 +21,6 @@ from flatout.errors import InputError
 )
 def do_convert(args: Namespace, console: Console) -> Output:
     """Convert weights of another framework to a model's."""
-    from flatout.commands.data import size_of
     from flatout.models.convert import Shape, convert, lines_of
 
     for flag, value in (("classes", args.classes), ("channels", args.channels)):

@@ -17,7 +17,6 @@ from flatout.export.verify import Answers
 if TYPE_CHECKING:
     from flatout.run.folder import Run
 
-PRECISIONS = ("fp32", "fp16", "int8")
 # A protocol buffer, and so a single file, holds no more; graph and metadata take less than the difference to 2 GiB.
 MOST_BYTES = 2**31 - 2**24
 

@@ -6,16 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
 from torch import nn
 
 from flatout.errors import InputError
 from flatout.export.build import bits_of, classifier_of, metadata_of
 from flatout.export.graph import Classifier, Member, Novelty, Resize
 from flatout.export.source import closure
-from flatout.export.verify import Answers
-from flatout.models.load import net_named
+from flatout.export.verify import Answers, answers_by
+from flatout.models.load import net_named, timm_call
 
 if TYPE_CHECKING:
     from flatout.run.folder import Run
@@ -93,14 +91,7 @@ def answers_of(folder: Path) -> Answers:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    model = module.load()
-
-    def answers(images: np.ndarray) -> np.ndarray:
-        with torch.no_grad():
-            found = model(torch.from_numpy(np.ascontiguousarray(images)))
-        return (found[0] if isinstance(found, tuple) else found).numpy()
-
-    return answers
+    return answers_by(module.load())
 
 
 def _source(run: "Run", classifier: Classifier) -> str:
@@ -146,15 +137,7 @@ def _network(run: "Run") -> "tuple[type[nn.Module] | None, str]":
             f"{run.path}: model = {recipe.model!r} is your own code, which --format torch does not copy; "
             "use --format onnx or exported"
         )
-    import timm
-
-    name, words = recipe.model.removeprefix("timm:"), f"num_classes={outputs}, in_chans={recipe.channels}"
-    try:
-        timm.create_model(name, img_size=recipe.image_size)
-        words += f", img_size={recipe.image_size!r}"
-    except TypeError:
-        pass  # networks that take images of any size have no such argument
-    return None, f"timm.create_model({name!r}, {words})"
+    return None, timm_call(recipe, outputs)
 
 
 def _member(network: str, member: Member) -> str:

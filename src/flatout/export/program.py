@@ -13,14 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from flatout.errors import InputError, first_line
+from flatout.errors import InputError, causes, first_line
 from flatout.export.build import bits_of, classifier_of, metadata_of
 from flatout.export.graph import Classifier
-from flatout.export.verify import Answers
+from flatout.export.verify import Answers, answers_by
 
 if TYPE_CHECKING:
     from flatout.run.folder import Run
@@ -41,14 +40,7 @@ def write(run: "Run", path: Path) -> None:
 
 def answers_of(path: Path) -> Answers:
     """Return a function that runs a program."""
-    module = torch.export.load(path).module()
-
-    def answers(images: np.ndarray) -> np.ndarray:
-        with torch.no_grad():
-            found = module(torch.from_numpy(np.ascontiguousarray(images)))
-        return (found[0] if isinstance(found, tuple | list) else found).numpy()
-
-    return answers
+    return answers_by(torch.export.load(path).module())
 
 
 def outputs_of(classifier: Classifier) -> list[str]:
@@ -109,11 +101,9 @@ def layer_of(program: torch.export.ExportedProgram, error: BaseException) -> str
     """Return the layer, and its operation, whose translation failed."""
     node: Any = None
     nodes = {node.name: node for node in program.graph.nodes}
-    current: BaseException | None = error
-    while current is not None:
-        if found := re.search(r"node %(\w+)", str(current)):
+    for each in causes(error):
+        if found := re.search(r"node %(\w+)", str(each)):
             node = nodes.get(found[1]) or node
-        current = current.__cause__ or current.__context__
     if node is None:
         return f"the network ({first_line(error)})"
     stack = list((node.meta.get("nn_module_stack") or {}).values())

@@ -74,7 +74,21 @@ class Agreement:
             )
 
 
-def agreement(run: "Run", samples: Samples, split: str, answers: Answers, *, resizes: bool, console: "Console") -> Any:
+def answers_by(module: "Callable[..., Any]") -> Answers:
+    """Return a function that runs a module of torch; the first of its outputs are the answers."""
+    import torch
+
+    def answers(images: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            found = module(torch.from_numpy(np.ascontiguousarray(images)))
+        return (found[0] if isinstance(found, tuple | list) else found).numpy()
+
+    return answers
+
+
+def agreement(
+    run: "Run", samples: Samples, split: str, answers: Answers, *, resizes: bool, console: "Console"
+) -> Agreement:
     """Return the `Agreement` of what an exported file answers with what its run does.
 
     Args:

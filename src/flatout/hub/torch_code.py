@@ -1,9 +1,8 @@
 """Python code that runs a trained network with torch, Pillow and safetensors, without flatout."""
 
 import textwrap
-from typing import Any
 
-from flatout.models.load import list_names
+from flatout.models.load import list_names, timm_call
 from flatout.recipe import Recipe
 from flatout.run.folder import Run
 
@@ -48,11 +47,7 @@ def _network(run: Run) -> tuple[list[str], str]:
 
     recipe = run.recipe
     if recipe.model.startswith("timm:"):
-        outputs = run.task.num_outputs(len(run.classes))
-        call = f'"{recipe.model.removeprefix("timm:")}", num_classes={outputs}, in_chans={recipe.channels}'
-        if _takes_size(recipe, outputs):
-            call += f", img_size={recipe.image_size}"
-        return ["import timm"], f"timm.create_model({call})"
+        return ["import timm"], timm_call(recipe, run.task.num_outputs(len(run.classes)))
     if recipe.model not in list_names() or not isinstance(run.model, nn.Sequential):
         return [], ""
     return ["from collections import OrderedDict", "from torch import nn"], expression(run.model)
@@ -69,21 +64,6 @@ def expression(module: object) -> str:
         return "nn.Sequential(\n" + textwrap.indent("".join(f"{part},\n" for part in parts), "    ") + ")"
     lines = "".join(f"{name}={part},\n" for name, part in zip(names, parts, strict=True))
     return "nn.Sequential(\n    OrderedDict(\n" + textwrap.indent(lines, " " * 8) + "    )\n)"
-
-
-def _takes_size(recipe: Recipe, outputs: int) -> bool:
-    """Return whether a network of timm is built for an image size."""
-    import timm
-    import torch
-
-    name = recipe.model.removeprefix("timm:")
-    options: dict[str, Any] = {"num_classes": outputs, "in_chans": recipe.channels, "img_size": recipe.image_size}
-    try:
-        with torch.device("meta"):
-            timm.create_model(name, **options)
-    except TypeError:
-        return False
-    return True
 
 
 def _reads_photos(recipe: Recipe) -> bool:

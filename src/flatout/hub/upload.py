@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from flatout.console import Console
-from flatout.errors import InputError, first_line
+from flatout.errors import InputError, causes, first_line
 from flatout.files import write_atomically
 from flatout.hub.card import card_of
 from flatout.hub.portable import copy_run, is_of_a_run
 from flatout.models.hub import bars_on_terminals, without_xet
 from flatout.report.run_files import SUMMARY
 from flatout.run.folder import load
-from flatout.run.published import causes, parse_address, status_of
+from flatout.run.published import parse_address, status_of
 
 CARD = "README.md"
 # What the hub puts into each new repository.

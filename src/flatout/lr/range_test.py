@@ -5,10 +5,10 @@ and starting weights.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from itertools import count
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ import numpy as np
 
 from flatout import __version__
 from flatout.console import Console, aligned
-from flatout.data.order import epoch_batches
 from flatout.errors import TrainingFailed
 from flatout.lr.chart import CHART, RESULT, draw_rates
 from flatout.numerics.schedule import scaled_rate
@@ -26,6 +25,7 @@ from flatout.run.fit import run_session
 from flatout.run.options import Options
 from flatout.run.session import Session
 from flatout.scale.scale import check_free
+from flatout.scale.steps import endless_epochs
 
 if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source
@@ -103,7 +103,7 @@ def _measure(
     rates = np.geomspace(highest / 10**DECADES, highest, STEPS).tolist()
     points: list[tuple[float, float, float]] = []
     average, least = 0.0, math.inf
-    for rate, inputs in zip(rates, _endless_inputs(train, recipe), strict=False):
+    for rate, inputs in zip(rates, chain.from_iterable(endless_epochs(train, recipe)), strict=False):
         step = len(points)
         train.train_step(inputs, rate, step)
         world.control.received()
@@ -121,13 +121,6 @@ def _measure(
     if not points:
         raise TrainingFailed("the loss is not finite in the first step; check the starting weights and data.std")
     return points, rates[len(points)] if len(points) < STEPS else None
-
-
-def _endless_inputs(train: "DeviceSplit", recipe: Recipe) -> Iterator[Any]:
-    """Yield the inputs of training steps, epoch after epoch."""
-    for epoch in count():
-        train.begin_epoch(epoch)
-        yield from train.feed(epoch_batches(recipe, train.samples, epoch))
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> float | None:

@@ -170,20 +170,33 @@ def create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None" = No
 
     `weights` are those of the published network. timm adapts them to image size and channels, and downloads nothing.
     """
-    import timm
-
     options: dict[str, Any] = {"num_classes": num_outputs, "in_chans": recipe.channels}
     if weights is not None:
         # A copy, since timm changes the dict; without the other sources, which timm would use in place of an empty one.
         source = {"state_dict": dict(weights), "hf_hub_id": None, "url": "", "custom_load": False}
         options |= {"pretrained": True, "pretrained_cfg_overlay": source}
-    timm_name = recipe.model.removeprefix("timm:")
+    return _create_timm(recipe, options)[0]
+
+
+def timm_call(recipe: Recipe, num_outputs: int) -> str:
+    """Return the source of the call that makes a model of timm's with fresh weights, as `create_timm` does."""
+    with seeded(recipe.seed):
+        _, options = _create_timm(recipe, {"num_classes": num_outputs, "in_chans": recipe.channels})
+    words = "".join(f", {name}={value!r}" for name, value in options.items())
+    return f'timm.create_model("{recipe.model.removeprefix("timm:")}"{words})'
+
+
+def _create_timm(recipe: Recipe, options: dict[str, Any]) -> "tuple[nn.Module, dict[str, Any]]":
+    """Return a model and the options that it was made with: these, and the image size if it takes one."""
+    import timm
+
+    name, sized = recipe.model.removeprefix("timm:"), {**options, "img_size": recipe.image_size}
     try:
-        return timm.create_model(timm_name, img_size=recipe.image_size, **options)
+        return timm.create_model(name, **sized), sized
     except TypeError as error:
         if "unexpected keyword argument 'img_size'" not in str(error):
             raise
-    return timm.create_model(timm_name, **options)
+    return timm.create_model(name, **options), options
 
 
 def _build_timm(recipe: Recipe, num_outputs: int) -> "nn.Module":

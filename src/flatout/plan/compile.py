@@ -16,13 +16,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from flatout.console import Console
 from flatout.engine.xla.devices import require_compiler
 from flatout.errors import InputError, TrainingFailed
+from flatout.host import installed
 from flatout.plan.chips import Topology
 from flatout.plan.roofline import Work, row_of, scaling_curve
 from flatout.report.run_files import write_json
@@ -197,11 +197,7 @@ def _cache_file(work: Work, topology: Topology, batch: int) -> Path | None:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that decide the compiler's figures; empty for one that is missing."""
-    found: dict[str, str] = dict.fromkeys(_COMPILERS, "")
-    for package in _COMPILERS:
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+    return dict.fromkeys(_COMPILERS, "") | installed(*_COMPILERS)
 
 
 # --- the largest batch ------------------------------------------------------------------------------------------------

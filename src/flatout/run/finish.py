@@ -18,6 +18,7 @@ from flatout.data.labels import count_classes
 from flatout.dist.control import Flag
 from flatout.errors import Stopped, first_line
 from flatout.files import write_atomically
+from flatout.host import installed, peak_rss_bytes
 from flatout.numerics.augment import tta_views
 from flatout.numerics.random import Stream, permutation
 from flatout.report import run_files
@@ -190,7 +191,6 @@ def _write_report(session: "Session", summary: dict[str, Any], progress: Progres
 
 def _memory(session: "Session", engine: "Engine") -> dict[str, int | None]:
     """Return the host memory of all processes together, and the most of any device."""
-    from flatout.host import peak_rss_bytes
 
     peaks = session.world.all_gather_object((peak_rss_bytes(), engine.peak_memory_bytes()))
     device = [d for _, d in peaks if d is not None]
@@ -400,10 +400,8 @@ def _communication(progress: Progress) -> float | None:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of what determines results."""
-    from importlib.metadata import version
-
     packages = ("torch", "numpy", "timm", "pillow", "simplejpeg", "safetensors")
-    return {"flatout": __version__, "python": platform.python_version(), **{name: version(name) for name in packages}}
+    return {"flatout": __version__, "python": platform.python_version(), **installed(*packages)}
 
 
 def _say(session: "Session", summary: dict[str, Any]) -> None:

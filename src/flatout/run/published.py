@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from flatout.errors import InputError, first_line
+from flatout.errors import InputError, causes, first_line
 from flatout.report.run_files import FOLD, KNOWN, RECIPE, SUMMARY, WEIGHTS
 
 SCHEME = "hf://"
@@ -73,12 +73,3 @@ def status_of(error: BaseException) -> int | None:
     """Return the HTTP status of the answer that led to an error, if there was one."""
     responses = (getattr(each, "response", None) for each in causes(error))
     return next((response.status_code for response in responses if response is not None), None)
-
-
-def causes(error: BaseException | None) -> list[BaseException]:
-    """Return an error and what led to it, the first cause last."""
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
-        error = error.__cause__ or error.__context__
-    return found

@@ -1,7 +1,7 @@
 """Timing what the training loop does: whole steps, steps without their input, and the input without steps."""
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import count, cycle, islice
 from typing import TYPE_CHECKING, Any
 
@@ -61,14 +61,20 @@ class Timed:
         self._engine.counts()
 
 
+def endless_epochs(split: "DeviceSplit", recipe: Recipe) -> Iterator[Iterator[Any]]:
+    """Begin one epoch after the other, and yield the inputs of its training steps."""
+    for epoch in count():
+        split.begin_epoch(epoch)
+        yield split.feed(epoch_batches(recipe, split.samples, epoch))
+
+
 def training(split: "DeviceSplit", engine: "Engine", world: "World", recipe: Recipe) -> Steps:
     """Train epoch by epoch as the training loop does, at a learning rate of 0.
 
     That keeps the weights: random labels could make them diverge.
     """
-    for epoch in count():
-        split.begin_epoch(epoch)
-        for number, inputs in enumerate(split.feed(epoch_batches(recipe, split.samples, epoch))):
+    for epoch in endless_epochs(split, recipe):
+        for number, inputs in enumerate(epoch):
             _step(split, world, inputs, number)
             yield
         engine.counts()
@@ -83,9 +89,8 @@ def training_on(inputs: Sequence[Any], split: "DeviceSplit", world: "World") -> 
 
 def preparing(split: "DeviceSplit", world: "World", recipe: Recipe) -> Steps:
     """Prepare the inputs of the steps of each epoch, and take none."""
-    for epoch in count():
-        split.begin_epoch(epoch)
-        for _ in split.feed(epoch_batches(recipe, split.samples, epoch)):
+    for epoch in endless_epochs(split, recipe):
+        for _ in epoch:
             world.keep_alive()
             yield
 
