@@ -243,3 +243,12 @@ def decode(content: bytes) -> None:
 @pytest.mark.parametrize("name", IMAGES)
 def test_damaged_images_at_length(name: str):
     read_damaged(name, EXAMPLES, image_of(name), decode, at_length=True)
+
+
+def test_a_value_of_a_pack_that_means_nothing(tmp_path: Path) -> None:
+    """Found by `test_damaged_files_at_length`: the message did not name the file."""
+    file = pack(tmp_path, "pack.json")
+    description = json.loads(file.read_text())
+    file.write_bytes(with_crc(json.dumps({**description, "size": "squash"}).encode()))
+    with pytest.raises(InputError, match=r"pack\.json: is damaged \(size = 'squash'"):
+        recognise(file.parent).read()

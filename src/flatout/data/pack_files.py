@@ -340,7 +340,10 @@ def read_pack(folder: Path, verify: bool) -> tuple[dict[str, Any], np.ndarray, n
         or zlib.crc32(labels.data) != description["labels_crc32"]
     ):
         raise damaged(labels_path, "its content has changed")
-    height, width = sides(typed(description["size"], Size, "size"))
+    try:
+        height, width = sides(typed(description["size"], Size, "size"))
+    except InputError as error:
+        raise damaged(folder / DESCRIPTION, str(error)) from None
     shape = (description["images"], height, width, description["channels"])
     dtype = type_of(description.get("bits", 8))
     if images.dtype != dtype or images.shape != shape or not images.flags.c_contiguous:

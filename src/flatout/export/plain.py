@@ -1,7 +1,7 @@
 """Plain PyTorch: a folder with `model.py`, which needs no flatout, and `weights.safetensors`."""
 
 import importlib.util
-import inspect
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,6 +102,7 @@ def _source(run: "Run", classifier: Classifier) -> str:
     roots = [root] if root else []
     imports, code = closure(*roots, Resize, Novelty, Member, Classifier)
     imports |= {*_IMPORTS, "from safetensors import safe_open"} | (set() if root else {"import timm"})
+    has_timm = any("import timm" in part for part in (*imports, code))
     members = "".join(f"\n        {_member(network, member)}," for member in classifier.members)  # pyright: ignore
     return _TEXT.format(
         model=recipe.model,
@@ -111,7 +112,7 @@ def _source(run: "Run", classifier: Classifier) -> str:
         height=height,
         width=width,
         resize=recipe.data.resize,
-        packages="torch, numpy and safetensors" if root else "torch, numpy, safetensors and timm",
+        packages="torch, numpy, safetensors and timm" if has_timm else "torch, numpy and safetensors",
         producer=metadata["producer"],
         imports="\n".join(sorted(imports, key=lambda line: (line.startswith("from"), line))),
         code=code,
@@ -123,13 +124,12 @@ def _source(run: "Run", classifier: Classifier) -> str:
     )
 
 
-def _network(run: "Run") -> "tuple[type[nn.Module] | None, str]":
-    """Return the class of a run's network, None where it is timm's, and the call that makes one."""
+def _network(run: "Run") -> "tuple[Callable[..., nn.Module] | None, str]":
+    """Return the class or function that makes a run's network, None where it is timm's, and the call."""
     recipe, outputs = run.recipe, run.task.num_outputs(len(run.classes))
     net = net_named(recipe.model)
     if net is not None:
         kind, more = (net.func, net.keywords) if isinstance(net, partial) else (net, {})
-        assert inspect.isclass(kind) and issubclass(kind, nn.Module)
         words = "".join(f", {name}={value!r}" for name, value in more.items())
         return kind, f"{kind.__name__}({outputs}, {recipe.image_size!r}, {recipe.channels}{words})"
     if not recipe.model.startswith("timm:"):
