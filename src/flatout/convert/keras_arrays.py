@@ -97,11 +97,9 @@ def _read_keras(path: Path) -> Arrays:
         with zipfile.ZipFile(path) as archive:
             config = _member(path, archive, _CONFIG, _MAX_CONFIG_BYTES)
             weights = _member(path, archive, _WEIGHTS, _MAX_RATIO * path.stat().st_size)
-    except (OSError, zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise damaged(path, _WHAT, type(error).__name__) from None
-    except Exception as error:  # the decompressors raise errors of their own
+    except InputError:
+        raise
+    except Exception as error:  # zipfile and its decompressors raise errors of many types
         raise damaged(path, _WHAT, type(error).__name__) from None
     about = _About(json_of(path, config.read(), _CONFIG))
     with opened(path, weights) as file:

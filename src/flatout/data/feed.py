@@ -57,6 +57,10 @@ class Samples:
         """Return the samples at `positions` (int64 [M]) alone."""
         return replace(self, rows=self.rows[positions], labels=self.labels[positions])
 
+    def images_at(self, positions: np.ndarray) -> np.ndarray:
+        """Return the images at `positions`, [B, ...], in memory of their own; see `read`."""
+        return self.read(positions, np.empty((len(positions), *self.images.shape[1:]), self.images.dtype))
+
     def read(self, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Copy the images at `positions` (int64 [B]) into `out` [B, ...] when they are there, and return it.
 

@@ -175,7 +175,7 @@ def measure(samples: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
     at_once = max(1, MEASURED_BYTES_AT_ONCE // samples.images[:1].nbytes)
     for start in range(0, len(positions), at_once):
         chunk = positions[start : start + at_once]
-        images = samples.read(chunk, np.empty((len(chunk), *samples.images.shape[1:]), samples.images.dtype))
+        images = samples.images_at(chunk)
         for channel in range(channels):
             histogram[channel] += np.bincount(images[..., channel].ravel(), minlength=2**bits)
     levels, count = np.arange(2**bits) / (2**bits - 1), histogram[0].sum()

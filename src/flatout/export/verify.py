@@ -105,7 +105,7 @@ def agreement(
     theirs, ours = [], []
     at_once = min(_AT_ONCE, run.recipe.batch_size)
     for start in range(0, len(positions), at_once):
-        images = _images(samples, positions[start : start + at_once])
+        images = samples.images_at(positions[start : start + at_once])
         ours.append(run.probabilities(images))
         theirs.append(answers(images))
         console.update(start + len(images), len(positions), "images verified")
@@ -114,7 +114,7 @@ def agreement(
     if found.shape != expected.shape:
         raise InputError(f"the export answers {list(found.shape)} where the run answers {list(expected.shape)}")
     same = _equal(run, expected, found)
-    resized = _resized(run, _images(samples, positions[:RESIZED_IMAGES]), answers) if resizes else np.ones(0, bool)
+    resized = _resized(run, samples.images_at(positions[:RESIZED_IMAGES]), answers) if resizes else np.ones(0, bool)
     labels = samples.labels[positions]
     metrics = [run.task.metrics(run.task.predicted_from(one), labels) for one in (found, expected)]
     return Agreement(
@@ -128,10 +128,6 @@ def agreement(
         metrics=metrics[0],
         run_metrics=metrics[1],
     )
-
-
-def _images(samples: Samples, positions: np.ndarray) -> np.ndarray:
-    return samples.read(positions, np.empty((len(positions), *samples.images.shape[1:]), samples.images.dtype))
 
 
 def _equal(

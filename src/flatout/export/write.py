@@ -176,9 +176,8 @@ def _images(
         training = splits_of(pack, first.recipe.data, first.recipe.seed)["train"]
     count = min(len(training), CALIBRATION_IMAGES)
     positions = np.linspace(0, len(training) - 1, count).astype(np.int64)
-    shape = training.images.shape[1:]
     parts = [positions[start : start + CALIBRATION_BATCH] for start in range(0, count, CALIBRATION_BATCH)]
-    return split, samples, [training.read(p, np.empty((len(p), *shape), training.images.dtype)) for p in parts]
+    return split, samples, [training.images_at(part) for part in parts]
 
 
 def _write(run: "Run", path: Path, chosen: str, precision: str, calibration: list[np.ndarray]) -> "Answers":

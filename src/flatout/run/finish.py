@@ -270,7 +270,7 @@ def write_predictions(
     mistakes = task.mistakes(result.predicted, labels, probabilities)[:PICTURES]
     worst = np.argsort(-task.losses_of(probabilities.astype(np.float64), labels), kind="stable")[:PICTURES]
     sample, positions = np.unique(np.concatenate([grid, mistakes, worst]), return_inverse=True)
-    images = samples.read(sample, np.empty((len(sample), *samples.images.shape[1:]), samples.images.dtype))
+    images = samples.images_at(sample)
     of_mistakes = images[positions[len(grid) : len(grid) + len(mistakes)]]
     arrays: dict[str, Any] = {
         "split": np.array(split),
@@ -318,9 +318,8 @@ def _heatmaps(session: "Session", classes: int, images: np.ndarray, answers: np.
 def _brightness(samples: Samples) -> np.ndarray:
     """Return the mean value of images spread evenly over a split, float32 in 0..1: it hardly depends on their size."""
     positions = np.linspace(0, len(samples) - 1, min(len(samples), COMPARED_IMAGES)).astype(np.int64)
-    shape, dtype = samples.images.shape[1:], samples.images.dtype
-    means = [samples.read(some, np.empty((1, *shape), dtype)).mean() for some in positions[:, None]]
-    return (np.array(means) / np.iinfo(dtype).max).astype(np.float32)
+    means = [samples.images_at(some).mean() for some in positions[:, None]]
+    return (np.array(means) / np.iinfo(samples.images.dtype).max).astype(np.float32)
 
 
 def _summary(run: _Ended, results: "dict[str, Evaluation]") -> dict[str, Any]:

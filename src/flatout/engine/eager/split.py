@@ -153,8 +153,7 @@ def place(samples: Samples, task: Task, accelerator: Accelerator, wanted: str, *
         where = "disk"
     if where == "disk":
         return Source(samples=samples, images=None, targets=targets)
-    shape = samples.images.shape[1:]
-    in_memory = samples.read(np.arange(len(samples)), np.empty((len(samples), *shape), samples.images.dtype))
+    in_memory = samples.images_at(np.arange(len(samples)))
     if where == "device":
         return Source(samples=samples, images=torch.from_numpy(in_memory).to(accelerator.device), targets=targets)
     held = Samples(images=in_memory, rows=np.arange(len(samples)), labels=samples.labels)
