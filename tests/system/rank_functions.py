@@ -73,6 +73,27 @@ def start_grandchild(console: Console) -> int:
     return 0
 
 
+def end_while_looked_at(console: Console) -> str:
+    """Rank 1 ends between rank 0's reading of its state and the look at its process."""
+    if not is_main():
+        time.sleep(1.0)
+        return ""
+    status, looked = heartbeat._status, []
+
+    def see_it_end(pid: int) -> str:
+        if pid != os.getpid():
+            psutil.wait_procs([psutil.Process(pid)], timeout=10)
+            looked.append(pid)
+        return status(pid)
+
+    heartbeat._status = see_it_end
+    while not looked:
+        time.sleep(0.05)
+    # A rank that takes another one for lost is ended after this time.
+    time.sleep(heartbeat.GRACE_SECONDS + 1.0)
+    return "went on"
+
+
 # --- ranks that do not go on ------------------------------------------------------------------------------------------
 
 

@@ -53,6 +53,7 @@ def run_hosts(function: Callable[..., Any], hosts: list[Hosts], sizes: list[int]
 def test_two_hosts_of_different_size_are_one_run() -> None:
     port = free_port()
     first, second = run_hosts(ranks.describe_place, [host(0, port), host(1, port)], [2, 1])
+    assert isinstance(first, dict) and isinstance(second, dict), (first, second)
     assert (first["RANK"], first["LOCAL_RANK"], first["WORLD_SIZE"]) == ("0", "0", "3")
     assert (second["RANK"], second["LOCAL_RANK"], second["WORLD_SIZE"]) == ("2", "0", "3")
     assert first["MASTER_ADDR"] == second["MASTER_ADDR"] == "127.0.0.1"

@@ -93,6 +93,11 @@ def test_it_works_beside_the_main_thread() -> None:
     assert result == [None]
 
 
+@pytest.mark.slow
+def test_a_rank_that_ends_first_is_not_taken_for_lost() -> None:
+    assert run(ranks.end_while_looked_at) == "went on"
+
+
 # --- ranks that do not go on ------------------------------------------------------------------------------------------
 
 

@@ -318,7 +318,8 @@ def _watch(heartbeat: Heartbeat, parent: int, on_lost: Callable[[str], None]) ->
                 end_process(pid)
         if heartbeat.phase != Phase.ENDED:
             gone = next((state for state in peers if _status(state.pid) in ("", "zombie", "dead")), None)
-            if gone:
+            # It may have ended, as it should, since it was read.
+            if gone and any(state.pid == gone.pid and state.phase != Phase.ENDED for state in heartbeat.board.read_all()):
                 lose(f"{gone.name} is gone, last seen {gone.position}")
                 time.sleep(GRACE_SECONDS)
                 if heartbeat.phase != Phase.ENDED:
