@@ -187,7 +187,8 @@ def evaluate_all(world: World) -> dict[str, tuple[int, int, float, np.ndarray]]:
     results = {}
     for name, (count, batch_size) in EVALUATED.items():
         engine = TorchEngine(make_net(), make_recipe(batch_size=batch_size), world=world)
-        found = engine.place(make_samples(count)).evaluate(with_probabilities=True, with_logits=True)
+        placed = engine.place(make_samples(count))
+        found = placed.evaluate(with_probabilities=True, with_logits=True, keep_features=np.array)
         engine.close()
         columns = [found.probabilities, found.logits, found.features]
         table = np.concatenate([column for column in columns if column is not None], axis=1)

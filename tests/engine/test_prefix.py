@@ -52,7 +52,9 @@ def test_evaluation_through_the_cache_is_the_same() -> None:
     results = []
     for cache in (True, False):
         engine = TorchEngine(frozen_net(), make_recipe(), cache_prefix=cache)
-        results.append(engine.place(make_samples()).evaluate(with_probabilities=True, with_logits=True))
+        results.append(
+            engine.place(make_samples()).evaluate(with_probabilities=True, with_logits=True, keep_features=np.array)
+        )
     assert results[0].metrics == results[1].metrics
     for name in ("probabilities", "logits", "features"):
         np.testing.assert_array_equal(getattr(results[0], name), getattr(results[1], name))
@@ -65,7 +67,7 @@ def test_features_are_what_the_head_reads() -> None:
     x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
     with torch.no_grad(), head.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0])):
         logits = net.eval()(x)
-    found = TorchEngine(frozen_net(), make_recipe()).place(samples).evaluate(with_logits=True)
+    found = TorchEngine(frozen_net(), make_recipe()).place(samples).evaluate(with_logits=True, keep_features=np.array)
     assert found.features is not None
     assert found.logits is not None
     np.testing.assert_allclose(found.features, seen[0].flatten(1), atol=1e-5)

@@ -87,7 +87,8 @@ def test_evaluation_counts_each_image_once(name: str, placement: str) -> None:
     for count in (101, 64, 8, 3):
         samples = make_samples(count)
         placed = [engine.place(samples) for engine in engines]
-        theirs, ours = (split.evaluate(with_probabilities=True, with_logits=True) for split in placed)
+        everything: Any = {"with_probabilities": True, "with_logits": True, "keep_features": np.array}
+        theirs, ours = (split.evaluate(**everything) for split in placed)
         assert ours.metrics["correct"] == theirs.metrics["correct"]
         assert len(ours.labels) == len(theirs.labels) == count
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)

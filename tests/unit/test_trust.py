@@ -92,13 +92,16 @@ def test_images_far_from_all_classes_are_unknown() -> None:
 
     _, features, labels = images(2000)
     valid, test = images(1000), images(2000)
-    found = novelty.fit(features, labels, valid[:2])
+    known = novelty.Known.of(features, labels)
+    assert known is not None
+    found = novelty.fit(known, valid[0], known.distances(valid[1]))
     strange = rng.normal(0, 1, (2000, 8)).astype(np.float32)
     scores = [found.score(*test[:2]), found.score((strange @ means.T).astype(np.float32), strange)]
     assert np.mean(scores[0] > found.threshold) == pytest.approx(0.05, abs=0.02)
     assert roc_auc_score(np.repeat([0, 1], 2000), np.concatenate(scores)) > 0.95
     assert found.score(np.full((1, 4), np.nan), strange[:1])[0] == np.inf
-    energy = novelty.fit(None, labels, (valid[0], None))
+    assert novelty.Known.of(np.full_like(features, np.nan), labels) is None
+    energy = novelty.fit(None, valid[0], None)
     assert np.mean(energy.score(test[0], None) > energy.threshold) == pytest.approx(0.05, abs=0.02)
 
 

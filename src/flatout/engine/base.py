@@ -1,6 +1,6 @@
 """The engine protocol: all that the training loop knows of devices, one or a thousand."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -11,6 +11,8 @@ from flatout.data.order import Batch
 from flatout.engine.recorder import Recorder
 from flatout.numerics.metrics import Counts
 from flatout.tasks.base import Task
+
+Keep = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,7 +27,8 @@ class Evaluation:
         labels: as those of a pack.
         probabilities: as `Task.probabilities` returns it, float32 [N, K], if they were requested.
         logits: float32 [N, outputs], if they were requested.
-        features: what the head of the network reads, float32 [N, F], with the logits; None where that is not known.
+        features: what `keep_features` made of what the head of the network reads, [N, ...]; None where that is not
+            known, or not requested.
     """
 
     task: Task
@@ -75,8 +78,19 @@ class DeviceSplit(Protocol):
     def train_step(self, inputs: Any, learning_rate: float, seed: int) -> None:
         """Update the engine's state from one batch; `seed` determines dropout."""
 
-    def evaluate(self, *, with_probabilities: bool = False, with_logits: bool = False, tta: bool = False) -> Evaluation:
-        """Run the model over the split, or over views of its images (`augment.tta_views`), and wait for the result."""
+    def evaluate(
+        self,
+        *,
+        with_probabilities: bool = False,
+        with_logits: bool = False,
+        keep_features: Keep | None = None,
+        tta: bool = False,
+    ) -> Evaluation:
+        """Run the model over the split, or over views of its images (`augment.tta_views`), and wait for the result.
+
+        `keep_features` is called with the features of each batch, float32 [B, F], and returns what is kept of them,
+        [B, ...], since those of all images can be larger than the images; None for nothing.
+        """
         ...
 
     def features(self) -> np.ndarray | None:

@@ -71,12 +71,12 @@ def _member(run: "Run", dtype: torch.dtype) -> Member:
 
 def _novelty(run: "Run") -> tuple[str, Novelty | None]:
     """Return the name of the module that reads the features, and the score of unknown images; None for none."""
-    known = run.trust.novelty if run.trust else None
-    if known is None:
+    found = run.trust.novelty if run.trust else None
+    if found is None:
         return "", None
-    values: dict[str, Any] = {"centre": np.resize(known.centre, 2), "scale": np.resize(known.scale, 2)}
-    name = ""
-    if known.means is not None and known.precision is not None and known.overall is not None:
+    values: dict[str, Any] = {"centre": np.resize(found.centre, 2), "scale": np.resize(found.scale, 2)}
+    name, known = "", found.known
+    if known:
         (name,) = head_modules(run.model)
         means = known.means.astype(np.float64)
         for key, precision in (("within", known.precision), ("overall", known.overall)):

@@ -43,6 +43,7 @@ def _evaluate(
     from flatout.engine.factory import make_engine, precisions
     from flatout.models.load import copied
     from flatout.run.finish import scores_of
+    from flatout.run.trust import keep_of
 
     def once(load: "Callable[[], Pack]") -> "Pack":
         with world.heartbeat.alone("making the pack"):
@@ -53,6 +54,7 @@ def _evaluate(
     if run.trust and run.trust.remark:
         console.note(run.trust.remark)
     results: list[Evaluation] = []
+    keep = keep_of(run.trust.novelty.known) if run.trust and run.trust.novelty else None
     split, formats = "all", precisions(engine, world)
     names: list[str] = []
     for member in run.members:
@@ -70,7 +72,10 @@ def _evaluate(
         )
         with contextlib.closing(built):
             placed = built.place(samples)
-            results.append(placed.evaluate(tta=tta, with_probabilities=True, with_logits=run.trust is not None))
+            is_trusted = run.trust is not None
+            results.append(
+                placed.evaluate(tta=tta, with_probabilities=True, with_logits=is_trusted, keep_features=keep)
+            )
             names = built.device_names
     name, task = "valid" if split == "valid" else "test", run.task
     loss, result = _joined([one.of_task(task) for one in results], own_parts=not other and split == "valid")

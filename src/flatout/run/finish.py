@@ -20,6 +20,7 @@ from flatout.errors import Stopped, first_line
 from flatout.files import write_atomically
 from flatout.host import installed, peak_rss_bytes
 from flatout.numerics.augment import tta_views
+from flatout.numerics.novelty import Known
 from flatout.numerics.random import Stream, permutation
 from flatout.report import run_files
 from flatout.run import trust
@@ -49,7 +50,7 @@ class _Ended:
     Attributes:
         samples: of each split.
         results: of the evaluated splits.
-        known: the results on some training images, for those that are unknown; None where these are not wanted.
+        known: where the features of training images are; None where that is not known, or not wanted.
         reason: why training ended early; empty if it did not.
         state: of the engine.
         memory: the figures of `summary.json` about it.
@@ -61,7 +62,7 @@ class _Ended:
     progress: Progress
     samples: dict[str, Samples]
     results: "dict[str, Evaluation]"
-    known: "Evaluation | None"
+    known: Known | None
     reason: str
     state: dict[str, Any]
     memory: dict[str, int | None]
@@ -95,7 +96,7 @@ def finish(
     is_fold = session.recipe.data.fold > 0
     shown = _shown(session, placed)
     results: dict[str, Evaluation] = {}
-    known: Evaluation | None = None
+    known: Known | None = None
     began = time.perf_counter()
     is_trusted = session.recipe.task == "single-label" and not is_fold and "valid" in placed
     if reason := trust.missing(session.recipe, placed):
@@ -109,13 +110,15 @@ def finish(
     try:
         # Whoever terminates a run does not wait for an evaluation.
         if not (isinstance(failure, Stopped) and failure.signal_number == signal.SIGTERM):
+            if is_trusted:
+                known = _known(session, engine, trust.sample_of(placed["train"].samples, len(pack.classes)))
             for name in [name for name in placed if name != "train"]:
                 results[name] = placed[name].evaluate(
-                    with_probabilities=is_fold or name == shown, with_logits=is_trusted, tta=session.recipe.tta
+                    with_probabilities=is_fold or name == shown,
+                    with_logits=is_trusted,
+                    keep_features=trust.keep_of(known),
+                    tta=session.recipe.tta,
                 )
-            if is_trusted and results:
-                some = trust.sample_of(placed["train"].samples, len(pack.classes))
-                known = engine.place(some).evaluate(with_logits=True, tta=session.recipe.tta)
     except Stopped as stopped:
         failure = failure or stopped
         ended = ended or f"{stopped.how} during evaluation"
@@ -142,6 +145,12 @@ def finish(
     return failure
 
 
+def _known(session: "Session", engine: "Engine", some: Samples) -> Known | None:
+    """Return where the features of training images are: the same numbers on all ranks."""
+    found = engine.place(some).evaluate(keep_features=np.array, tta=session.recipe.tta)
+    return session.world.broadcast_object(Known.of(found.features, found.labels) if session.world.is_main else None)
+
+
 def _shown(session: "Session", placed: "dict[str, DeviceSplit]") -> str | None:
     """Return the split whose answers are kept and shown: that of a fold is held out."""
     wanted = ("valid", "test") if session.recipe.data.fold > 0 else ("test", "valid")
@@ -153,7 +162,8 @@ def _write(run: _Ended, shown: str | None) -> None:
     session, results = run.session, run.results
     is_fold = session.recipe.data.fold > 0
     task = run.engine.task
-    found = trust.fit(run.known, results["valid"]) if run.known else None
+    is_trusted = "valid" in results and results["valid"].logits is not None
+    found = trust.fit(run.known, results["valid"]) if is_trusted else None
     # The images of a fold choose nothing.
     if "valid" in results and not is_fold:
         task = task.tuned(results["valid"].predicted, results["valid"].labels)
@@ -167,7 +177,7 @@ def _write(run: _Ended, shown: str | None) -> None:
         more = {"test_probabilities": results["test"].probabilities} if is_fold and "test" in results else {}
         logits = results[shown].logits
         if found and found.novelty and logits is not None:
-            more["unknown"] = found.novelty.score(logits, results[shown].features)
+            more["unknown"] = found.novelty.score_at(logits, results[shown].features)
         write_predictions(session, shown, results[shown], run.samples[shown], run.pack.classes, **more)
         scores = scores_of(shown, results[shown], run.pack.classes, found)
     summary = _summary(run, results) | run.memory | scores

@@ -13,10 +13,10 @@ import numpy as np
 
 from flatout.data.feed import Samples
 from flatout.numerics import calibration, novelty
-from flatout.numerics.novelty import KNOWN_SHARE, Novelty
+from flatout.numerics.novelty import KNOWN_SHARE, Known, Novelty
 
 if TYPE_CHECKING:
-    from flatout.engine.base import Evaluation
+    from flatout.engine.base import Evaluation, Keep
     from flatout.recipe import Recipe
 
 # Fewer validation images than this say little about a probability.
@@ -25,7 +25,7 @@ LEAST_IMAGES = 20
 COVERAGES = (0.9, 0.95, 0.99)
 # So many training images show what is known: more where that is less than these of each class.
 TRAINING_IMAGES, IMAGES_OF_A_CLASS = 5000, 10
-# The arrays of `Novelty`.
+# The arrays of `Known`.
 _ARRAYS = ("means", "precision", "overall")
 
 
@@ -56,12 +56,12 @@ class Trust:
 
     def metadata(self) -> dict[str, str]:
         """Return it as metadata of the weights."""
-        known, thresholds = self.novelty, [round(value, 5) for value in self.set_thresholds]
+        novelty, thresholds = self.novelty, [round(value, 5) for value in self.set_thresholds]
         return {
             "temperature": repr(self.temperature),
             "set_thresholds": json.dumps(thresholds, separators=(",", ":")),
             "calibration_images": str(self.images),
-            **({"unknown": json.dumps([known.centre, known.scale, known.threshold])} if known else {}),
+            **({"unknown": json.dumps([novelty.centre, novelty.scale, novelty.threshold])} if novelty else {}),
         }
 
     def write(self, path: Path) -> None:
@@ -70,9 +70,8 @@ class Trust:
 
         from flatout.models.weights import save_tensors
 
-        arrays = {name: getattr(self.novelty, name, None) for name in _ARRAYS}
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
-        if tensors:
+        if self.novelty and self.novelty.known:
+            tensors = {name: torch.from_numpy(getattr(self.novelty.known, name)) for name in _ARRAYS}
             save_tensors(path, tensors, {"format": "pt"})
 
     @classmethod
@@ -90,9 +89,10 @@ class Trust:
         if "unknown" in metadata:
             centre, scale, threshold = json.loads(metadata["unknown"])
             tensors = read_weights(path)[0] if path.is_file() else {}
-            arrays: dict[str, Any] = {name: tensors[name].numpy() if name in tensors else None for name in _ARRAYS}
-            if tensors or len(centre) == 1:
-                found = Novelty(**arrays, centre=tuple(centre), scale=tuple(scale), threshold=threshold)
+            is_whole = tensors.keys() >= set(_ARRAYS)
+            known = Known(**{name: tensors[name].numpy() for name in _ARRAYS}) if is_whole else None
+            if known or len(centre) == 1:
+                found = Novelty(known=known, centre=tuple(centre), scale=tuple(scale), threshold=threshold)
         return cls(
             temperature=float(metadata["temperature"]),
             set_thresholds=tuple(json.loads(metadata["set_thresholds"])),
@@ -103,8 +103,8 @@ class Trust:
 
     def is_unknown(self, logits: np.ndarray, features: np.ndarray | None) -> np.ndarray | None:
         """Return which images are unlike the training images, bool [N]; None where the run does not know."""
-        known = self.novelty
-        return None if known is None else known.score(logits, features) > known.threshold
+        found = self.novelty
+        return None if found is None else found.score(logits, features) > found.threshold
 
     def in_set(self, logits: np.ndarray, coverage: float) -> np.ndarray | None:
         """Return which classes are in the prediction set of each image, bool [N, K].
@@ -115,7 +115,10 @@ class Trust:
         return None if threshold is None else calibration.strangeness(logits / self.temperature) <= threshold
 
     def figures(self, result: "Evaluation") -> dict[str, Any]:
-        """Return what `summary.json` and `evaluate` say of images with known classes; see `docs/trust.md`."""
+        """Return what `summary.json` and `evaluate` say of images with known classes; see `docs/trust.md`.
+
+        `result` has distances in place of features, as `keep_of` returns them.
+        """
         assert result.logits is not None
         is_finite = np.isfinite(result.logits).all(axis=1)
         logits, labels = result.logits[is_finite], result.labels[is_finite]
@@ -132,8 +135,9 @@ class Trust:
             for coverage in COVERAGES
             if (inside := self.in_set(logits, coverage)) is not None
         ]
-        if (unknown := self.is_unknown(result.logits, result.features)) is not None:
-            found["unknown"] = {"known_share": KNOWN_SHARE, "flagged": float(unknown.mean())}
+        if self.novelty is not None:
+            is_unknown = self.novelty.score_at(result.logits, result.features) > self.novelty.threshold
+            found["unknown"] = {"known_share": KNOWN_SHARE, "flagged": float(is_unknown.mean())}
         return found
 
 
@@ -172,10 +176,12 @@ def sample_of(samples: Samples, classes: int) -> Samples:
     return samples.at(np.linspace(0, len(samples) - 1, count).astype(np.int64))
 
 
-def fit(train: "Evaluation", valid: "Evaluation") -> Trust | None:
-    """Return what the validation images say, and features of some training images.
+def fit(known: Known | None, valid: "Evaluation") -> Trust | None:
+    """Return what the validation images say; None where too few answers are finite.
 
-    None where too few answers are finite.
+    Args:
+        known: where the features of training images are; None where they are not known.
+        valid: with logits, and distances from `known` in place of features.
     """
     assert valid.logits is not None
     is_finite = np.isfinite(valid.logits).all(axis=1)
@@ -184,13 +190,18 @@ def fit(train: "Evaluation", valid: "Evaluation") -> Trust | None:
         return None
     temperature = calibration.fit_temperature(logits, labels)
     thresholds = calibration.set_thresholds(logits / temperature, labels)
-    features = None if valid.features is None else valid.features[is_finite]
+    distances = None if valid.features is None else valid.features[is_finite]
     return Trust(
         temperature=temperature,
         set_thresholds=tuple(thresholds),
         images=len(labels),
-        novelty=novelty.fit(train.features, train.labels, (logits, features)),
+        novelty=novelty.fit(known, logits, distances),
     )
+
+
+def keep_of(known: Known | None) -> "Keep | None":
+    """Return what an evaluation keeps of features: the distances from training images, if these are known."""
+    return known.distances if known else None
 
 
 def lines_of(split: str, figures: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from flatout.data.feed import Samples, prefetch, read_ahead
 from flatout.data.order import Batch, block_size, evaluation_batches, part
 from flatout.engine.arrived import arrived, wait_for_all
-from flatout.engine.base import Evaluation
+from flatout.engine.base import Evaluation, Keep
 from flatout.engine.eager.accelerator import Accelerator
 from flatout.engine.eager.device_setup import allocate, placement
 from flatout.models.features import caught
@@ -279,18 +279,26 @@ class TorchSplit:
         engine.train_step(source, inputs, learning_rate, seed)
 
     @torch.no_grad()
-    def evaluate(self, *, with_probabilities: bool = False, with_logits: bool = False, tta: bool = False) -> Evaluation:
+    def evaluate(
+        self,
+        *,
+        with_probabilities: bool = False,
+        with_logits: bool = False,
+        keep_features: Keep | None = None,
+        tta: bool = False,
+    ) -> Evaluation:
         """See `DeviceSplit.evaluate`. Losses are those of the recipe, without class weights."""
         # What a frozen prefix computes of moved images is not cached.
         engine, source = self._engine, self._images if tta else self._view(NOT_AUGMENTED, {})
         task, world, accelerator = engine.task, engine.world, engine.setup.accelerator
         engine.synchronise_buffers()
         loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
-        names = ["predicted", *["probabilities"] * with_probabilities, *["logits", "features"] * with_logits]
+        names = ["predicted"] + ["probabilities"] * with_probabilities + ["logits"] * with_logits
+        names += ["features"] * (keep_features is not None)
         rows = {name: _Rows(len(self.samples), world) for name in names}
         with contextlib.ExitStack() as stack:
             network = stack.enter_context(engine.evaluation_network())
-            features = stack.enter_context(caught(engine.model, network)) if with_logits else None
+            features = stack.enter_context(caught(engine.model, network)) if keep_features else None
             for inputs in self._batches(source, equally_many=engine.is_sharded):
                 start, real = int(inputs.batch.samples[0]), inputs.batch.count
                 with engine.setup.autocast():
@@ -303,11 +311,11 @@ class TorchSplit:
                 rows["predicted"].put(where, task.predicted(logits))
                 if with_probabilities:
                     rows["probabilities"].put(where, task.probabilities(logits))
-                if features is not None:
+                if with_logits:
                     rows["logits"].put(where, logits.float())
-                    found = features.take()
-                    if found is not None:
-                        rows["features"].put(where, found[:real])
+                if features and keep_features and (found := features.take()) is not None:
+                    kept = keep_features(found[:real].cpu().numpy())
+                    rows["features"].put(where, torch.from_numpy(kept).to(accelerator.device))
         tables: dict[str, Any] = {name: own.gather() for name, own in rows.items()}
         return Evaluation(
             **{"probabilities": None, **tables},

@@ -1,6 +1,7 @@
 """A split of the data where the XLA engine reads it, and how its batches reach the devices, a few steps at a time."""
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -11,13 +12,14 @@ import numpy as np
 from flatout.data.feed import Samples, prefetch, read_ahead
 from flatout.data.order import Batch, block_size, evaluation_batches
 from flatout.engine.arrived import arrived, wait_for_all
-from flatout.engine.base import Evaluation
+from flatout.engine.base import Evaluation, Keep
 from flatout.engine.eager.split import NOT_AUGMENTED
 from flatout.engine.xla.input import HostBatches, place, read_batches
 from flatout.numerics.augment import Transforms, epoch_transforms, training_size
 
 if TYPE_CHECKING:
     from flatout.engine.xla.engine import XlaEngine
+    from flatout.engine.xla.step import Evaluated
 
 # Dispatches in flight: enough to keep the devices busy.
 RUN_AHEAD = 4
@@ -147,31 +149,50 @@ class XlaSplit:
         self._read_view(NOT_AUGMENTED, None)
         return self._read.images
 
-    def evaluate(self, *, with_probabilities: bool = False, with_logits: bool = False, tta: bool = False) -> Evaluation:
+    def evaluate(
+        self,
+        *,
+        with_probabilities: bool = False,
+        with_logits: bool = False,
+        keep_features: Keep | None = None,
+        tta: bool = False,
+    ) -> Evaluation:
         """See `DeviceSplit.evaluate`."""
         engine, count = self._engine, len(self.samples)
         engine.flush()
         if engine.cut:
             self._read_view(NOT_AUGMENTED, None)
         program = engine.program(self.batch, evaluates=True)
-        size, results = program.evaluation_batch, []
+        size = program.evaluation_batch
+        names = ["predicted"] + ["probabilities"] * with_probabilities + ["logits"] * with_logits
+        names += ["features"] * (keep_features is not None)
+        kept: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        loss_sum = 0.0
+        results: deque[tuple[Evaluated, int]] = deque()
+
+        def keep_first() -> float:
+            """Wait for the oldest result, keep what is wanted of it, and return its loss."""
+            result, number = results.popleft()
+            for name, parts in kept.items():
+                if (found := getattr(result, name)) is not None:
+                    rows = np.asarray(found)[:number]
+                    parts.append(keep_features(rows) if keep_features and name == "features" else rows)
+            return float(result.loss_sum)
+
         wait_for_all(self._read, engine.recipe, engine.world)
         read = self._reader(size, is_training=False)
         for group in prefetch(read, ([batch] for batch in evaluation_batches(count, size))):
             engine.world.control.check_stop()
             results.append((engine.evaluate(self, program, group, tta=tta), group.batches[0].count))
             if len(results) > RUN_AHEAD:
-                results[-RUN_AHEAD - 1][0].predicted.block_until_ready()
-        names = ["predicted"] + ["probabilities"] * with_probabilities + ["logits", "features"] * with_logits
-        rows = {
-            name: np.concatenate([np.asarray(getattr(r, name))[:number] for r, number in results])
-            for name in names
-            if getattr(results[0][0], name) is not None
-        }
+                loss_sum += keep_first()
+        while results:
+            loss_sum += keep_first()
+        rows = {name: np.concatenate(parts) for name, parts in kept.items() if parts}
         predicted = rows["predicted"]
         return Evaluation(
             task=engine.task,
-            loss_sum=sum(float(result.loss_sum) for result, _ in results),
+            loss_sum=loss_sum,
             predicted=predicted.astype(np.int64) if predicted.dtype.kind == "i" else predicted,
             labels=self.samples.labels,
             probabilities=rows.get("probabilities"),
