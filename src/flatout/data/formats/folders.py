@@ -2,7 +2,8 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -86,16 +87,20 @@ def visible(folder: Path) -> Sequence[Entry | Member]:
     Raises:
         InputError: the folder cannot be read.
     """
-    if isinstance(folder, Member):
-        entries: Iterable[Entry | Member] = (folder.children or {}).values()
-    else:
-        try:
-            with os.scandir(folder) as found:
-                entries = [Entry(entry) for entry in found]
-        except OSError as error:
-            raise InputError(f"{printable(folder)}: cannot be read: {error.strerror}") from None
-    kept = (entry for entry in entries if not entry.name.startswith(".") and entry.name not in _CLUTTER)
-    return sorted(kept, key=lambda entry: entry.name)
+    return sorted(entries_of(folder), key=lambda entry: entry.name)
+
+
+def entries_of(folder: Path) -> Iterator[Entry | Member]:
+    """Yield the same in any order, one at a time, as there may be millions."""
+    with ExitStack() as stack:
+        if isinstance(folder, Member):
+            entries: Iterable[Entry | Member] = (folder.children or {}).values()
+        else:
+            try:
+                entries = map(Entry, stack.enter_context(os.scandir(folder)))
+            except OSError as error:
+                raise InputError(f"{printable(folder)}: cannot be read: {error.strerror}") from None
+        yield from (entry for entry in entries if not entry.name.startswith(".") and entry.name not in _CLUTTER)
 
 
 def _folders(folder: Path) -> list[Entry | Member]:

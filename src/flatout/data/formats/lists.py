@@ -1,5 +1,6 @@
 """PaddleClas lists: `train_list.txt`, `val_list.txt` and `test_list.txt` with lines of image file, space and class."""
 
+from itertools import islice
 from pathlib import Path
 
 from flatout.data.formats import manifest
@@ -7,6 +8,7 @@ from flatout.data.formats.folders import is_image_name, visible
 from flatout.data.labels import find_class_list_beside
 from flatout.data.source import DataRef, ReadOptions
 from flatout.data.splits import in_order, split_of
+from flatout.data.tables import rows_of
 from flatout.errors import InputError
 
 KIND = "PaddleClas lists"
@@ -46,5 +48,4 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
 
 
 def _names_image_first(path: Path) -> bool:
-    table = manifest.read_table(path)
-    return bool(table) and is_image_name(table[0][1][0])
+    return any(is_image_name(cells[0]) for _, cells in islice(rows_of(path), 1))

@@ -4,25 +4,24 @@ Either one file (with a `split` column or without), or a folder with a file for 
 with folders named after splits that hold a `metadata.csv` or `metadata.jsonl`, as in Hugging Face's image folders.
 """
 
-import csv
-import io
-import json
-import os
 import re
-from collections import Counter
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from flatout.data.archive import Member
+import numpy as np
+
 from flatout.data.formats import folders
-from flatout.data.formats.folders import is_image_name, visible, without_arrays
+from flatout.data.formats.folders import is_image_name, visible
+from flatout.data.formats.locator import Locator
 from flatout.data.labels import first_few
 from flatout.data.members import EncodedList
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
-from flatout.data.splits import SPLITS, in_order, split_of, split_within, words_of
+from flatout.data.splits import in_order, split_of, split_within, words_of
+from flatout.data.tables import rows_of
 from flatout.errors import InputError
 
 KIND = "CSV manifest"
@@ -35,7 +34,6 @@ ABOUT = {
     ),
 }
 SUFFIXES = (".csv", ".tsv", ".jsonl")
-_DELIMITERS = ",;\t"
 _FILE_COLUMNS = (
     *("file", "path", "image", "img", "filename", "filepath", "imagepath", "imgpath", "imagefile", "imageid"),
     *("imagename", "fname", "files", "images", "filenames", "idcode", "name", "id"),
@@ -47,7 +45,6 @@ _ZERO_OR_ONE = {"0": 0, "1": 1, "0.0": 0, "1.0": 1}
 _SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset")
 _FLAG_COLUMNS = {"isvalid": "valid", "istest": "test"}
 _FLAGS = {**dict.fromkeys(("true", "1", "1.0", "yes"), True), **dict.fromkeys(("false", "0", "0.0", "no", ""), False)}
-_IMAGE_FOLDERS = ("images", "imgs", "img")
 _NAME_THEM = (
     "name the columns of files and classes 'file' and 'label', or give --set data.file_column=NAME and "
     "--set data.label_column=NAME"
@@ -58,13 +55,35 @@ class _NoLabels(InputError):
     """A CSV file without a column of classes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Row:
-    line: int
-    file: str
-    labels: tuple[str, ...]
-    split: str
-    group: str | None
+@dataclass(kw_only=True)
+class _Part:
+    """The rows of one split, in columns, as there may be millions.
+
+    Attributes:
+        path: the CSV file.
+        lines: of the rows in it.
+        files: what they name.
+        labels: the cells of each row.
+        groups: of the rows; empty where they have none.
+    """
+
+    path: Path
+    lines: array = field(default_factory=lambda: array("Q"))
+    files: EncodedList = field(default_factory=EncodedList)
+    labels: list[tuple[str, ...]] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
+
+    def place(self, index: int) -> str:
+        """Return the start of a message about a row."""
+        return f"{self.path}: line {self.lines[index]}"
+
+
+@dataclass(kw_only=True)
+class _Unfound:
+    """Where rows name files that are missing, or lie outside the folders."""
+
+    missing: list[str] = field(default_factory=list)
+    outside: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +146,13 @@ def _metadata_of_splits(path: Path) -> dict[str, Path]:
 
 def read(path: Path, files: dict[str, Path], class_list: Path | None, options: ReadOptions, kind: str = KIND) -> Source:
     """Return the source of split -> CSV file; one file without a split in its name may have a column of splits."""
-    rows: dict[str, list[tuple[Path, _Row]]] = {}
+    parts: dict[str, _Part] = {}
     notes: list[str] = []
     names: tuple[str, ...] = ()
-    subject = ""
+    subject, unfound = "", _Unfound()
     for name, file in files.items():
         try:
-            columns, found = _read_rows(file, name or split_within(file.stem) or "train", options)
+            columns, found = _read_parts(file, name, options, unfound)
         except _NoLabels as error:
             if name in ("", "train"):
                 raise
@@ -145,150 +164,141 @@ def read(path: Path, files: dict[str, Path], class_list: Path | None, options: R
             raise InputError(f"{file}: the columns of labels are {', '.join(columns)}, elsewhere {', '.join(names)}")
         names = columns
         subject = subject or f"{file}: column {', '.join(columns)}"
-        for split in SPLITS:
-            if of_split := [(file, row) for row in found if (name or row.split or "train") == split]:
-                rows[split] = of_split
-    rows = in_order(rows, path)
-    located = _locate(rows, options)
-    labels, are_names = _labels(rows)
+        parts |= found
+    _refuse(unfound, next(iter(files.values())).parent, options)
+    parts = in_order(parts, path)
+    labels, are_names = _labels(list(parts.values()))
     return assemble(
         kind,
         path,
-        {split: (located[split], labels[split]) for split in rows},
+        {split: (part.files, own) for (split, part), own in zip(parts.items(), labels, strict=True)},
         names=tuple(name.strip("'") for name in names) if are_names else None,
         class_list=class_list,
         notes=tuple(notes),
-        locate=lambda split, i: f"{rows[split][i][0]}: line {rows[split][i][1].line}",
+        locate=lambda split, i: parts[split].place(i),
         subject=subject,
         task=options.task if len(names) == 1 or are_names else "multi-label",
-        groups=_groups(rows) if options.group_column else None,
+        groups=_groups(list(parts.values())) if options.group_column else None,
     )
 
 
-def _labels(rows: dict[str, list[tuple[Path, _Row]]]) -> tuple[dict[str, list[Any]], bool]:
-    """Return the labels of each split, and whether they are numbers 0 and 1 in columns that are named after classes.
+def _labels(parts: list[_Part]) -> tuple[list[Any], bool]:
+    """Return the labels of each part, and whether they are numbers 0 and 1 in columns that are named after classes.
 
     Several columns with the name of a class each become one text.
 
     Raises:
         InputError: a column of 0 and 1 has something else; ten lines are listed.
     """
-    every = [(file, row) for some in rows.values() for file, row in some]
-    if len(every[0][1].labels) == 1:
-        return {split: [row.labels[0] for _, row in some] for split, some in rows.items()}, False
-    wrong = [(f, row, cell) for f, row in every for cell in row.labels if cell not in _ZERO_OR_ONE]
+    width = len(parts[0].labels[0])
+    if width == 1:
+        return [[cell for (cell,) in part.labels] for part in parts], False
+    wrong = [
+        f"{part.place(i)}: {cell or '(empty)'} in a column of 0 and 1"
+        for part in parts
+        for i, cells in enumerate(part.labels)
+        for cell in cells
+        if cell not in _ZERO_OR_ONE
+    ]
     if not wrong:
-        return {s: [[_ZERO_OR_ONE[cell] for cell in row.labels] for _, row in some] for s, some in rows.items()}, True
-    if len(wrong) < len(every):
-        # Nearly all are 0 or 1.
-        lines = [f"{file}: line {row.line}: {cell or '(empty)'} in a column of 0 and 1" for file, row, cell in wrong]
-        raise InputError(first_few(lines))
-    return {split: ["|".join(filter(None, row.labels)) for _, row in some] for split, some in rows.items()}, False
+        flat = ((_ZERO_OR_ONE[cell] for cell in chain.from_iterable(part.labels)) for part in parts)
+        return [np.fromiter(numbers, np.uint8).reshape(-1, width) for numbers in flat], True
+    if len(wrong) < sum(len(part.labels) for part in parts):
+        raise InputError(first_few(wrong))  # nearly all are 0 or 1
+    return [["|".join(filter(None, cells)) for cells in part.labels] for part in parts], False
 
 
-def _groups(rows: dict[str, list[tuple[Path, _Row]]]) -> list[str]:
-    """Return the groups of all rows, in the order of the splits.
+def _groups(parts: list[_Part]) -> list[str]:
+    """Return the groups of all rows, in the order of the parts.
 
     Raises:
         InputError: one is empty; ten lines are listed.
     """
-    every = [(file, row) for some in rows.values() for file, row in some]
-    if empty := [f"{file}: line {row.line}: the group is empty" for file, row in every if not row.group]:
-        raise InputError(first_few(empty))
-    return [row.group or "" for _, row in every]
-
-
-def _read_text(path: Path) -> str:
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{path}: line {line}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    if "\0" in text:
-        line = text.count("\n", 0, text.index("\0")) + 1
-        raise InputError(f"{path}: line {line}: holds a NUL character; save it as UTF-8 text")
-    return text
-
-
-def read_table(path: Path) -> list[tuple[int, list[str]]]:
-    """Return line number and cells of each row that is not blank; JSON lines have their keys as the first row.
-
-    Raises:
-        InputError: the file is no UTF-8 text, or not of its format.
-    """
-    text = _read_text(path)
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    if path.suffix.lower() == ".txt":
-        return [(number, line.strip().rsplit(maxsplit=1)) for number, line in lines]
-    if path.suffix.lower() == ".jsonl":
-        tables = [(number, _json_table(path, number, line)) for number, line in lines]
-        keys = list(dict.fromkeys(key for _, table in tables for key in table))
-        return [(0, keys), *((number, [table.get(key, "") for key in keys]) for number, table in tables)]
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text), strict=True)
-    try:
-        return [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if any(map(str.strip, cells))]
-    except csv.Error as error:
-        raise InputError(f"{path}: line {reader.line_num}: is no CSV: {error}") from None
-
-
-def _json_table(path: Path, number: int, line: str) -> dict[str, str]:
-    try:
-        table = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: line {number}: is no JSON: {error}") from None
-    if not isinstance(table, dict):
-        raise InputError(f'{path}: line {number}: is no JSON object, such as {{"file_name": ..., "label": ...}}')
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in table.items()}
+    empty = (f"{part.place(i)}: the group is empty" for part in parts for i, g in enumerate(part.groups) if not g)
+    if lines := list(empty):
+        raise InputError(first_few(lines))
+    return [group for part in parts for group in part.groups]
 
 
 def _names_image_first(path: Path, options: ReadOptions) -> bool:
     """Whether the first row of a CSV file names an image that exists."""
-    _read_text(path)  # a file that cannot be read is reported, not passed over
+    rows, locator = rows_of(path), Locator(path.parent, options)
     try:
-        rows = _read_rows(path, "train", options)[1]
+        head = list(islice(rows, 2))
+        columns, has_header = _layout(path, head, locator, "train", options)
     except InputError:
         return False
-    return bool(rows) and _Locator(path.parent, "train", options).find(rows[0].file) is not None
+    body = head[has_header:]
+    return any(locator.find(_named(cells, columns), "train") for _, cells in body[:1] if len(cells) > columns.file)
 
 
-def _read_rows(path: Path, split: str, options: ReadOptions) -> tuple[tuple[str, ...], list[_Row]]:
-    """Return the names of the columns of labels and the rows of one file, without its header."""
-    table = read_table(path)
-    if not table:
-        return (), []
-    locator = _Locator(path.parent, split, options)
-    has_header = not any(is_image_name(cell) or (cell and locator.find(cell)) for cell in table[0][1])
-    body = table[1:] if has_header else table
-    columns = _columns(path, table[0][1] if has_header else None, body[0][1] if body else [], options)
-    width = len(table[0][1])
-    if ragged := [f"line {line} has {len(cells)}" for line, cells in body if len(cells) != width]:
+def _named(cells: list[str], columns: _Columns) -> str:
+    """Return the file that a row names; manifests written on Windows have backslashes."""
+    return cells[columns.file].replace("\\", "/")
+
+
+def _layout(
+    path: Path, head: list[tuple[int, list[str]]], locator: Locator, split: str, options: ReadOptions
+) -> tuple[_Columns, bool]:
+    """Return which column is which, and whether the first row is a header, from the first two rows."""
+    first = head[0][1] if head else []
+    has_header = not any(is_image_name(cell) or (cell and locator.find(cell, split)) for cell in first)
+    body = head[has_header:]
+    return _columns(path, first if has_header else None, body[0][1] if body else [], options), has_header
+
+
+def _read_parts(
+    path: Path, name: str, options: ReadOptions, unfound: _Unfound
+) -> tuple[tuple[str, ...], dict[str, _Part]]:
+    """Return the names of the columns of labels and the parts of one file, which are added to `unfound`, too.
+
+    `name` is that of the split; empty for a file that may have a column of splits.
+    """
+    rows = rows_of(path)
+    head = list(islice(rows, 2))
+    if not head:
+        return (), {}
+    locator = Locator(path.parent, options)
+    columns, has_header = _layout(path, head, locator, name or split_within(path.stem) or "train", options)
+    parts: dict[str, _Part] = {}
+    equal: dict[tuple[str, ...], tuple[str, ...]] = {}  # most rows have the labels of another one
+    width, ragged = len(head[0][1]), list[str]()
+    for line, cells in chain(head[has_header:], rows):
+        if len(cells) != width:
+            ragged.append(f"line {line} has {len(cells)}")
+            continue
+        split = name or _split_in(path, line, cells, columns) or "train"
+        if split not in parts:
+            parts[split] = _Part(path=path)
+        part, file = parts[split], _named(cells, columns)
+        if found := locator.find(file, split):
+            part.files.append(found)
+        else:
+            reason = unfound.outside if locator.outside else unfound.missing
+            reason.append(f"{path}: line {line}: {file or '(empty)'}")
+        labels = tuple([cells[column] for column in columns.labels])
+        part.lines.append(line)
+        part.labels.append(equal.setdefault(labels, labels))
+        if columns.group is not None:
+            part.groups.append(cells[columns.group])
+    if ragged:
         raise InputError(
             f"{path}: {width} columns are expected, but {first_few(ragged)}; quote cells that hold the delimiter"
         )
-    rows = []
-    for line, cells in body:
-        cell = cells[columns.split] if columns.split is not None else ""
-        is_flagged = _FLAGS.get(cell.lower()) if columns.flag else None
-        named = split_of(cell) if is_flagged is None else columns.flag if is_flagged else ""
-        if named is None and columns.split is not None:
-            need = "true or false" if columns.flag else "train, valid or test"
-            raise InputError(f"{path}: line {line}: unknown split {cell!r}; write {need}")
-        # Manifests written on Windows have backslashes.
-        file = cells[columns.file].replace("\\", "/")
-        labels = tuple(cells[column] for column in columns.labels)
-        group = None if columns.group is None else cells[columns.group]
-        rows.append(_Row(line=line, file=file, labels=labels, split=named or "", group=group))
-    return columns.label_names, rows
+    return columns.label_names, parts
 
 
-def _delimiter(text: str) -> str:
-    """Return the delimiter that most of the first lines hold; a comma if there is none."""
-    lines = [line for line in text[:65536].splitlines() if line.strip()][:20]
-    return max(
-        _DELIMITERS, key=lambda mark: (sum(mark in line for line in lines), lines[0].count(mark) if lines else 0)
-    )
+def _split_in(path: Path, line: int, cells: list[str], columns: _Columns) -> str:
+    """Return the split that a row names; empty for none."""
+    if columns.split is None:
+        return ""
+    cell = cells[columns.split]
+    if columns.flag and (is_flagged := _FLAGS.get(cell.lower())) is not None:
+        return columns.flag if is_flagged else ""
+    if (named := split_of(cell)) is None:
+        need = "true or false" if columns.flag else "train, valid or test"
+        raise InputError(f"{path}: line {line}: unknown split {cell!r}; write {need}")
+    return named
 
 
 def _columns(path: Path, header: Sequence[str] | None, first: list[str], options: ReadOptions) -> _Columns:
@@ -342,91 +352,16 @@ def _first_of(wanted: Sequence[str], keys: list[str]) -> int | None:
     return next((keys.index(name) for name in wanted if name in keys), None)
 
 
-class _Locator:
-    """Finds the image files that the rows of one split name, with or without suffix.
-
-    Paths are relative to `data.images`, the folder of the CSV file, or the folders in it that are named after the split
-    (Kaggle's train.csv beside train_images/) or `images`. Folders are listed once each and links resolved only where
-    there are any: 100,000 rows do not cost 100,000 system calls.
-    """
-
-    def __init__(self, folder: Path, split: str, options: ReadOptions) -> None:
-        self.bases = [folder]
-        if options.images:
-            inside = folder if isinstance(folder, Member) else Path()
-            self.bases.insert(0, inside / os.path.expanduser(options.images))  # noqa: PTH111 - Path drops a leading "./"
-            if not self.bases[0].is_dir():
-                raise InputError(f"data.images = {options.images!r}: there is no such folder")
-        else:
-            named = [e for e in visible(folder) if split_of(e.name) == split or e.name.lower() in _IMAGE_FOLDERS]
-            self.bases += [entry.path for entry in named if entry.is_dir()]
-        self._roots = [base.resolve() for base in self.bases]
-        self._folders, self._files = cache(self._folders), cache(self._files)
-        self._stems, self._is_inside = cache(self._stems), cache(self._is_inside)
-        self.outside = False
-
-    def find(self, name: str) -> Path | None:
-        """Return the file that a cell names; None with `outside` set where it exists but leads out of the folders."""
-        parent, last = os.path.split(name)
-        self.outside = False
-        for folder in self._folders(parent):
-            files = self._files(folder)
-            found = last if last in files else self._stems(folder).get(last)
-            if found is None:
-                continue
-            if self._is_inside(folder) and not (files[found] and not self._is_inside(folder / found)):
-                return folder / found
-            self.outside = True
-        return None
-
-    def _folders(self, parent: str) -> list[Path]:
-        return [base / parent for base in self.bases]
-
-    def _is_inside(self, path: Path) -> bool:
-        return any(path.resolve().is_relative_to(root) for root in self._roots)
-
-    def _files(self, folder: Path) -> dict[str, bool]:
-        """Return the files in a folder, and whether each is a link."""
-        try:
-            return {entry.name: entry.is_symlink() for entry in visible(folder) if entry.is_file()}
-        except (InputError, ValueError):
-            return {}
-
-    def _stems(self, folder: Path) -> dict[str, str]:
-        """Return the images in a folder by their names without the suffix, where these are unique."""
-        names = without_arrays([name for name in self._files(folder) if is_image_name(name)])
-        images = {name: name.rpartition(".")[0] for name in names}
-        counts = Counter(images.values())
-        return {stem: name for name, stem in images.items() if counts[stem] == 1}
-
-
-def _locate(rows: dict[str, list[tuple[Path, _Row]]], options: ReadOptions) -> dict[str, EncodedList]:
-    """Return split -> the rows' files.
-
-    Raises:
-        InputError: files are missing or lie outside the folders; ten are listed.
-    """
-    files: dict[str, EncodedList] = {}
-    outside: list[str] = []
-    missing: list[str] = []
-    folder = next(iter(rows.values()))[0][0].parent
-    for split, some in rows.items():
-        folder, files[split] = some[0][0].parent, EncodedList()
-        locator = _Locator(folder, split, options)
-        for path, row in some:
-            if file := locator.find(row.file):
-                files[split].append(file)
-            else:
-                (outside if locator.outside else missing).append(f"{path}: line {row.line}: {row.file or '(empty)'}")
-    if outside:
+def _refuse(unfound: _Unfound, folder: Path, options: ReadOptions) -> None:
+    """Raise InputError if files are missing or lie outside the folders; ten are listed."""
+    if outside := unfound.outside:
         raise InputError(
             f"paths that lead out of {folder}, {len(outside):,}: {first_few(outside)}; name a folder that holds all "
             "the images: --set data.images=DIR"
         )
-    if missing:
+    if missing := unfound.missing:
         where = f"{options.images} and {folder}" if options.images else folder
         raise InputError(
             f"missing files, {len(missing):,} (paths are relative to {where}; --set data.images=DIR names another "
             f"folder): {first_few(missing)}"
         )
-    return files
