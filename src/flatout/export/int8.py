@@ -1,7 +1,7 @@
 """An ONNX model in 8-bit integers, by onnxruntime's static quantization."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +9,24 @@ import numpy as np
 
 from flatout.export.program import quietly
 
+# What takes the time and has the weights. Norms, activations and attention's softmax lose more than they gain.
+_OPERATIONS = ("Conv", "Gemm", "MatMul")
 
-def quantized(model: Any, calibration: Sequence[np.ndarray], is_network: Any) -> Any:
-    """Return an ONNX model whose networks compute in 8 bits; resizing and what follows the logits stay as they are.
 
-    Weights have a scale for each channel. The ranges of activations are those of the calibration images.
+def quantized(model: Any, calibration: Sequence[np.ndarray], network_of: Callable[[Any], str]) -> Any:
+    """Return an ONNX model whose networks multiply in 8 bits; the rest stays in 32 bits, resizing for one.
+
+    Weights have a scale for each channel. The range of an activation is the mean of its ranges in the batches of
+    calibration images, so that no single image decides it. The first layer of each network stays in 32 bits: it is
+    small, and its inputs and outputs differ most in size between channels.
 
     Args:
         model: in 32 bits.
         calibration: batches of images.
-        is_network: whether a node belongs to a network.
+        network_of: the name of the network that a node belongs to, empty for none.
     """
     import onnx
-    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_static
+    from onnxruntime.quantization import CalibrationDataReader, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     class Reader(CalibrationDataReader):
@@ -32,10 +37,23 @@ def quantized(model: Any, calibration: Sequence[np.ndarray], is_network: Any) ->
             images = next(self._batches, None)
             return None if images is None else {"images": images}
 
-    others = [node.name for node in model.graph.node if not is_network(node)]
+    layers = [node for node in model.graph.node if network_of(node) and node.op_type in _OPERATIONS]
+    # By their weights: a network that sees several views of an image has several nodes for a layer.
+    first = {network_of(node): node.input[1] for node in reversed(layers)}.values()
+    left_out = [
+        n.name for n in model.graph.node if not network_of(n) or (n.op_type in _OPERATIONS and n.input[1] in first)
+    ]
     with tempfile.TemporaryDirectory() as folder, quietly():
         whole, prepared, small = (Path(folder) / name for name in ("whole.onnx", "prepared.onnx", "small.onnx"))
         onnx.save(model, whole)
         quant_pre_process(str(whole), str(prepared), skip_symbolic_shape=True)
-        quantize_static(str(prepared), str(small), Reader(), QuantFormat.QDQ, per_channel=True, nodes_to_exclude=others)
+        quantize_static(
+            str(prepared),
+            str(small),
+            Reader(),
+            op_types_to_quantize=list(_OPERATIONS),
+            nodes_to_exclude=left_out,
+            per_channel=True,
+            extra_options={"CalibMovingAverage": True},
+        )
         return onnx.load(small)

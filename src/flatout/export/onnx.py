@@ -65,7 +65,7 @@ def write(run: "Run", path: Path, precision: str, calibration: Sequence[np.ndarr
     if precision == "int8":
         from flatout.export.int8 import quantized
 
-        model = quantized(model, calibration, _is_network)
+        model = quantized(model, calibration, _network_of)
     _strip(model)
     for key, value in metadata_of(run, precision).items():
         model.metadata_props.add(key=key, value=value)
@@ -81,10 +81,11 @@ def _name_axes(model: Any) -> None:
                 axis.dim_param = name
 
 
-def _is_network(node: Any) -> bool:
-    """Whether a node computes a part of a network, by where the exporter found it in the classifier."""
+def _network_of(node: Any) -> str:
+    """Return the network that a node computes a part of, by where the exporter found it; empty for none."""
     scopes = next((entry.value for entry in node.metadata_props if entry.key == "pkg.torch.onnx.name_scopes"), "")
-    return re.search(r"'members\.\d+\.network\b", scopes) is not None
+    found = re.search(r"'(members\.\d+\.network)\b", scopes)
+    return found[1] if found else ""
 
 
 def _strip(model: Any) -> None:

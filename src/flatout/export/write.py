@@ -29,8 +29,8 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "keras": (".keras", ".weights.h5"),
 }
 PRECISIONS = ("fp32", "fp16", "int8")
-# Training images by which the ranges of numbers are chosen for int8, and how many are computed at once.
-CALIBRATION_IMAGES, CALIBRATION_BATCH = 256, 32
+# Training images by which the ranges of numbers are chosen for int8, and how many share a range before the mean.
+CALIBRATION_IMAGES, CALIBRATION_BATCH = 256, 16
 
 
 @dataclass(frozen=True, kw_only=True)
