@@ -6,6 +6,7 @@ Damage that keeps a format's checksums right goes deeper. `FLATOUT_FUZZ_SECONDS`
 import io
 import os
 import pickle
+import pickletools
 import shutil
 import struct
 import zipfile
@@ -69,7 +70,8 @@ def with_code(marker: Path) -> Callable[[bytes], bytes]:
         def __reduce__(self) -> tuple[object, ...]:
             return os.mkdir, (str(marker),)
 
-    code = pickle.dumps(Code(), protocol=2)[2:-1]
+    # Without entries of the memo: they would shift those of the pickle.
+    code = pickletools.optimize(pickle.dumps(Code(), protocol=2))[2:-1]
     return lambda content: content[:2] + code + b"0" + content[2:]
 
 
