@@ -114,11 +114,11 @@ def test_layers_come_in_the_published_order():
     )
     assert (
         kinds("cats-dogs-cnn")
-        == "Conv2d ReLU MaxPool2d " * 3 + "Flatten Linear ReLU Dropout Linear ReLU Dropout Linear"
+        == "Conv2d MaxPool2d ReLU " * 3 + "Flatten Linear ReLU Dropout Linear ReLU Dropout Linear"
     )
-    assert kinds("parallel-cnn") == "Conv2d ReLU MaxPool2d " * 2 + "Flatten Linear"
-    assert kinds("keras-cnn") == "Conv2d ReLU MaxPool2d " * 2 + "Conv2d ReLU Flatten Linear ReLU Linear"
-    assert kinds("caltech-cnn") == "Conv2d ReLU MaxPool2d " * 2 + "Flatten Linear ReLU Linear ReLU Linear"
+    assert kinds("parallel-cnn") == "Conv2d MaxPool2d ReLU " * 2 + "Flatten Linear"
+    assert kinds("keras-cnn") == "Conv2d MaxPool2d ReLU " * 2 + "Conv2d ReLU Flatten Linear ReLU Linear"
+    assert kinds("caltech-cnn") == "Conv2d MaxPool2d ReLU " * 2 + "Flatten Linear ReLU Linear ReLU Linear"
     assert kinds("vgg16") == "Conv2d ReLU Conv2d ReLU MaxPool2d " * 2 + (
         "Conv2d ReLU Conv2d ReLU Conv2d ReLU MaxPool2d " * 3 + "Flatten Linear"
     )

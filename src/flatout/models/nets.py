@@ -53,9 +53,12 @@ def _reduced(features: nn.Sequential, size: int) -> int:
 
 
 def _blocks(channels: int, *filters: int, kernel: int, padding: int = 0) -> Iterator[nn.Module]:
-    """Yield a convolution, a ReLU and a pooling for each number of filters."""
+    """Yield a convolution, a pooling and a ReLU for each number of filters.
+
+    The published order, ReLU before pooling, gives the same values and takes four times as many ReLUs.
+    """
     for count in filters:
-        yield from (nn.Conv2d(channels, count, kernel, padding=padding), nn.ReLU(), nn.MaxPool2d(2))
+        yield from (nn.Conv2d(channels, count, kernel, padding=padding), nn.MaxPool2d(2), nn.ReLU())
         channels = count
 
 
