@@ -11,6 +11,7 @@ MODELS = {
     "fashion-cnn": "fashion-cnn",
     "small": f"{Path(__file__).resolve()}:small",
     "keras-resnet": f"{Path(__file__).resolve()}:keras_resnet",
+    "torch-resnet": f"{Path(__file__).resolve()}:torch_resnet",
 }
 
 
@@ -23,10 +24,15 @@ def small(num_classes: int, channels: int = 3, **_: Any) -> nn.Module:
 
 def keras_resnet(num_classes: int, channels: int = 1, **_: Any) -> nn.Module:
     """A ResNet with few filters and Keras's strides."""
-    from timm.models.resnet import Bottleneck, ResNet
-
-    block: Any = Bottleneck
-    net: Any = ResNet(block, (2, 1, 1, 1), num_classes=num_classes, in_chans=channels, channels=(4, 8, 8, 8))
+    net: Any = torch_resnet(num_classes, channels)
     for stage in (net.layer2, net.layer3, net.layer4):
         stage[0].conv1.stride, stage[0].conv2.stride = (2, 2), (1, 1)
     return net
+
+
+def torch_resnet(num_classes: int, channels: int = 1, **_: Any) -> nn.Module:
+    """A ResNet with few filters and torch's strides."""
+    from timm.models.resnet import Bottleneck, ResNet
+
+    block: Any = Bottleneck
+    return ResNet(block, (2, 1, 1, 1), num_classes=num_classes, in_chans=channels, channels=(4, 8, 8, 8))

@@ -13,6 +13,7 @@ from torch import nn
 from flatout.cli import main
 from tests.convert.networks import FIXTURES, MODELS
 
+pytestmark = pytest.mark.usefixtures("keras_in_this_process")
 SMALL, FASHION = MODELS["small"], "fashion-cnn"
 
 
@@ -63,7 +64,7 @@ def test_an_existing_file_is_kept(run, tmp_path: Path):
         (("keras-small.keras", "--model", SMALL, "--check", "gone.npz"), "--check gone.npz: cannot be read"),
         (("keras-small.keras", "--model", SMALL, "--mapping", "gone.toml"), "--mapping gone.toml: cannot be read"),
         (("paddle-small.pdparams", "--model", FASHION), "do not fit the model"),
-        (("keras2-fashion-cnn.h5", "--model", "timm:resnet18"), "do not fit the model"),
+        (("keras2-fashion-cnn.h5", "--model", MODELS["torch-resnet"]), "do not fit the model"),
     ],
 )
 def test_wrong_input_is_one_message_and_leaves_nothing(run, tmp_path: Path, words: tuple[str, ...], reason: str):
@@ -160,7 +161,7 @@ def test_layers_named_by_a_mapping_file(run, tmp_path: Path):
 
 def test_keras_resnets_are_not_those_of_timm(run):
     file = FIXTURES / "keras-keras-resnet.weights.h5"
-    code, _, message = run(file, "--model", "timm:resnet50", "--out", "w.safetensors", "--channels", "1")
+    code, _, message = run(file, "--model", MODELS["torch-resnet"], "--out", "w.safetensors")
     assert code == 2
     assert "use the model keras-resnet50" in message
 

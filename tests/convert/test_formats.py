@@ -15,6 +15,7 @@ from flatout.models.weights import read_weights
 from flatout.recipe import Recipe
 from tests.convert.networks import FIXTURES, MODELS
 
+pytestmark = pytest.mark.usefixtures("keras_in_this_process")
 NAME = re.compile(r"(?P<net>\w+?-(?P<model>small|fashion-cnn|keras-resnet))(?P<form>.*)")
 FILES = sorted(
     path.name

@@ -264,8 +264,16 @@ def test_numbers_of_a_description_are_not_trusted(tmp_path: Path):
     assert not read.epsilons
 
 
-def test_a_file_on_which_hdf5_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_files_of_keras_are_read_in_a_process_of_their_own():
+    expected = keras_arrays.read(FIXTURES / "keras-small.keras").arrays
+    found = read_file(FIXTURES / "keras-small.keras").tensors
+    assert list(found) == list(expected)
+    assert all(np.array_equal(found[name].numpy(), array) for name, array in expected.items())
+
+
+@pytest.mark.parametrize(("end", "reason"), [("SIGSEGV", "crashes on it"), ("SIGKILL", "does not end on it")])
+def test_a_file_on_which_hdf5_ends_its_process(end: str, reason: str, monkeypatch: pytest.MonkeyPatch):
     """Whatever the library does, the command goes on: here, the process that reads is ended by a signal."""
-    monkeypatch.setattr("flatout.convert.keras_files._CODE", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    with pytest.raises(InputError, match=r"keras-small\.h5: cannot be read as a file of Keras \(HDF5 crashes on it"):
+    monkeypatch.setattr("flatout.convert.keras_files._CODE", f"import os, signal; os.kill(os.getpid(), signal.{end})")
+    with pytest.raises(InputError, match=rf"keras-small\.h5: cannot be read as a file of Keras \(HDF5 {reason}\)"):
         read_file(FIXTURES / "keras-small.h5")

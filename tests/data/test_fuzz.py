@@ -21,7 +21,7 @@ from flatout.errors import InputError
 from tests.data import containers as c
 from tests.data.damage import read_damaged
 
-EXAMPLES = 1500
+EXAMPLES = 500
 
 
 def small_samples() -> list[c.Sample]:

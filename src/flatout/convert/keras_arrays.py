@@ -43,22 +43,31 @@ def main() -> None:
     """Write the weights of the file that the first argument names to standard output; see `keras_files.read`."""
     path = Path(sys.argv[1])
     size = path.stat().st_size
-    seconds, memory = 10 + size // 20_000_000, (2 << 30) + 8 * size
+    limit(10 + size // 20_000_000, (2 << 30) + 8 * size)
+    sys.stdout.buffer.writelines(encoded(path))
+    sys.stdout.buffer.flush()
+
+
+def limit(seconds: int, memory: int) -> None:
+    """End this process when it has used so many seconds of CPU time; let it have no more memory, in bytes."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+
+
+def encoded(path: Path) -> Iterator[bytes | memoryview]:
+    """Yield the weights of a file, or the message of the error: the length of a JSON text, the text, the numbers."""
+    arrays: dict[str, np.ndarray] = {}
     try:
         found = read(path)
-        places = {name: (array.dtype.str, array.shape) for name, array in found.arrays.items()}
+        arrays = found.arrays
+        places = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
         about = json.dumps({"places": places, "about": found[1:]}).encode()
     except InputError as error:
-        found, about = None, json.dumps({"error": str(error)}).encode()
-    out = sys.stdout.buffer
-    out.write(len(about).to_bytes(8, "little") + about)
-    for array in found.arrays.values() if found else ():
-        out.write(np.ascontiguousarray(array).data)
-    out.flush()
+        about = json.dumps({"error": str(error)}).encode()
+    yield len(about).to_bytes(8, "little") + about
+    yield from (np.ascontiguousarray(array).data for array in arrays.values())
 
 
 def read(path: Path) -> Arrays:

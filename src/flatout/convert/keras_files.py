@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,14 +22,8 @@ def read(path: Path) -> Foreign:
     Raises:
         InputError: h5py is not installed, or the file is damaged, holds no weights, or refers to others.
     """
-    words = [sys.executable, "-P", "-c", _CODE.format(path=sys.path), str(path)]
-    # Threads of NumPy's would take address space, which is limited.
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL, env=environment, check=False)
-    if done.returncode:
-        reason = "HDF5 crashes on it" if done.returncode < 0 else "it takes too much memory"
-        raise InputError(f"{path}: cannot be read as a file of Keras ({reason}, or takes too long); it is damaged")
-    content, length = done.stdout, int.from_bytes(done.stdout[:8], "little")
+    content = read_apart(path)
+    length = int.from_bytes(content[:8], "little")
     found = json.loads(content[8 : 8 + length])
     if "error" in found:
         raise InputError(found["error"])
@@ -39,3 +34,18 @@ def read(path: Path) -> Foreign:
         tensors[name] = tensor_of(array)
         position += array.nbytes
     return Foreign("keras", tensors, epsilons, channels_first, image and tuple(image))
+
+
+def read_apart(path: Path) -> bytes:
+    """Return what `keras_arrays.main` writes."""
+    words = [sys.executable, "-P", "-c", _CODE.format(path=sys.path), str(path)]
+    # Threads of NumPy's would take address space, which is limited.
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL, env=environment, check=False)
+    if not done.returncode:
+        return done.stdout
+    if -done.returncode in (signal.SIGKILL, signal.SIGXCPU):
+        reason = "HDF5 does not end on it"
+    else:
+        reason = "HDF5 crashes on it" if done.returncode < 0 else "it takes too much memory"
+    raise InputError(f"{path}: cannot be read as a file of Keras ({reason}); it is damaged")
