@@ -20,6 +20,7 @@ from flatout.parser import COMMANDS, parse
 from flatout.plan.chips import parse_topologies
 from flatout.scale.scale import split_specs
 from flatout.settings import parse_setting
+from tests import tables
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
@@ -104,13 +105,10 @@ def test_every_command_can_be_given(path: Path) -> None:
             parse_topologies(args.topology)
 
 
-def test_the_table_of_formats_is_that_of_the_readers() -> None:
-    """Each row, word for word, in any order; what is no format has rows of its own."""
-    table = text_of(ROOT / "docs" / "data.md").partition("A folder is tried")[0]
-    shown = {line for line in table.splitlines() if line.startswith("| ")}
-    others = [f"| {name} |" for name in ("data", "archive", "pack", "digits", "Python values")]
-    rows = {f"| {kind} | {give} | {by} |" for module in FORMATS for kind, (give, by) in module.ABOUT.items()}
-    assert {line for line in shown if not line.startswith(tuple(others))} == rows
+def test_the_tables_of_data_are_those_of_the_readers() -> None:
+    """If they differ: `python -m tests.tables`."""
+    text = text_of(tables.PAGE)
+    assert text == tables.generated(text)
     kinds = {vars(module)[name] for module in FORMATS for name in vars(module) if name.endswith("KIND")}
     assert kinds == {kind for module in FORMATS for kind in module.ABOUT}
 

@@ -45,6 +45,19 @@ FORMATS = (
 )
 
 DIGITS = "sklearn:digits"
+# What has no reader of its own, as `ABOUT` of the formats.
+OTHERS = {
+    "archive": (
+        "a `.zip`, `.tar`, `.tar.gz`, `.tar.bz2` or `.tar.xz`",
+        "its content, in one of these formats except shards, TFRecord and Parquet",
+    ),
+    "pack": ("the folder", "it contains `pack.json`"),
+    "digits": ("`sklearn:digits`", "scikit-learn's 1,797 handwritten digits"),
+    "Python values": (
+        "`data=` of `flatout.fit`",
+        "arrays, tensors, data sets of torch (also iterable ones) and Hugging Face, DataLoaders",
+    ),
+}
 _EXPECTED = (
     "flatout reads a folder for each class (or train/, valid/ and test/ with such folders in each), CSV files of "
     "file,label rows, IDX files, a .json or .json.gz of three [images, labels] pairs, .npz and .npy arrays, .zip and "

@@ -16,7 +16,7 @@ SPLITS = ("train", "valid", "test")
 QUANTILES = 10
 # Groups are divided into so many parts, of which a split takes some.
 GROUP_PARTS = 20
-_WORDS = {
+WORDS = {
     **dict.fromkeys(("train", "training", "trn"), "train"),
     **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
     **dict.fromkeys(("test", "testing", "t10k"), "test"),
@@ -32,12 +32,12 @@ def split_of(name: str) -> str | None:
     """Return the split that a whole name means (`Training_Set` is `train`), or None."""
     words = [word.removesuffix("set") or "set" for word in words_of(name)]
     words = [word for word in words if word not in ("set", "data", "images", "split")]
-    return _WORDS.get(words[0]) if len(words) == 1 else None
+    return WORDS.get(words[0]) if len(words) == 1 else None
 
 
 def split_within(name: str) -> str | None:
     """Return the split that one word of a name means (`desc_train` is `train`); None for no word or several."""
-    found = {_WORDS[word] for word in words_of(name) if word in _WORDS}
+    found = {WORDS[word] for word in words_of(name) if word in WORDS}
     return found.pop() if len(found) == 1 else None
 
 

@@ -1,0 +1,36 @@
+"""The tables of docs/data.md that come from the code. `python -m tests.tables` writes them; a test compares."""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from flatout.data.formats.folders import IMAGE_SUFFIXES
+from flatout.data.recognise import FORMATS, OTHERS
+from flatout.data.splits import WORDS
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"
+
+
+def generated(text: str) -> str:
+    """Return the page with its tables as the readers have them: formats, words for splits, suffixes of images."""
+    formats = [row for module in reversed(FORMATS) for row in module.ABOUT.items()]
+    rows = [(kind, give, by) for kind, (give, by) in [*formats, *OTHERS.items()]]
+    text = _with_table(text, ("data", "give", "recognised by"), rows)
+    words = defaultdict[str, list[str]](list)
+    for word, split in WORDS.items():
+        words[split].append(f"`{word}`")
+    text = _with_table(text, ("split", "words"), [(split, ", ".join(some)) for split, some in words.items()])
+    suffixes = f"Images are `{' '.join(IMAGE_SUFFIXES[:-1])}`, and `{IMAGE_SUFFIXES[-1]}` where"
+    return re.sub(r"Images are `[^`]*`, and `[^`]*` where", lambda _: suffixes, text)
+
+
+def _with_table(text: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(cells)} |\n" for cells in [header, *rows]]
+    lines.insert(1, f"|{'---|' * len(header)}\n")
+    table, count = re.subn(rf"{re.escape(lines[0])}(\|.*\n)+", "".join(lines).replace("\\", r"\\"), text)
+    assert count == 1, f"{PAGE} has no table with the columns {', '.join(header)}"
+    return table
+
+
+if __name__ == "__main__":
+    PAGE.write_text(generated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
