@@ -99,7 +99,7 @@ def test_flags_name_the_folder_of_images_and_the_pattern(tmp_path: Path, capsys:
     assert main(["check", str(tmp_path / "elsewhere"), "--set", r"data.label_pattern=^(\w+)\."]) == 0
     assert "images with classes in their names: train 2 images" in capsys.readouterr().out
     assert main(["check", str(tmp_path / "elsewhere"), "--set", "epochs=3"]) == 2
-    assert "check takes keys that start with data." in capsys.readouterr().err
+    assert "check takes task and keys that start with data." in capsys.readouterr().err
 
 
 # Shards

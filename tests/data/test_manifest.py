@@ -325,6 +325,8 @@ def test_a_class_list_names_the_labels_in_a_cell(folder: Path):
     assert (source.classes, source.labels.tolist()) == (("hot dog", "dog", "unused"), [[1, 1, 0], [0, 1, 0], [0, 0, 0]])
     with pytest.raises(InputError, match=r"line 2: label not in the class list: cat"):
         read(folder, several("tags", ["cat|dog", "dog", ""]), task="multi-label")
+    with pytest.raises(InputError, match=r"list.csv: line 4: label not in the class list: cow$"):
+        read(folder, several("tags", ["hot dog|dog", "dog|hot dog", "dog|cow"]))
 
 
 def test_columns_of_0_and_1_with_one_class_each_are_single_labels(folder: Path):
@@ -364,6 +366,7 @@ def test_numbers(folder: Path):
         (several("price", ["1.5", "2.5", "3.5", "1e99", "4.5"]), "line 5: too large a number: 1e.99"),
         (several("cat,dog", ["1,1", "1,0", "0,2"]), "line 4: 2 in a column of 0 and 1"),
         (several("cat,dog", ["1,1", "1,0", "0,"]), r"line 4: \(empty\) in a column of 0 and 1"),
+        (several("label", ["0", "1", "nan", "0", "1"]), "line 4: a name among numbers: nan; if these are classes, list"),
         (several("tags", ["cat|cat", "cat", "cat"]), r"all images are of one class \(cat\)"),
     ],
 )

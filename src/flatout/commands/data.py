@@ -7,7 +7,7 @@ from pathlib import Path
 from flatout.commands.command import Output, changes_of, command, engine_of, size_of
 from flatout.console import Console
 from flatout.errors import InputError
-from flatout.recipe import MAX_CHANNELS, Data, with_settings
+from flatout.recipe import MAX_CHANNELS, Recipe, with_settings
 
 
 @command(
@@ -28,7 +28,8 @@ def do_check(args: Namespace, console: Console) -> Output:
         return _check_labels(args, console)
     if args.job or args.model or args.epochs or args.seed or args.out:
         raise InputError("--job, --model, --epochs, --seed and --out go with --labels")
-    found = find(args.data, _data_options(args), console=console)
+    recipe = _reading(args)
+    found = find(args.data, recipe.data, recipe.task, console=console)
     result = check(found if isinstance(found, Source) else found.read())
     return result.to_dict(), result.lines()
 
@@ -85,7 +86,8 @@ def do_pack(args: Namespace, console: Console) -> Output:
     size = size_of(args.size)
     if args.channels is not None and not 1 <= args.channels <= MAX_CHANNELS:
         raise InputError(f"--channels {args.channels}: must be from 1 to {MAX_CHANNELS}")
-    found = find(args.data, _data_options(args), console=console)
+    recipe = _reading(args)
+    found = find(args.data, recipe.data, recipe.task, console=console)
     settings = PackSettings(
         size=size,
         channels=args.channels or look(found, str(args.data), accelerated=False).channels,
@@ -120,9 +122,9 @@ def do_cache(args: Namespace, console: Console) -> Output:
     return {"folder": str(cache_folder()), "removed" if args.clear else "entries": found}, lines
 
 
-def _data_options(args: Namespace) -> Data:
-    """Return the `data` section of a recipe that flags describe."""
+def _reading(args: Namespace) -> Recipe:
+    """Return a recipe with what flags say of reading data."""
     changes = {"data.classes": args.classes or "", **changes_of(args)}
-    if others := [key for key in changes if not key.startswith("data.")]:
-        raise InputError(f"--set {others[0]}: {args.command} takes keys that start with data.")
-    return with_settings(changes).data
+    if others := [key for key in changes if not key.startswith("data.") and key != "task"]:
+        raise InputError(f"--set {others[0]}: {args.command} takes task and keys that start with data.")
+    return with_settings(changes)

@@ -196,8 +196,10 @@ def _shown(labels: np.ndarray, names: tuple[str, ...] | None, locate: Locate, su
         return "regression"
     texts = list(map(str, np.unique(labels).tolist()))
     if names is not None:
-        parts = {part for text in texts if text not in names for part in split_labels(text, _MARKS)}
-        return "multi-label" if len(parts) > 1 and parts <= set(names) else "single-label"
+        several = [split_labels(text, _MARKS) for text in texts if text not in names]
+        are_known = [set(names).issuperset(parts) for parts in several if len(parts) > 1]
+        # A single unknown one is an error of its own.
+        return "multi-label" if 2 * sum(are_known) > len(are_known) else "single-label"
     count = len(labels)
     if len(texts) <= _FEW and 2 * len(texts) <= count and not any(mark in text for text in texts for mark in _MARKS):
         return "single-label"
@@ -279,7 +281,7 @@ def index_labels(
     numbers are sorted and renumbered from 0.
 
     Raises:
-        InputError: a label is unknown, negative or empty (ten are listed).
+        InputError: a label is unknown, negative, empty, or a name among numbers (ten are listed).
     """
     if labels.dtype.kind == "U":
         texts, inverse = np.unique(labels, return_inverse=True)
@@ -288,6 +290,9 @@ def index_labels(
         if not unknown or not all(numbers):
             _refuse(locate, labels, labels == "", "empty label")
             if names is None:
+                is_name = np.array([not _DECIMAL.fullmatch(text) for text in texts.tolist()])
+                if 2 * np.count_nonzero(is_name) < len(texts):
+                    _refuse(locate, labels, is_name[inverse], "a name among numbers:", _ARE_CLASSES)
                 return tuple(texts.tolist()), inverse.astype(np.int64), ()
             _refuse(locate, labels, np.isin(labels, unknown), "label not in the class list:")
             table = np.array([names.index(text) for text in texts.tolist()], dtype=np.int64)
@@ -307,9 +312,10 @@ def index_labels(
     return tuple(map(str, used.tolist())), inverse.astype(np.int64), notes
 
 
-def _refuse(locate: Locate, labels: np.ndarray, wrong: np.ndarray, what: str) -> None:
+def _refuse(locate: Locate, labels: np.ndarray, wrong: np.ndarray, what: str, fix: str = "") -> None:
     if places := np.flatnonzero(wrong).tolist():
-        raise InputError(first_few([f"{locate(i)}: {what} {labels[i]}".rstrip() for i in places]))
+        lines = first_few([f"{locate(i)}: {what} {labels[i]}".rstrip() for i in places])
+        raise InputError(f"{lines}; {fix}" if fix else lines)
 
 
 def _separator(texts: list[str]) -> tuple[str, bool]:

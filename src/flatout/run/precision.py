@@ -51,4 +51,5 @@ def fastest_precision(
             seconds[name] = min(seconds[name], each)
     gain = seconds[default] / seconds["bf16"]
     chosen = "bf16" if gain >= BF16_WORTH else default
-    return chosen, f"precision = {chosen}: a step in bf16 is {gain:.2g} times as fast as in {default}"
+    compared = f"{gain:.1f} times as fast as" if gain >= 1.05 else "no faster than"
+    return chosen, f"precision = {chosen}: a step in bf16 is {compared} in {default}"

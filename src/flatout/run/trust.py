@@ -164,9 +164,12 @@ def missing(recipe: "Recipe", splits: Mapping[str, Any]) -> str:
     if found >= LEAST_IMAGES:
         return ""
     few = f"only {found} validation images" if found else "no validation images"
+    left = len(splits["train"].samples) + found
+    fraction = max(0.1, -(-100 * LEAST_IMAGES // left) / 100)
+    fix = f"; --set data.valid_fraction={fraction:g} reserves training images for them" if fraction <= 0.5 else ""
     return (
         f"{few}: probabilities are not calibrated, and predict has neither prediction sets nor an answer for unknown "
-        "images; --set data.valid_fraction=0.1 reserves a tenth of the training images for them"
+        f"images{fix}"
     )
 
 
