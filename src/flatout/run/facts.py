@@ -148,11 +148,15 @@ def _shape_of_files(files: Sequence[Encoded]) -> tuple[int, float, float, int, s
 
     The ratio is 1 where images differ in shape. Also how images of other shapes are to be resized, and the reason.
     """
-    from flatout.data.decode import read_headers
+    from flatout.data.decode import BadImage, read_header, read_headers
 
     headers = read_headers(files)
     if not headers:
-        raise InputError(f"none of the images sampled can be read, such as {files[0]}")
+        try:
+            read_header(files[0])
+        except BadImage as error:
+            what = "none of the images sampled can be read"
+            raise InputError(f"{what}, such as {files[0]}: {error}; flatout check lists all") from None
     channels = {header.channels for header in headers}
     if len(channels) > 1 and channels != {1, 3}:
         found = " and ".join(map(str, sorted(channels)))
