@@ -366,7 +366,7 @@ def test_numbers(folder: Path):
         (several("price", ["1.5", "2.5", "3.5", "1e99", "4.5"]), "line 5: too large a number: 1e.99"),
         (several("cat,dog", ["1,1", "1,0", "0,2"]), "line 4: 2 in a column of 0 and 1"),
         (several("cat,dog", ["1,1", "1,0", "0,"]), r"line 4: \(empty\) in a column of 0 and 1"),
-        (several("label", ["0", "1", "nan", "0", "1"]), "line 4: a name among numbers: nan; if these are classes, list"),
+        (several("label", ["0", "1", "nan", "0", "1"]), "line 4: a name among numbers: nan; if these are classes"),
         (several("tags", ["cat|cat", "cat", "cat"]), r"all images are of one class \(cat\)"),
     ],
 )
