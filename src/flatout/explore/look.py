@@ -135,7 +135,7 @@ class Look:
         labels = source.labels[start:stop]
         if source.task == "regression":
             parts = np.array_split(np.argsort(labels, kind="stable"), min(RANGES, len(labels)))
-            named = [(f"{labels[part[0]]:g} to {labels[part[-1]]:g}", part) for part in parts]
+            named = [(f"{labels[part[0]]:.4g} to {labels[part[-1]]:.4g}", part) for part in parts]
             return [self._group(name, start + part, number) for number, (name, part) in enumerate(named)]
         counts = np.array(list(source.class_counts("train").values()))
         order = np.argsort(-counts, kind="stable")
@@ -199,7 +199,7 @@ class Look:
                 (group.name, group.count, [self._tile(i, thumbs[i]) for i in group.chosen]) for group in shown["groups"]
             ],
             "classes": len(self.source.classes),
-            "columns": ["class", *figures["images"], "share of the training images"],
+            "columns": ["class", *figures["images"], "share of train"],
             "rows": rows[:ROWS_SHOWN],
             "all_rows": sorted(rows) if len(rows) > ROWS_SHOWN else [],
             "numbers": [(split, *map(_number, values)) for split, values in figures["numbers"].items()],
@@ -208,7 +208,7 @@ class Look:
                 "size: root of width × height, in pixels": _histogram(sizes),
                 "width / height": _histogram(found.widths[readable] / found.heights[readable]),
             },
-            "shapes": [(shape.replace("x", " × "), n) for shape, n in figures["shapes"].items()],
+            "shapes": [(" × ".join(reversed(shape.split("x"))), n) for shape, n in figures["shapes"].items()],
             "modes": list(found.modes.items()),
             "limit": f"{EXTREME:g}",
             "outliers": {key: self._outliers(indices) for key, indices in outliers.items()},

@@ -16,6 +16,7 @@ from flatout.numerics.pixels import centre
 from flatout.report import pictures, trust
 from flatout.report.html import SMOOTH_FROM_PIXELS, data_uri, thumbnail, write_page
 from flatout.report.run_files import METRICS, REPORT, SUMMARY, Predictions, RunFiles, read_run
+from flatout.report.verdict import CHECKED
 from flatout.style import finite
 from flatout.tasks import task_named
 from flatout.tasks.base import Task
@@ -31,6 +32,7 @@ TIME_PARTS = {
     "model": ("building the model", "#c9a227"),
     "place": ("copying to the devices", "#4c9a8b"),
     "compile": ("compiling", "#8a6bbf"),
+    "measure": ("measuring the speed", "#3e5c76"),
     "check": ("checks before training", "#b5838d"),
     "train": ("training", "#2f7fce"),
     "folds": ("training and evaluating the folds", "#1f5f9e"),
@@ -42,6 +44,8 @@ OTHER_COLOUR = TIME_PARTS["other"][1]
 # Files with lines "class, readable name", for classes that are called n01440764 or the like.
 NAME_FILES = ("class_names.csv", "class_names.txt", "classes.txt", "labels.csv", "LOC_synset_mapping.txt")
 NAME_FILE_BYTES = 10_000_000
+# Parts of the time that took less are not listed: they would read "0.0 s".
+LEAST_SECONDS = 0.05
 
 
 def draw_all(run: Path) -> None:
@@ -105,6 +109,7 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
         "folds": _folds(summary, task) if summary.get("folds") else [],
         "facts": _facts(summary),
         "stopped": summary.get("stopped"),
+        "checked": CHECKED[task.name],
         "verdict": [*(summary.get("verdict") or ()), *([remark] if unanswered else ())],
         "curves": {q: pictures.curve_svg(files.metrics, summary, q) for q in quantities} if files.metrics else {},
         "split": split,
@@ -230,7 +235,11 @@ def _time(summary: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
     rest = (finite(summary.get("wall_seconds")) or 0.0) - sum(parts.values())
     if parts and rest > 0.01 * sum(parts.values()):
         parts["other"] = rest
-    named = [(*TIME_PARTS.get(key, (key, OTHER_COLOUR)), seconds) for key, seconds in parts.items() if seconds > 0]
+    named = [
+        (*TIME_PARTS.get(key, (key, OTHER_COLOUR)), seconds)
+        for key, seconds in parts.items()
+        if seconds >= LEAST_SECONDS
+    ]
     return [(name, colour, seconds, seconds / sum(parts.values())) for name, colour, seconds in named]
 
 

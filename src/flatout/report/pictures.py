@@ -90,7 +90,7 @@ def draw_curves(path: Path, metrics: Lines, summary: Mapping[str, Any]) -> None:
 
 def curve_svg(metrics: Lines, summary: Mapping[str, Any], quantity: str) -> str:
     """Return one panel of `draw_curves` as an SVG element whose colours are CSS variables, for light and dark pages."""
-    figure = style.new_figure(*((9.6, 1.5) if quantity == "learning_rate" else (4.7, 3.1)), dpi=72)
+    figure = style.new_figure(4.7, 2.0 if quantity == "learning_rate" else 3.1, dpi=72)
     draw_panel(figure.add_subplot(), metrics, summary, quantity)
     return as_svg(figure, quantity)
 

@@ -86,29 +86,29 @@ def _draw_reliability(axes: "Axes", found: Mapping[str, Any]) -> None:
 
 
 def _draw_roc(axes: "Axes", curves: Sequence[Curve]) -> None:
-    style.style_panel(axes, "ROC", "false positive rate")
+    style.style_panel(axes, "ROC: true positive rate", "false positive rate")
     axes.plot([0, 1], [0, 1], color=style.FAINT, linewidth=1.2)
-    for number, (one, looks) in enumerate(_looks(curves)):
-        label = f"{shorten(one.name, 24)}  {one.roc_auc:.3f}" if number == 0 else None
-        axes.plot(*_thinned(one.false_positive_rate, one.true_positive_rate), label=label, **looks)
+    for one, looks in _looks(curves, "roc_auc"):
+        axes.plot(*_thinned(one.false_positive_rate, one.true_positive_rate), **looks)
     _unit_square(axes)
     style.add_legend(axes, loc="lower right")
 
 
 def _draw_precision(axes: "Axes", curves: Sequence[Curve]) -> None:
-    style.style_panel(axes, "Precision and recall", "recall")
-    for number, (one, looks) in enumerate(_looks(curves)):
-        label = f"{shorten(one.name, 24)}  {one.average_precision:.3f}" if number == 0 else None
-        axes.plot(*_thinned(one.recall, one.precision), label=label, **looks)
+    style.style_panel(axes, "Precision", "recall")
+    for one, looks in _looks(curves, "average_precision"):
+        axes.plot(*_thinned(one.recall, one.precision), **looks)
     _unit_square(axes)
     style.add_legend(axes, loc="lower left")
 
 
-def _looks(curves: Sequence[Curve]) -> list[tuple[Curve, dict[str, Any]]]:
-    """Return the curves with their looks: the first is the main one, the others are of single classes."""
-    main: dict[str, Any] = {"color": style.RIGHT, "linewidth": 1.8, "zorder": 3}
+def _looks(curves: Sequence[Curve], area: str) -> list[tuple[Curve, dict[str, Any]]]:
+    """Return the curves with their looks: the main one, named with its area, and those of single classes."""
+    name = f"{shorten(curves[0].name, 24)}  {getattr(curves[0], area):.3f}"
+    main: dict[str, Any] = {"color": style.RIGHT, "linewidth": 1.8, "zorder": 3, "label": name}
     thin: dict[str, Any] = {"color": style.MUTED, "linewidth": 0.5}
-    return [(curve, thin if number else main) for number, curve in enumerate(curves[: CURVES + 1])]
+    looks = [main, thin | {"label": "each class"}, *[thin] * CURVES]
+    return list(zip(curves[: CURVES + 1], looks, strict=False))
 
 
 def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -47,6 +47,12 @@ LEAST_CLASS_IMAGES = 5
 UNBALANCED_RATIO = 10.0
 CLASSES_NAMED = 5
 HELP = "fewer epochs, augmentation"
+# What the rules look at, by task: accuracies exist only where each image has one class.
+CHECKED = {
+    "single-label": "learning, overfitting, gaps between splits, number of epochs, class balance, waiting for images",
+    "multi-label": "divergence, a rising loss, classes never predicted, class balance, waiting for images",
+    "regression": "divergence, results no better than the mean, a rising loss, waiting for images",
+}
 
 
 def verdict(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], recipe: Recipe) -> list[str]:

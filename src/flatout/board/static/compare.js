@@ -21,7 +21,7 @@ export function compareView(main, ids) {
   const splits = h("select", { "aria-label": "Split", onchange: () => draw() }, [["held", "validation, else test"], ["train", "training"], ["test", "test"]].map(([value, text]) => h("option", { value }, text)));
   const figures = h("div", { class: "scroll" }), recipes = h("div", { class: "scroll" });
   const legend = h("ul", { class: "chips" });
-  let found = { metrics: {}, differences: [] }, seen = "";
+  let found = { ids: [], metrics: {}, differences: [] }, seen = "";
   main.replaceChildren(h("div", { class: "title" }, h("h1", {}, `Compare ${ids.length} run${ids.length === 1 ? "" : "s"}`), splits), legend,
     h("div", { class: "curves" }, Object.values(charts).map(chart => chart.element)),
     h("section", {}, h("h2", {}, "Figures"), figures), h("section", {}, h("h2", {}, "Differences of the recipes"), recipes));
@@ -62,7 +62,7 @@ export function compareView(main, ids) {
       const top = key ? best(key, towards) : null;
       return [name, runs.map(run => (run ? (top !== null && run[key] === top ? h("b", {}, text(run)) : text(run)) : "removed"))];
     })));
-    recipes.replaceChildren(found.differences.length ? sideways(found.differences.map(row => [h("code", {}, row.key), row.values.map(literal)])) : h("p", { class: "quiet" }, ids.length > 1 ? "The recipes are equal." : "Choose another run to compare with."));
+    recipes.replaceChildren(found.differences.length ? sideways(found.differences.map(row => [h("code", {}, row.key), ids.map(id => (found.ids.includes(id) ? literal(row.values[found.ids.indexOf(id)]) : "–"))])) : h("p", { class: "quiet" }, ids.length > 1 ? "The recipes are equal." : "Choose another run to compare with."));
   }
   const sideways = rows => h("table", { class: "plain compare" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, ""), ids.map(id => h("th", { scope: "col" }, label(id))))),
     h("tbody", {}, rows.map(([name, cells]) => h("tr", {}, h("th", { scope: "row" }, name), cells.map(cell => h("td", {}, cell))))));
@@ -72,7 +72,8 @@ export function compareView(main, ids) {
     if (now === seen) return;
     seen = now;
     try {
-      found = await get("compare", { run: ids.filter(id => state.runs.has(id)) });
+      const present = ids.filter(id => state.runs.has(id));
+      found = { ids: present, ...(await get("compare", { run: present })) };
     } catch (error) {
       recipes.replaceChildren(h("p", { class: "stopped" }, error.message));
       return;

@@ -76,7 +76,7 @@ export class Chart {
         { label: this.unit, value: (_, x) => (x === null ? "–" : Number.isInteger(x) ? x : x.toFixed(2)) },
         ...this.series.map(one => ({
           label: one.label, stroke: one.raw || colour(one.colour || "valid"), width: one.width || 1.6, dash: one.dash, spanGaps: true,
-          points: { show: one.points ?? one.x.length <= 12, size: 5 },
+          points: { show: one.points ?? one.x.length <= 12, size: 5, fill: colour("paper") },
           value: (plot, value, series, index) => text(value ?? (index === null ? lastOf(plot.data[series]) : near(plot.data[series], index))),
         })),
       ],
@@ -110,7 +110,7 @@ const near = (values, index) => { for (let i = index; i >= 0; i--) if (values[i]
 const EPOCHS = [0.1, 0.2, 0.5, ...[1, 10, 100, 1000, 10000].flatMap(ten => [ten, 2 * ten, 5 * ten])];
 /** A tick with as many decimals as the step between ticks has. */
 function short(value, step) {
-  if (step >= 1000) return `${value / 1000}k`;
+  if (step >= 1000) return value ? `${value / 1000}k` : "0";
   if (step < 1e-5) return value ? value.toExponential(1) : "0";
   return value.toLocaleString("en", { minimumFractionDigits: decimals(step), maximumFractionDigits: decimals(step) });
 }

@@ -85,6 +85,8 @@ export function predictions(panel, run, signal) {
   function matrix() {
     const K = answers.classes.length, found = cells(), names = answers.classes;
     const grid = h("div", { class: `confusion${K > NUMBERS_UP_TO ? " many" : ""}`, role: "grid", "aria-label": "Confusion matrix", style: { gridTemplateColumns: `minmax(2rem, max-content) repeat(${K}, minmax(0, 1fr))` } });
+    // Names of columns are slanted: room for the longest of them.
+    grid.style.setProperty("--names", `${Math.min(6, 1.4 + 0.4 * Math.max(...names.map(name => name.length)))}rem`);
     grid.append(h("span", { class: "corner" }), ...names.map(name => h("span", { class: "column", title: name }, h("span", {}, name))));
     for (let a = 0; a < K; a++) {
       grid.append(h("span", { class: "row", title: names[a] }, names[a]));

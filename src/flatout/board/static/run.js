@@ -80,7 +80,7 @@ export function runView(main, id, tab = "curves") {
       ["waiting for images", percent(figures.input_wait_fraction)],
       ["most memory, host", bytes(figures.peak_rss_bytes)],
       ["most memory, device", bytes(figures.peak_device_bytes)],
-    ].filter(([name, value]) => value !== "–" || !/^(most memory|waiting)/.test(name));
+    ].slice(0, /^$|cpu/.test(devices(run.devices)) ? -1 : undefined);
     const isShare = /accuracy|map|precision/i.test(metric);
     const big = isNumber(run.score) ? (isShare ? score(run.score) : figure(run.score)) : "–";
     const split = run.split === "valid" ? "validation" : run.split;
