@@ -38,6 +38,17 @@ def test_planted_errors_are_found():
     assert (np.diff(found.confidence) <= 0).all()
 
 
+def test_a_network_that_knows_little_is_sure_of_little():
+    true = RNG.integers(0, 2, 1600)
+    evidence = RNG.normal(size=1600) + np.where(true == 1, 0.4, -0.4)
+    # It prefers class 1, and is surer than it should be.
+    present = 1 / (1 + np.exp(-(2 * evidence + 0.5)))
+    given = np.where(RNG.random(1600) < 0.05, 1 - true, true)
+    found = find_errors(np.stack([1 - present, present], axis=1), given)
+    share_wrong = (given != true)[found.index].mean()
+    assert found.confidence.mean() < share_wrong + 0.2
+
+
 def test_right_labels_and_absent_classes_are_left_alone():
     true = np.repeat(np.arange(3), 50)
     probabilities = np.eye(4)[true] * 0.9 + 0.025

@@ -4,7 +4,7 @@ After Northcutt, Jiang and Chuang, "Confident Learning: Estimating Uncertainty i
 arXiv 1911.00068): how often images of other classes get a label is estimated together with which labels these are, and
 images with the lowest self-confidence, the probability of their own label, are listed. The paper counts errors by
 thresholds on probabilities; of what a short training confuses, that takes much for errors. Here probabilities are
-calibrated, and Bayes' rule gives the probability that a label is wrong (see `probability_wrong`).
+calibrated with a bias for each class, and Bayes' rule gives the probability that a label is wrong (see `probability_wrong`).
 
 Shape letters: N images, K classes, E errors.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flatout.numerics.calibration import fit_temperature
+from flatout.numerics.calibration import bias_corrected
 
 # A label is listed from this probability on that it is wrong: looking at an image costs less than a missed error.
 LISTED_FROM = 0.15
@@ -46,22 +46,22 @@ def probability_wrong(own_N: np.ndarray, labels_N: np.ndarray) -> np.ndarray:
 
     An image is labelled k with probability p = c (1 - s) + (1 - c) r: c is that of being of class k, s the share of
     wrong labels, and r the rate at which images of other classes are labelled k. The label k is wrong with probability
-    (1 - c) r / p. The sums of these over the images give s and each r again, until they stay the same.
+    (1 - c) r / p. The mean of these is s again, until it stays the same. The share is one for all classes: where a
+    network knows little, shares of single classes would grow until all labels of a class are wrong.
 
     Args:
         own_N: p for the given label, calibrated on the labels as they are.
         labels_N: int64 [N].
     """
     count_K = np.bincount(labels_N)
-    own_N, errors_K = np.maximum(own_N, np.finfo(np.float64).tiny), START * count_K
+    own_N, share = np.maximum(own_N, np.finfo(np.float64).tiny), START
     wrong_N = np.zeros(len(labels_N))
     for _ in range(MOST_STEPS):
-        rate_N = (errors_K / np.maximum(1, len(labels_N) - count_K))[labels_N]
-        share = errors_K.sum() / len(labels_N)
+        rate_N = np.minimum(1, share * count_K / np.maximum(1, len(labels_N) - count_K))[labels_N]
         clean_N = np.clip((own_N - rate_N) / np.maximum(1e-6, 1 - share - rate_N), 0, 1)
         wrong_N = np.where(own_N <= rate_N, 1.0, np.minimum(1, (1 - clean_N) * rate_N / own_N))
-        before_K, errors_K = errors_K, np.bincount(labels_N, wrong_N)
-        if np.abs(errors_K - before_K).max() < LEAST_CHANGE:
+        before, share = share, wrong_N.mean()
+        if abs(share - before) * len(labels_N) < LEAST_CHANGE:
             break
     return wrong_N
 
@@ -75,12 +75,9 @@ def find_errors(probabilities_NK: np.ndarray, labels_N: np.ndarray) -> Errors:
         probabilities_NK: float [N, K], of a model that was not trained on the image.
         labels_N: int64 [N].
     """
-    logits_NK = np.log(np.maximum(probabilities_NK, 1e-7))
-    logits_NK = logits_NK / fit_temperature(logits_NK, labels_N)
-    calibrated_NK = np.exp(logits_NK - logits_NK.max(axis=1, keepdims=True))
-    calibrated_NK /= calibrated_NK.sum(axis=1, keepdims=True)
+    calibrated_NK = bias_corrected(np.log(np.maximum(probabilities_NK, 1e-7)), labels_N)
     wrong_N = probability_wrong(calibrated_NK[np.arange(len(labels_N)), labels_N], labels_N)
-    best_N = probabilities_NK.argmax(axis=1)
+    best_N = calibrated_NK.argmax(axis=1)
     index = np.flatnonzero((wrong_N >= LISTED_FROM) & (best_N != labels_N))
     index = index[np.argsort(-wrong_N[index], kind="stable")]
     return Errors(index=index, given=labels_N[index], suggested=best_N[index], confidence=wrong_N[index])

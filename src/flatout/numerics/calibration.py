@@ -15,6 +15,8 @@ import numpy as np
 BINS = 15
 # Temperatures that are considered.
 COOLEST, HOTTEST = 0.05, 20.0
+# A class without labels would get a bias without bound.
+MOST_BIAS = 20.0
 # Coverages that prediction sets may have, in steps of 0.001.
 LEAST_COVERAGE, MOST_COVERAGE, COVERAGE_STEPS = 0.5, 0.999, 1000
 CONFIDENCE = 0.95
@@ -47,6 +49,30 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
 
     found: Any = minimize_scalar(loss, bounds=(math.log(COOLEST), math.log(HOTTEST)), method="bounded")
     return math.exp(found.x)
+
+
+def bias_corrected(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return probabilities float64 [N, K] that are right on average for each class: softmax(scale * logits + biases).
+
+    Scale and biases have the least negative log-likelihood of the labels (Alexandari et al., arXiv 1901.06852).
+    """
+    from scipy.optimize import minimize
+
+    logits, rows = both_logits(logits), np.arange(len(labels))
+    share_K = np.bincount(labels, minlength=logits.shape[1]) / len(labels)
+
+    def loss(x: np.ndarray) -> tuple[float, np.ndarray]:
+        log_probabilities = log_softmax(x[0] * logits + x[1:])
+        probabilities = np.exp(log_probabilities)
+        slope = (probabilities * logits).sum(axis=1).mean() - logits[rows, labels].mean()
+        return -float(log_probabilities[rows, labels].mean()), np.array(
+            [slope, *(probabilities.mean(axis=0) - share_K)]
+        )
+
+    bounds = [(1 / HOTTEST, 1 / COOLEST), *[(-MOST_BIAS, MOST_BIAS)] * logits.shape[1]]
+    start = np.array([1.0, *[0.0] * logits.shape[1]])
+    found: Any = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds)
+    return np.exp(log_softmax(found.x[0] * logits + found.x[1:]))
 
 
 def reliability(confidence: np.ndarray, is_right: np.ndarray) -> list[dict[str, float]]:
