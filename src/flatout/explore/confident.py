@@ -4,7 +4,8 @@ After Northcutt, Jiang and Chuang, "Confident Learning: Estimating Uncertainty i
 arXiv 1911.00068): how often images of other classes get a label is estimated together with which labels these are, and
 images with the lowest self-confidence, the probability of their own label, are listed. The paper counts errors by
 thresholds on probabilities; of what a short training confuses, that takes much for errors. Here probabilities are
-calibrated with a bias for each class, and Bayes' rule gives the probability that a label is wrong (see `probability_wrong`).
+calibrated with a bias for each class, and Bayes' rule gives the probability that a label is wrong (see
+`probability_wrong`).
 
 Shape letters: N images, K classes, E errors.
 """
