@@ -198,7 +198,7 @@ def test_the_code_of_the_card_for_other_tasks(
         "multi-label": np.eye(3, dtype=np.uint8)[classes] | np.eye(3, dtype=np.uint8)[(classes // 2)],
         "regression": classes * 1.5 + 7,
     }.get(task, classes)
-    model = "timm:test_resnet" if task == "timm" else "caltech-cnn"
+    model = {"timm": "timm:test_resnet", "regression": "fast-cnn-16"}.get(task, "caltech-cnn")
     folds = {"folds": 2} if task == "folds" else {}
     run = flatout.fit(
         model,

@@ -98,7 +98,7 @@ def _source(run: "Run", classifier: Classifier) -> str:
     """Return the text of model.py."""
     recipe, (height, width) = run.recipe, run.recipe.stored_sides
     metadata, bits = metadata_of(run, "fp32"), bits_of(run)
-    root, network = _network(run.members[0])
+    root, network = network_of(run.members[0])
     roots = [root] if root else []
     imports, code = closure(*roots, Resize, Novelty, Member, Classifier)
     imports |= {*_IMPORTS, "from safetensors import safe_open"} | (set() if root else {"import timm"})
@@ -124,8 +124,12 @@ def _source(run: "Run", classifier: Classifier) -> str:
     )
 
 
-def _network(run: "Run") -> "tuple[Callable[..., nn.Module] | None, str]":
-    """Return the class or function that makes a run's network, None where it is timm's, and the call."""
+def network_of(run: "Run") -> "tuple[Callable[..., nn.Module] | None, str]":
+    """Return the class or function that makes a run's network, None where it is timm's, and the call.
+
+    Raises:
+        InputError: the network is the user's own code.
+    """
     recipe, outputs = run.recipe, run.task.num_outputs(len(run.classes))
     net = net_named(recipe.model)
     if net is not None:

@@ -1,25 +1,28 @@
 """Python code that runs a trained network with torch, Pillow and safetensors, without flatout."""
 
+import sys
 import textwrap
 
-from flatout.models.load import list_names, timm_call
+from flatout.export.plain import network_of
+from flatout.export.source import closure
+from flatout.models.load import list_names
 from flatout.recipe import Recipe
 from flatout.run.folder import Run
 
 
 def torch_code(run: Run, repository: str) -> str:
-    """Return a script that classifies `photo.jpg`; empty for networks that only code of flatout or the user can build.
+    """Return a script that classifies `photo.jpg`; empty for networks that only the user's own code can build.
 
     Of a cross-validation it is that of the first fold.
     """
     first = run.members[0]
-    imports, model = _network(first)
+    imports, code, model = _network(first)
     if not model:
         return ""
     recipe, photos = first.recipe, _reads_photos(first.recipe)
-    imports += ["import json", "import torch", "from huggingface_hub import hf_hub_download"]
-    imports += ["from safetensors import safe_open", *(["import numpy as np"] if photos else [])]
-    imports += ["from PIL import Image, ImageOps"] if photos else []
+    imports |= {"import json", "import torch", "from huggingface_hub import hf_hub_download"}
+    imports |= {"from safetensors import safe_open"}
+    imports |= {"import numpy as np", "from PIL import Image, ImageOps"} if photos else set()
     file = "fold-1/weights.safetensors" if len(run.members) > 1 else "weights.safetensors"
     load = f"""
 with safe_open(hf_hub_download("{repository}", "{file}"), "pt") as file:
@@ -32,25 +35,28 @@ model = {model}
 model.load_state_dict(weights)
 model.eval()
 """
-    return "\n".join([*sorted(imports, key=_import_order), load, _pixels(recipe), _answer(first)])
+    parts = [f"\n\n{code}\n"] if code else []
+    return "\n".join([*sorted(imports, key=_import_order), *parts, load, _pixels(recipe), _answer(first)])
 
 
 def _import_order(line: str) -> tuple[bool, str]:
     """Sort as isort does, in one block: the standard library first."""
     module = line.split()[1]
-    return module not in ("json", "collections"), f"{line.startswith('from')} {module.lower()}"
+    return module not in sys.stdlib_module_names, f"{line.startswith('from')} {module.lower()}"
 
 
-def _network(run: Run) -> tuple[list[str], str]:
-    """Return imports, and the expression that builds the network with fresh weights; empty where there is none."""
+def _network(run: Run) -> tuple[set[str], str, str]:
+    """Return imports, classes, and the expression that builds the network with fresh weights; empty for own code."""
     from torch import nn
 
-    recipe = run.recipe
-    if recipe.model.startswith("timm:"):
-        return ["import timm"], timm_call(recipe, run.task.num_outputs(len(run.classes)))
-    if recipe.model not in list_names() or not isinstance(run.model, nn.Sequential):
-        return [], ""
-    return ["from collections import OrderedDict", "from torch import nn"], expression(run.model)
+    name = run.recipe.model
+    if name not in list_names() and not name.startswith("timm:"):
+        return set(), "", ""
+    if name in list_names() and isinstance(run.model, nn.Sequential):
+        return {"from collections import OrderedDict", "from torch import nn"}, "", expression(run.model)
+    root, call = network_of(run)
+    imports, code = closure(root) if root else ({"import timm"}, "")
+    return imports, code, call
 
 
 def expression(module: object) -> str:
