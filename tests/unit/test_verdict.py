@@ -90,8 +90,13 @@ def test_verdict_on_a_loss_that_blew_up():
     (found,) = verdict(summary_of(["a", "b"]), metrics, RECIPE)
     assert "diverged in epoch 2" in found
     assert "--lr 0.005" in found
-    (violent,) = verdict(summary_of(["a", "b"]), [epoch_line(1, train_loss=1.5), epoch_line(2)], RECIPE)
-    assert "far above that of guessing, 0.69" in violent
+    at_chance = [epoch_line(1, train_loss=1.5), epoch_line(2, train_loss=0.69, valid_loss=0.69)]
+    (violent,) = verdict(summary_of(["a", "b"]), at_chance, RECIPE)
+    assert "its loss, 1.5, is far above that of guessing, 0.69" in violent
+    recovered = [epoch_line(1, train_loss=1.5), epoch_line(2, train_loss=0.4)]
+    one_epoch = [epoch_line(1, train_loss=1.7, valid_loss=0.8)]  # the first steps had losses above those of guessing
+    for metrics in (recovered, one_epoch):
+        assert not any("diverged" in found for found in verdict(summary_of(["a", "b"]), metrics, RECIPE))
 
 
 def test_verdict_on_input_wait_classes_and_balance():

@@ -37,8 +37,9 @@ STILL_IMPROVING = 0.01
 FEW_EPOCHS, GOOD_ACCURACY = 3, 0.9
 # Images from this size on, in colour, are usually photos, for which published weights exist.
 PHOTO_PIXELS = 64
-# A first epoch above twice ln K is worse than uniform predictions.
+# A loss above twice ln K is worse than uniform predictions. In the first steps of a sound run it may be so, too.
 DIVERGED_FACTOR = 2.0
+RECOVERED_FACTOR = 0.95
 # From a fifth of the time on, removing the wait for images gains more than most other tuning.
 INPUT_WAIT = 0.2
 # A class with fewer test images may go without a prediction by chance.
@@ -103,11 +104,17 @@ def _diverged(run: _Run) -> Iterator[str]:
         if isinstance(loss, float) and not math.isfinite(loss):
             yield f"Training diverged in epoch {line['epoch']}: the loss is not a number. {advice}"
             return
-    first = finite(run.metrics[0].get("train_loss")) if run.metrics else None
-    uniform = task_of(run.recipe).guessing_loss(len(run.classes)) if len(run.classes) > 1 else 0.0
-    if first is not None and first > DIVERGED_FACTOR * uniform > 0:
-        finding = f"its loss, {first:.3g}, is far above that of guessing, {uniform:.2f}"
-        yield f"Training diverged in epoch 1: {finding}. {advice}"
+    if not run.metrics or len(run.classes) < 2:
+        return
+    uniform = task_of(run.recipe).guessing_loss(len(run.classes))
+    first = finite(run.metrics[0].get("train_loss")) or 0.0
+    found = (finite(run.last.get(f"{split}_loss")) for split in ("train", "valid", "test"))
+    last = min((loss for loss in found if loss is not None), default=0.0)
+    # A rate that is much too high can also leave a network at chance.
+    never_recovered = len(run.metrics) > 1 and first > DIVERGED_FACTOR * uniform and last > RECOVERED_FACTOR * uniform
+    if uniform and (last > DIVERGED_FACTOR * uniform or never_recovered):
+        finding = f"its loss, {max(first, last):.3g}, is far above that of guessing, {uniform:.2f}"
+        yield f"Training diverged: {finding}. {advice}"
 
 
 def _at_chance(run: _Run) -> Iterator[str]:
