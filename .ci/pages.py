@@ -19,10 +19,12 @@ CSS = """
 .md-typeset table:not([class]) { font-size: .68rem; }
 .md-typeset table:not([class]) :is(th, td) { min-width: 0; }
 .md-typeset pre > code { font-size: .65rem; }
-/* Names and commands stay in one line where there is room, and break anywhere where there is none. */
+/* Names and commands stay in one line where there is room, and break anywhere where there is none; tables scroll before
+   words and numbers break. */
 @media (min-width: 76.25em) { .md-typeset table:not([class]) td:first-child code { white-space: nowrap; } }
 @media (max-width: 44.98em) {
-  .md-typeset table:not([class]) :is(th, td) { padding: .5em .6em; overflow-wrap: anywhere; }
+  .md-typeset table:not([class]) :is(th, td) { padding: .5em .6em; }
+  .md-typeset table:not([class]) :is(th, td):first-child { min-width: 5rem; }
   .md-typeset table:not([class]) code { overflow-wrap: anywhere; }
 }
 /* Pictures are drawn on white. */

@@ -249,6 +249,9 @@ def test_torch_files_with_code(tmp_path: Path):
         torch.save(content, tmp_path / name, _use_new_zipfile_serialization=not legacy)
         with pytest.raises(InputError, match=r"holds code \(\w+\.mkdir\)"):
             read_file(tmp_path / name)
+    (tmp_path / "b.pt").write_bytes(pickle.dumps(Call(os.mkdir, str(marker)), 4))  # of which torch warns
+    with pytest.raises(InputError, match=r"b\.pt: cannot be read as a torch checkpoint \(UnpicklingError\)"):
+        read_file(tmp_path / "b.pt")
     assert not marker.exists()
 
 

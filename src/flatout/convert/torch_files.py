@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -21,7 +22,9 @@ def read(path: Path) -> Foreign:
 
     _refuse_bomb(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it cannot read ends in an error
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # on damaged files, it raises whatever the parts of torch find first
         code = re.search(r"GLOBAL ([\w.]+)|TorchScript", str(error)) if isinstance(error, _OF_CODE) else None
         # torch's own text advises to load without the protection, so it is not passed on.
