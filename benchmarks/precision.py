@@ -15,8 +15,8 @@ from pathlib import Path
 
 from about import about
 
-# Job -> its data below the root, and flags: fewer epochs where all of them take long on two cores. At its published rate
-# caltech101 learns nothing in any format.
+# Job -> its data below the root, and flags: fewer epochs where all of them take long on two cores. At its published
+# rate caltech101 learns nothing in any format.
 JOBS = {
     "digits": ("", ""),
     "fashion-mnist": ("fashion-mnist", "--epochs 10"),

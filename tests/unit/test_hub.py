@@ -5,7 +5,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from flatout.hub.portable import without_local_paths
+from flatout.hub.portable import cleaner
 from flatout.hub.torch_code import expression
 from tests.nets import build
 
@@ -24,7 +24,7 @@ from tests.nets import build
     ],
 )
 def test_local_paths_keep_their_last_part(text: object, clean: object) -> None:
-    assert without_local_paths(text, keep=["/m/0k4j"]) == clean
+    assert cleaner(["/m/0k4j"])(text) == clean
 
 
 @pytest.mark.parametrize("name", ["vgg16", "fashion-cnn", "cats-dogs-cnn", "parallel-cnn", "keras-cnn", "caltech-cnn"])

@@ -47,7 +47,7 @@ def read(path: Path) -> Foreign:
     if not arrays:
         found = f"the keys {list(loaded)[:6]!r:.200}" if isinstance(loaded, dict) else f"a {type(loaded).__name__}"
         raise InputError(f"{path}: holds no parameters (names with arrays), but {found}")
-    return Foreign("paddle", {_layer_name(name): _tensor(array) for name, array in arrays.items()})
+    return Foreign("paddle", {name.replace("/", "."): _tensor(array) for name, array in arrays.items()})
 
 
 def _arrays(loaded: Any) -> dict[str, np.ndarray]:
@@ -61,11 +61,6 @@ def _arrays(loaded: Any) -> dict[str, np.ndarray]:
         slices = [arrays.pop(part) for part in about["slices"]]
         arrays[str(name)] = np.concatenate([part.reshape(-1) for part in slices]).reshape(about["OriginShape"])
     return arrays
-
-
-def _layer_name(name: str) -> str:
-    """Return a name with a dot before the role."""
-    return name.replace("/", ".")
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -34,11 +34,11 @@ def read_table(path: Path) -> dict[bytes, bytes]:
         for _ in range(2):  # the handle of the meta index, which is not needed
             _, position = varint(content, position, len(content))
         table: dict[bytes, bytes] = {}
-        for _, handle in _entries(_block(content, position, footer)):
+        for _, handle in _entries(_block(content, content, position, footer)):
             # Every entry takes three bytes at least, so a table that repeats its blocks grows no further.
             if len(table) > len(content):
                 raise ValueError("more entries than bytes")
-            table |= dict(_entries(_block(handle, 0, footer, content)))
+            table |= dict(_entries(_block(content, handle, 0, footer)))
         return table
     except OSError as error:
         raise damaged(path, WHAT, error.strerror) from None
@@ -46,9 +46,8 @@ def read_table(path: Path) -> dict[bytes, bytes]:
         raise damaged(path, WHAT, error) from None
 
 
-def _block(handle: bytes, position: int, end: int, content: bytes | None = None) -> bytes:
-    """Return the block that a handle names: offset and size, before a byte for compression and a checksum."""
-    content = handle if content is None else content
+def _block(content: bytes, handle: bytes, position: int, end: int) -> bytes:
+    """Return the block whose offset and size a handle has; a byte for compression and a checksum follow it."""
     offset, position = varint(handle, position, len(handle))
     size, _ = varint(handle, position, len(handle))
     if offset + size + 5 > end:

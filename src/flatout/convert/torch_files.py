@@ -10,6 +10,8 @@ from flatout.convert.foreign import Foreign
 from flatout.errors import InputError, one_line
 
 _NESTED_KEYS = ("state_dict", "model", "model_state_dict")
+# What torch raises where a file holds code.
+_OF_CODE = (pickle.UnpicklingError, RuntimeError)
 
 
 def read(path: Path) -> Foreign:
@@ -45,9 +47,6 @@ def read(path: Path) -> Foreign:
     if sum(t.numel() * t.element_size() for t in state.values()) > 2 * path.stat().st_size + 1024:
         raise InputError(f"{path}: its tensors have more numbers than the file; it is damaged or hostile")
     return Foreign("torch", {str(name): tensor for name, tensor in state.items()})
-
-
-_OF_CODE = (pickle.UnpicklingError, RuntimeError)
 
 
 def _refuse_bomb(path: Path) -> None:

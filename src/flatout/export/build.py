@@ -1,5 +1,6 @@
 """From a run to its classifier, and to what a file says about it."""
 
+import copy
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +39,6 @@ def bits_of(run: "Run") -> int:
 
 
 def _member(run: "Run", dtype: torch.dtype) -> Member:
-    import copy
-
     recipe = run.recipe
     if isinstance(run.model, KerasModule):
         raise InputError(f"{run.path}: trained a Keras model; export it with --format keras")

@@ -121,12 +121,14 @@ def export(
         raise InputError(f"--precision {precision}: is for --format onnx; {chosen} is written in fp32")
     if out.exists():
         raise InputError(f"{out}: exists; choose another --out, or remove it")
+    from flatout.export.verify import agreement
+
     split, samples, calibration = _images(run, data, console, wants_calibration=precision == "int8")
     with _kept(out) as temporary:
         started = time.monotonic()
         answers = _write(run, temporary, chosen, precision, calibration)
         written = time.monotonic()
-        found = _verified(run, samples, split, answers, chosen, console)
+        found = agreement(run, samples, split, answers, resizes=chosen != "keras", console=console)
         if precision == "fp32":
             found.require(out)
         size = sum(file.stat().st_size for file in [temporary, *temporary.rglob("*")] if file.is_file())
@@ -199,14 +201,6 @@ def _write(run: "Run", path: Path, chosen: str, precision: str, calibration: lis
         from flatout.export import program as module
     module.write(run, path)
     return module.answers_of(path)
-
-
-def _verified(
-    run: "Run", samples: "Samples", split: str, answers: "Answers", chosen: str, console: Console
-) -> "Agreement":
-    from flatout.export.verify import agreement
-
-    return agreement(run, samples, split, answers, resizes=chosen != "keras", console=console)
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ def copy_run(run: Run, folder: Path, *, pictures: bool) -> list[str]:
     """
     data = [run.recipe.data.path] if run.recipe.data.path else []
     places = (run.path.resolve(), *(Path(path).absolute() for path in data if "://" not in path))
-    clean = _cleaner(run.classes, {Path.home(), Path.cwd(), *(place.parent for place in places)})
+    clean = cleaner(run.classes, {Path.home(), Path.cwd(), *(place.parent for place in places)})
     _copy_files(run, folder, clean, pictures=pictures)
     for number, member in enumerate(run.members if len(run.members) > 1 else (), start=1):
         _copy_files(member, folder / FOLD.format(number), clean, pictures=pictures)
@@ -63,16 +63,13 @@ def is_of_a_run(name: str) -> bool:
     return re.sub(rf"^{FOLD.format('[0-9]+')}/", "", name) in own
 
 
-def without_local_paths(value: Any, keep: Iterable[str] = ()) -> Any:
-    """Return text, or all text inside lists and dicts, with local paths cut to their last part.
+def cleaner(words: Iterable[str], folders: Iterable[Path] = ()) -> Callable[[Any], Any]:
+    """Return a function that cuts local paths to their last part, in a text or in all texts of lists and dicts.
 
-    `keep` are words of the data, such as class names, which may look like paths.
+    Args:
+        words: of the data, such as class names; they are kept, though they may look like paths.
+        folders: known ones, whose names may have spaces, unlike those of others.
     """
-    return _cleaner(tuple(keep))(value)
-
-
-def _cleaner(words: tuple[str, ...], folders: Iterable[Path] = ()) -> Callable[[Any], Any]:
-    """Return the function; the names of known folders, unlike those of others, may have spaces."""
     known = sorted((f"{folder}/" for folder in folders if folder.name), key=len, reverse=True)
     kept = {match[0] for word in words for match in _LOCAL.finditer(word)}
 
