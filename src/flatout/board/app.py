@@ -240,7 +240,7 @@ class Classifier:
                 return run.predict(content)[0].to_dict()
             except InputError as error:
                 # The image has no name here.
-                raise InputError(str(error).replace("these images cannot be read:\n0: ", "")) from None
+                raise InputError(str(error).replace("these images cannot be read:\n0: ", "the file ")) from None
 
 
 def _number(request: Request, name: str) -> int | None:
