@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -222,11 +223,15 @@ def test_real_files_are_sound(shared_data: Path, name: str):
 
 @pytest.mark.slow
 def test_real_arrays_against_numpy(shared_data: Path):
-    source = recognise(shared_data / "fashion-mnist").read()
+    whole = recognise(shared_data / "fashion-mnist").read()
+    assert whole.images is not None
+    some = np.r_[:10000, 60000:70000]
+    splits = {"train": (0, 10000), "test": (10000, 20000)}
+    source = replace(whole, images=whole.images[some], labels=whole.labels[some], splits=splits)
     assert source.images is not None
-    distinct = len(np.unique(source.images.reshape(70000, 784).copy().view("V784")[:, 0]))
+    distinct = len(np.unique(source.images.reshape(20000, 784).view("V784")[:, 0]))
     result = check(source)
-    assert sum(len(group) - 1 for group in result.duplicates) == 70000 - distinct
+    assert sum(len(group) - 1 for group in result.duplicates) == 20000 - distinct
     assert set(result.counts["test"].values()) == {1000}
     assert len(result.near_duplicates) < 50
     names_of = {frozenset((one.name, other.name)) for one, other in result.near_duplicates}

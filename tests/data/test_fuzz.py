@@ -19,9 +19,7 @@ from PIL import Image
 from flatout.data.recognise import recognise
 from flatout.errors import InputError
 from tests.data import containers as c
-from tests.data.damage import read_damaged
-
-EXAMPLES = 500
+from tests.data.damage import EXAMPLES, read_damaged
 
 
 def small_samples() -> list[c.Sample]:

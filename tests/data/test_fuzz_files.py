@@ -23,10 +23,9 @@ from flatout.data.recognise import recognise
 from flatout.errors import InputError
 from flatout.recipe import Data
 from tests.data.containers import write
-from tests.data.damage import read_damaged
+from tests.data.damage import EXAMPLES, read_damaged
 from tests.data.test_equal_packs import Silent
 
-EXAMPLES = 500
 SIDE, CLASSES = 4, ("cat", "dog")
 PIXELS = np.random.default_rng(0).integers(0, 256, (8, SIDE, SIDE), np.uint8)
 LABELS = np.arange(8) % 2
