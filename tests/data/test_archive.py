@@ -222,3 +222,18 @@ def test_an_empty_archive_is_refused(tmp_path: Path):
     for name in ("a.zip", "a.tar"):
         with pytest.raises(InputError, match="is an empty archive"):
             recognise(tmp_path / name).read()
+
+
+def test_a_list_returns_the_images_that_were_put_in(tmp_path: Path) -> None:
+    file = class_folders(tmp_path / "data") / "one.jpg"
+    file.write_bytes(b"0123456789")
+    one, other = (members.Container(file) for _ in range(2))
+    parts = [
+        members.Slice(one, "member \udcff.jpg", 2, 3),
+        members.ZipPart(other, "member \u20ac.jpg", 1, 2**33, 3, 2**32 - 1, 1),
+        members.Slice(other, "", 0, 2**40),
+    ]
+    images = members.EncodedList([parts[0], file, parts[1]], [SAMPLES[0], parts[2]])  # pyright: ignore[reportArgumentType]
+    assert list(images) == [parts[0], file, parts[1], SAMPLES[0], parts[2]]
+    assert images[1:3] == [file, parts[1]]
+    assert images[0].read_bytes() == b"234"

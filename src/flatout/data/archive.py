@@ -177,7 +177,8 @@ def _zip_parts(container: Container) -> Iterator[tuple[str, ZipPart | None]]:
             members = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
         raise InputError(f"{path}: is damaged or no ZIP archive ({error}); get it again") from None
-    if sum(info.compress_size for info in members) > container.size:
+    are_inside = all(0 <= info.header_offset < container.size for info in members)
+    if not are_inside or sum(info.compress_size for info in members) > container.size:
         raise InputError(f"{path}: is damaged: its members overlap, or it is cut off; get it again")
     for info in members:
         name = info.filename.replace("\\", "/")

@@ -16,16 +16,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol, overload
+from typing import IO, ClassVar, Generic, Protocol, TypeVar, overload
 
 from flatout.data.limits import MAX_FILE_BYTES
 from flatout.errors import DiskFull, InputError
 from flatout.files import NO_SPACE
 
+Item = TypeVar("Item")
+
 # What is larger than its compressed form by more than this is taken for a decompression bomb.
 _MAX_EXPANSION = 200
 _EXPANSION_SLACK_BYTES = 1 << 26
 _BLOCK_BYTES = 1 << 20
+# Places in an `EncodedList` from here on are of parts of containers.
+_PARTS = 1 << 40
 _COMPRESSIONS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 _ERRORS_OF_STREAMS = (EOFError, OSError, zlib.error, lzma.LZMAError)
 
@@ -49,55 +53,6 @@ class Encoded(Protocol):
     def read_bytes(self) -> bytes:
         """Return the bytes; raises OSError."""
         ...
-
-
-class EncodedList(Sequence[Encoded]):
-    """Images in a list that keeps paths as bytes, their folders once each: millions take little memory."""
-
-    def __init__(self, *parts: Iterable[Encoded]) -> None:
-        # The names of all paths, the end of each, and its folder; of other images, -1 minus the place in `_others`.
-        self._names, self._ends, self._places = bytearray(), array("Q"), array("q")
-        self._folders: dict[str, int] = {}
-        self._known: list[str] = []
-        self._others: list[Encoded] = []
-        for part in parts:
-            for image in part:
-                self.append(image)
-
-    def append(self, image: Encoded) -> None:
-        """Add an image."""
-        if isinstance(image, Path):
-            folder, name = os.path.split(image)
-            self._names += os.fsencode(name)
-            self._places.append(self._folders.setdefault(folder, len(self._folders)))
-        else:
-            self._others.append(image)
-            self._places.append(-len(self._others))
-        self._ends.append(len(self._names))
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    @overload
-    def __getitem__(self, index: int) -> Encoded: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Encoded]: ...
-    def __getitem__(self, index: int | slice) -> Encoded | Sequence[Encoded]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        place = self._places[index]
-        if place < 0:
-            return self._others[-1 - place]
-        name = self._names[self._ends[index - 1] if index else 0 : self._ends[index]]
-        return Path(self._folder_names[place], os.fsdecode(bytes(name)))
-
-    @property
-    def _folder_names(self) -> list[str]:
-        """The folders by their number."""
-        if len(self._known) < len(self._folders):
-            self._known = list(self._folders)
-        return self._known
 
 
 class Container:
@@ -169,6 +124,13 @@ class Slice:
     offset: int
     size: int
 
+    COUNT: ClassVar[int] = 2
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All but container and name."""
+        return self.offset, self.size
+
     def __str__(self) -> str:
         return f"{self.container.path}: {self.name}"
 
@@ -188,7 +150,14 @@ class ZipPart:
     compressed_size: int
     size: int
     crc32: int
-    is_deflated: bool
+    is_deflated: int
+
+    COUNT: ClassVar[int] = 5
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All but container and name."""
+        return self.header, self.compressed_size, self.size, self.crc32, self.is_deflated
 
     def __str__(self) -> str:
         return f"{self.container.path}: {self.name}"
@@ -209,6 +178,78 @@ class ZipPart:
         if len(data) != self.size or zlib.crc32(data) != self.crc32:
             raise OSError(errno.EIO, "it is damaged: its checksum is wrong")
         return data
+
+
+class _Numbered(Generic[Item]):
+    """Different items, counted from 0 as they come."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._numbers: dict[Item, int] = {}
+
+    def number_of(self, item: Item) -> int:
+        """Return the number of an item."""
+        if item not in self._numbers:
+            self._numbers[item] = len(self.items)
+            self.items.append(item)
+        return self._numbers[item]
+
+
+class EncodedList(Sequence[Encoded]):
+    """Images in a list that keeps paths, and parts of containers, in few bytes: millions take little memory.
+
+    A member of an archive comes back as its part.
+    """
+
+    def __init__(self, *parts: Iterable[Encoded]) -> None:
+        # The names of all paths and parts, the end of each, and its folder; of a part, `_PARTS` and the place in
+        # `_numbers` of its owner and its numbers; of other images, -1 minus the place in `_others`.
+        self._names, self._ends, self._places = bytearray(), array("Q"), array("q")
+        self._folders = _Numbered[str]()
+        self._numbers = array("Q")
+        self._owners = _Numbered[tuple[type[Slice] | type[ZipPart], Container]]()
+        self._others: list[Encoded] = []
+        for part in parts:
+            for image in part:
+                self.append(image)
+
+    def append(self, image: Encoded) -> None:
+        """Add an image."""
+        image = getattr(image, "part", image)
+        if isinstance(image, Path):
+            folder, name = os.path.split(image)
+            self._names += os.fsencode(name)
+            self._places.append(self._folders.number_of(folder))
+        elif isinstance(image, Slice | ZipPart):
+            self._names += image.name.encode("utf-8", "surrogateescape")
+            self._places.append(_PARTS + len(self._numbers))
+            self._numbers.append(self._owners.number_of((type(image), image.container)))
+            self._numbers.extend(image.numbers)
+        else:
+            self._others.append(image)
+            self._places.append(-len(self._others))
+        self._ends.append(len(self._names))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> Encoded: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Encoded]: ...
+    def __getitem__(self, index: int | slice) -> Encoded | Sequence[Encoded]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        place = self._places[index]
+        if place < 0:
+            return self._others[-1 - place]
+        name = bytes(self._names[self._ends[index - 1] if index else 0 : self._ends[index]])
+        if place < _PARTS:
+            return Path(self._folders.items[place], os.fsdecode(name))
+        owner, *numbers = self._numbers[place - _PARTS : place - _PARTS + 6]
+        kind, container = self._owners.items[owner]
+        return kind(container, name.decode("utf-8", "surrogateescape"), *numbers[: kind.COUNT])
 
 
 def _read_whole(descriptor: int, offset: int, size: int) -> bytes:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flatout.data.archive import tar_parts
 from flatout.data.formats.folders import is_image_name
-from flatout.data.members import Container, Encoded, Slice
+from flatout.data.members import Container, EncodedList, Slice
 from flatout.data.shards import reference, shards
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.errors import InputError
@@ -38,17 +38,16 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
 
 def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions) -> Source:
     """Return the source of split -> shards."""
-    places: dict[str, list[Slice]] = {}
-    parts: dict[str, tuple[list[Encoded], list[str]]] = {}
+    places: dict[str, EncodedList] = {}
+    parts: dict[str, tuple[EncodedList, list[str]]] = {}
     for split, files in splits.items():
-        images: list[Encoded] = []
-        places[split] = []
+        images, places[split] = EncodedList(), EncodedList()
         for file in files:
             for key, members in _samples(tar_parts(Container(file))):
                 image, label = _image_and_label(f"{file}: sample {key}", dict(members), options)
                 images.append(image)
                 places[split].append(label)
-        parts[split] = images, [_label(place, options) for place in places[split]]
+        parts[split] = images, [_label(place, options) for place in places[split] if isinstance(place, Slice)]
     return assemble(
         KIND, path, parts, class_list=class_list, locate=lambda split, i: str(places[split][i]), task=options.task
     )
