@@ -64,7 +64,8 @@ def test_classes_of_a_thousand_images_are_those_of_the_run(name: str, tmp_path: 
     images, _ = patterns(1000, (size, size), channels)
     expected = run.probabilities(images).argmax(axis=1)
     assert np.array_equal(onnx_classes(done.path, images), expected)
-    if not name.startswith(("timm", "fast", "keras-resnet")):
+    # VGG16 has the layers of cats-dogs-cnn, and Keras takes 20 seconds for them.
+    if not name.startswith(("timm", "fast", "keras-resnet", "vgg16")):
         assert export(run, tmp_path / "model.keras").agreement.equal == 1.0
     assert export(run, tmp_path / "plain", format="torch").agreement.equal == 1.0
 

@@ -27,7 +27,6 @@ def quantized(model: Any, calibration: Sequence[np.ndarray], network_of: Callabl
     """
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
-    from onnxruntime.quantization.shape_inference import quant_pre_process
 
     class Reader(CalibrationDataReader):
         def __init__(self) -> None:
@@ -44,12 +43,11 @@ def quantized(model: Any, calibration: Sequence[np.ndarray], network_of: Callabl
         n.name for n in model.graph.node if not network_of(n) or (n.op_type in _OPERATIONS and n.input[1] in first)
     ]
     with tempfile.TemporaryDirectory() as folder, quietly():
-        whole, prepared, small = (Path(folder) / name for name in ("whole.onnx", "prepared.onnx", "small.onnx"))
+        whole, small = (Path(folder) / name for name in ("whole.onnx", "small.onnx"))
         onnx.save(model, whole)
-        quant_pre_process(str(whole), str(prepared), skip_symbolic_shape=True)
         quantize_static(
-            str(prepared),
-            str(small),
+            whole,
+            small,
             Reader(),
             op_types_to_quantize=list(_OPERATIONS),
             nodes_to_exclude=left_out,
