@@ -148,6 +148,8 @@ def test_missing_files_are_listed_in_one_go(folder: Path):
     assert "line 11" in message
     assert "line 12" not in message
     assert message.endswith("and 4 more")
+    with pytest.raises(InputError, match=r"line 3: gone\\n\.png$"):
+        read(folder, 'images/0.png,a\n"gone\n.png",b\n')
 
 
 def test_labels_outside_the_class_list(folder: Path):

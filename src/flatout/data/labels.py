@@ -53,10 +53,10 @@ def count_classes(labels: np.ndarray, classes: int) -> np.ndarray:
 
 
 def first_few(items: Iterable[str], limit: int = LISTED) -> str:
-    """Return the items joined for a message; beyond the limit, their number."""
+    """Return the items joined for a message of one line; beyond the limit, their number."""
     items = list(items)
     rest = f"; and {len(items) - limit:,} more" if len(items) > limit else ""
-    return "; ".join(items[:limit]) + rest
+    return ("; ".join(items[:limit]) + rest).replace("\r", "\\r").replace("\n", "\\n")
 
 
 def find_class_list(given: str, folder: Path) -> Path | None:

@@ -241,7 +241,8 @@ def _layout(
     path: Path, head: list[tuple[int, list[str]]], locator: Locator, split: str, options: ReadOptions
 ) -> tuple[_Columns, bool]:
     """Return which column is which, and whether the first row is a header, from the first two rows."""
-    first = head[0][1] if head else []
+    # Messages about columns are of one line.
+    first = [" ".join(cell.splitlines()) for cell in head[0][1]] if head else []
     has_header = not any(is_image_name(cell) or (cell and locator.find(cell, split)) for cell in first)
     body = head[has_header:]
     return _columns(path, first if has_header else None, body[0][1] if body else [], options), has_header
