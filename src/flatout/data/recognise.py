@@ -90,7 +90,7 @@ def recognise(path: Path, options: Data | None = None, task: str = "auto") -> Da
     if is_pack(path):
         return DataRef(kind="pack", path=path, read=lambda: _read_pack(path))
     if path.is_dir() and not folders.visible(path):
-        raise InputError(f"{path}: is an empty folder")
+        raise InputError(f"{path}: is an empty folder; {_EXPECTED}")
     if path.is_file() and path.stat().st_size == 0:
         raise InputError(f"{path}: is an empty file")
     class_list = find_class_list(options.classes, path if path.is_dir() else path.parent)
