@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flatout.data.recognise import recognise
@@ -218,6 +218,7 @@ NAMES = st.text(st.sampled_from(string.ascii_letters + string.digits + " ,;\"'-_
     newline=st.sampled_from(["\n", "\r\n"]),
     bom=st.booleans(),
 )
+@example(files=["0", "1"], labels=["A", ";A"], delimiter=",", newline="\n", bom=False)
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, files, labels, delimiter, newline, bom):
     folder = tmp_path_factory.mktemp("round-trip")
     rows = [(f"{name}.png", labels[i % 2]) for i, name in enumerate(files)]

@@ -33,7 +33,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return seconds
 
 
-@pytest.mark.parametrize(("bf16", "chosen", "said"), [(0.5, "bf16", "2 times"), (0.9, "fp32", "1.1 times")])
+@pytest.mark.parametrize(("bf16", "chosen", "said"), [(0.5, "bf16", "2.0 times"), (0.9, "fp32", "1.1 times")])
 def test_the_format_that_pays_is_used_and_written_down(
     bf16: float, chosen: str, said: str, measured: dict[str, float], tmp_path: Path
 ) -> None:

@@ -330,7 +330,7 @@ def _separator(texts: list[str]) -> tuple[str, bool]:
         joined = [split_labels(text, mark) for text in texts if mark in text]
         parts = {part for text in joined for part in text}
         is_shared = len(joined) >= 3 and 2 * len(parts) < len(joined)
-        are_labels = any(text and known.issuperset(text) for text in joined)
+        are_labels = any(len(text) > 1 and known.issuperset(text) for text in joined)
         has_common = mark == "|" and len(parts) < sum(len(set(text)) for text in joined)
         if is_shared or are_labels or has_common:
             return mark, is_shared or mark in "|;"
