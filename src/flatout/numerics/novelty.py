@@ -20,7 +20,7 @@ KNOWN_SHARE = 0.95
 # This share of the mean variance is added to the variance in every direction.
 SHRINKAGE = 0.01
 # Images in memory as 64-bit numbers.
-AT_ONCE = 4096
+AT_ONCE = 1024
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,11 +41,22 @@ class Known:
         """Return it for features [N, F] of training images with labels int64 [N]; None where not all are finite."""
         if features is None or not np.isfinite(features).all():
             return None
-        wide = features.astype(np.float64)
-        present, places = np.unique(labels, return_inverse=True)
-        rows = np.array([wide[places == place].mean(axis=0) for place in range(len(present))])
-        means = np.array([*rows, wide.mean(axis=0)], np.float32)
-        return cls(means=means, precision=_precision(wide - rows[places]), overall=_precision(wide - wide.mean(axis=0)))
+        present, places, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        share = counts[:, None] / len(features)
+        # Sums over parts: 64-bit copies of all features would take much memory. Around a point amid them, for accuracy.
+        amid = features[:AT_ONCE].mean(axis=0, dtype=np.float64)
+        rows, squares = np.zeros((len(present), features.shape[1])), np.zeros((features.shape[1],) * 2)
+        for start in range(0, len(features), AT_ONCE):
+            part = features[start : start + AT_ONCE] - amid
+            np.add.at(rows, places[start : start + AT_ONCE], part)
+            squares += part.T @ part
+        rows /= counts[:, None]
+        mean, squares = (share * rows).sum(axis=0), squares / len(features)
+        return cls(
+            means=(np.vstack([rows, mean]) + amid).astype(np.float32),
+            precision=_precision(squares - rows.T @ (share * rows)),
+            overall=_precision(squares - np.outer(mean, mean)),
+        )
 
     def distances(self, features: np.ndarray) -> np.ndarray:
         """Return the relative Mahalanobis distance of each image, float32 [N], for features [N, F].
@@ -136,9 +147,8 @@ def fit(known: Known | None, logits: np.ndarray, distances: np.ndarray | None) -
     return replace(unset, threshold=float(scores[rank - 1]))
 
 
-def _precision(centred: np.ndarray) -> np.ndarray:
-    """Return the inverse of the covariance of centred features [N, F], float32 [F, F]."""
-    covariance = centred.T @ centred / len(centred)
+def _precision(covariance: np.ndarray) -> np.ndarray:
+    """Return the inverse of a covariance [F, F] with some variance in every direction, float32 [F, F]."""
     spread = np.trace(covariance) / len(covariance) or 1.0
     mixed = (1 - SHRINKAGE) * covariance + SHRINKAGE * spread * np.eye(len(covariance))
     return np.linalg.inv(mixed).astype(np.float32)
