@@ -20,7 +20,7 @@ KNOWN_SHARE = 0.95
 # This share of the mean variance is added to the variance in every direction.
 SHRINKAGE = 0.01
 # Images in memory as 64-bit numbers.
-AT_ONCE = 1024
+AT_ONCE = 256
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,20 +42,14 @@ class Known:
         if features is None or not np.isfinite(features).all():
             return None
         present, places, counts = np.unique(labels, return_inverse=True, return_counts=True)
-        share = counts[:, None] / len(features)
-        # Sums over parts: 64-bit copies of all features would take much memory. Around a point amid them, for accuracy.
-        amid = features[:AT_ONCE].mean(axis=0, dtype=np.float64)
-        rows, squares = np.zeros((len(present), features.shape[1])), np.zeros((features.shape[1],) * 2)
-        for start in range(0, len(features), AT_ONCE):
-            part = features[start : start + AT_ONCE] - amid
-            np.add.at(rows, places[start : start + AT_ONCE], part)
-            squares += part.T @ part
+        rows = np.zeros((len(present), features.shape[1]))
+        np.add.at(rows, places, features)
         rows /= counts[:, None]
-        mean, squares = (share * rows).sum(axis=0), squares / len(features)
+        mean = features.mean(axis=0, dtype=np.float64)
         return cls(
-            means=(np.vstack([rows, mean]) + amid).astype(np.float32),
-            precision=_precision(squares - rows.T @ (share * rows)),
-            overall=_precision(squares - np.outer(mean, mean)),
+            means=np.array([*rows, mean], np.float32),
+            precision=_precision(features, rows, places),
+            overall=_precision(features, mean[None], np.zeros_like(places)),
         )
 
     def distances(self, features: np.ndarray) -> np.ndarray:
@@ -147,8 +141,19 @@ def fit(known: Known | None, logits: np.ndarray, distances: np.ndarray | None) -
     return replace(unset, threshold=float(scores[rank - 1]))
 
 
-def _precision(covariance: np.ndarray) -> np.ndarray:
-    """Return the inverse of a covariance [F, F] with some variance in every direction, float32 [F, F]."""
+def _precision(features: np.ndarray, centres: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return the inverse covariance of features [N, F] around their centres, float32 [F, F].
+
+    Args:
+        features: of images.
+        centres: of the features, float64 [C, F].
+        places: which centre each image has, int64 [N].
+    """
+    covariance = np.zeros((features.shape[1],) * 2)
+    # 64-bit copies of all features would take much memory.
+    for start in range(0, len(features), AT_ONCE):
+        centred = features[start : start + AT_ONCE] - centres[places[start : start + AT_ONCE]]
+        covariance += centred.T @ centred / len(features)
     spread = np.trace(covariance) / len(covariance) or 1.0
     mixed = (1 - SHRINKAGE) * covariance + SHRINKAGE * spread * np.eye(len(covariance))
     return np.linalg.inv(mixed).astype(np.float32)
