@@ -10,9 +10,14 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Machines are shared: how long an example takes says nothing about the code.
+# Machines are shared: how long an example takes says nothing about the code. The examples are the same in every run, so
+# that a change is judged by what it changes; `--hypothesis-profile=default` draws others.
 hypothesis.settings.register_profile(
-    "flatout", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], max_examples=50
+    "flatout",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    max_examples=50,
+    derandomize=True,
 )
 hypothesis.settings.load_profile("flatout")
 
