@@ -21,8 +21,7 @@ def test_every_sample_is_kept_or_taken_and_each_class_gives_its_share(counts, fr
     assert np.all(np.diff(taken) > 0)
     for index, count in enumerate(counts):
         given_away = np.count_nonzero(labels[taken] == index)
-        # One more than its share, if a class that has a single sample cannot give its part.
-        assert abs(given_away - fraction * count) <= 1
+        assert abs(given_away - fraction * count) < 1
         assert given_away < count or count == 0
     assert len(taken) <= round(fraction * len(labels))
     if min(counts) * (1 - fraction) >= 2:  # no class is so small that it had to keep a sample

@@ -66,8 +66,10 @@ def stratified_split(labels_N: np.ndarray, fraction: float, seed: int, *, stream
     taken_K = np.floor(shares_K).astype(np.int64)
     missing = round(fraction * len(labels_N)) - int(taken_K.sum())
     ties_K = raw(seed, Stream.SPLIT, len(SPLITS) + SPLITS.index(stream), len(counts_K))
-    by_remainder = np.lexsort((ties_K, np.round(taken_K - shares_K, 9)))
-    spare = by_remainder[taken_K[by_remainder] + 1 < counts_K[by_remainder]]
+    remainders_K = np.round(shares_K - taken_K, 9)
+    by_remainder = np.lexsort((ties_K, -remainders_K))
+    can_give_K = (remainders_K > 0) & (taken_K + 1 < counts_K)
+    spare = by_remainder[can_give_K[by_remainder]]
     taken_K[spare[: max(missing, 0)]] += 1
 
     shuffled = np.argsort(raw(seed, Stream.SPLIT, SPLITS.index(stream), len(labels_N)), kind="stable")
