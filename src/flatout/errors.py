@@ -13,7 +13,14 @@ class InputError(ValueError):
 
 
 class WeightsUnavailable(InputError):
-    """Published weights are neither on this host nor to be downloaded now: no network, offline, refused."""
+    """Published weights are neither on this host nor to be downloaded now: no network, offline, refused.
+
+    `problem` is the message without the fix, for those who go on without the weights.
+    """
+
+    def __init__(self, problem: str, fix: str = "") -> None:
+        super().__init__(f"{problem}; {fix}" if fix else problem)
+        self.problem = problem
 
 
 class TrainingFailed(RuntimeError):

@@ -58,7 +58,7 @@ def find_weights(model_name: str, *, report: Callable[[str], None]) -> Path:
         response = getattr(error, "response", None)
         reason = first_line(error) if response is None else f"HTTP {response.status_code}"
         what = f"{repository} for {model_name} from {constants.ENDPOINT}" if repository else f"{url} for {model_name}"
-        raise WeightsUnavailable(f"could not download {what} ({reason}); {FIX}") from error
+        raise WeightsUnavailable(f"could not download {what} ({reason})", FIX) from error
     return path
 
 

@@ -192,7 +192,7 @@ def _from_backbone(facts: Facts, model: str, rate: Rate | None, report: Callable
     Without `report`, they are not searched for.
     """
     from flatout.models.backbones import BACKBONES, choose
-    from flatout.models.hub import FIX, find_weights
+    from flatout.models.hub import find_weights
 
     chosen = choose(accelerated=facts.accelerated, images=facts.images, seconds=facts.seconds)
     name = model or chosen.model
@@ -203,8 +203,8 @@ def _from_backbone(facts: Facts, model: str, rate: Rate | None, report: Callable
         if model or not report:
             raise
         report(
-            f"{str(error).removesuffix(f'; {FIX}')}. Training starts from random weights, which costs much of the "
-            f"accuracy on photos. If you have the file: --model {name} --weights FILE"
+            f"{error.problem}. Training starts from random weights, which costs much of the accuracy on photos. "
+            f"If you have the file: --model {name} --weights FILE"
         )
         return _from_scratch(facts, "", rate)
     known = next((backbone for backbone in BACKBONES if backbone.model == name), chosen)

@@ -201,7 +201,6 @@ def _write_report(session: "Session", summary: dict[str, Any], progress: Progres
 
 def _memory(session: "Session", engine: "Engine") -> dict[str, int | None]:
     """Return the host memory of all processes together, and the most of any device."""
-
     peaks = session.world.all_gather_object((peak_rss_bytes(), engine.peak_memory_bytes()))
     device = [d for _, d in peaks if d is not None]
     return {"peak_rss_bytes": sum(host for host, _ in peaks), "peak_device_bytes": max(device) if device else None}
