@@ -1,7 +1,6 @@
 """The end of a run: the chosen weights, their evaluation, and the files that explain them."""
 
 import dataclasses
-import io
 import json
 import platform
 import signal
@@ -16,14 +15,13 @@ from flatout import __version__
 from flatout.data.feed import Samples
 from flatout.data.labels import count_classes
 from flatout.dist.control import Flag
-from flatout.errors import Stopped, first_line
-from flatout.files import write_atomically
+from flatout.errors import Stopped
 from flatout.host import installed, peak_rss_bytes
 from flatout.numerics.augment import tta_views
 from flatout.numerics.novelty import Known
-from flatout.numerics.random import Stream, permutation
 from flatout.report import run_files
 from flatout.run import trust
+from flatout.run.predictions import write_predictions
 from flatout.run.progress import Progress
 from flatout.settings import one_or_both
 from flatout.tasks import describe_metrics
@@ -34,13 +32,6 @@ if TYPE_CHECKING:
     from flatout.run.session import Session
     from flatout.run.trust import Trust
     from flatout.tasks.base import Task
-
-# The pictures of a report: a grid of 5x5 chosen at random, and as many of the most confident mistakes.
-PICTURES = 25
-# The mistakes with heatmaps.
-EXPLAINED = 10
-# By the brightness of so many images, two runs know that they were tested on the same ones.
-COMPARED_IMAGES = 500
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -259,76 +250,6 @@ def _write_weights(run: _Ended, task: "Task", found: "Trust | None") -> None:
         **(found.metadata() if found else {}),
     }
     save_tensors(run.session.out / run_files.WEIGHTS, tensors, metadata)
-
-
-def write_predictions(
-    session: "Session",
-    split: str,
-    result: "Evaluation",
-    samples: Samples,
-    classes: Sequence[str],
-    **more: np.ndarray | None,
-) -> None:
-    """Keep all answers and the few images that the pictures show, so that a report needs no data; `more` is added.
-
-    The arrays are those of `run_files.Predictions`.
-    """
-    probabilities, labels, task = result.probabilities, result.labels, result.task
-    assert probabilities is not None
-    grid = np.sort(permutation(session.recipe.seed, Stream.PICTURES, 0, len(labels))[:PICTURES])
-    mistakes = task.mistakes(result.predicted, labels, probabilities)[:PICTURES]
-    worst = np.argsort(-task.losses_of(probabilities.astype(np.float64), labels), kind="stable")[:PICTURES]
-    sample, positions = np.unique(np.concatenate([grid, mistakes, worst]), return_inverse=True)
-    images = samples.images_at(sample)
-    of_mistakes = images[positions[len(grid) : len(grid) + len(mistakes)]]
-    arrays: dict[str, Any] = {
-        "split": np.array(split),
-        "classes": np.array(classes),
-        "probabilities": probabilities.astype(np.float32),
-        "labels": labels,
-        "predicted": task.decided(result.predicted),
-        "row": samples.rows,
-        "brightness": _brightness(samples),
-        "sample": sample,
-        "images": images,
-        "grid": positions[: len(grid)],
-        "mistakes": positions[len(grid) : len(grid) + len(mistakes)],
-        "heatmaps": _heatmaps(session, len(classes), of_mistakes, task.decided(result.predicted)[mistakes]),
-        **more,
-    }
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **{name: array for name, array in arrays.items() if array is not None})
-    write_atomically(session.out / run_files.PREDICTIONS, buffer.getvalue())
-
-
-def _heatmaps(session: "Session", classes: int, images: np.ndarray, answers: np.ndarray) -> np.ndarray | None:
-    """Return what speaks for the first wrong answers, uint8 [M, H, W]; None where the model does not show it."""
-    from flatout.models.load import build_model, copied
-    from flatout.models.weights import load_exactly, read_weights
-    from flatout.run.explain import heatmaps_of
-
-    images, answers, weights = images[:EXPLAINED], answers[:EXPLAINED], session.out / run_files.WEIGHTS
-    # The folder of a cross-validation has no weights.
-    if not len(images) or not weights.is_file():
-        return None
-    recipe, module = session.recipe, session.module
-    try:
-        module = None if module is None else copied(module)
-        model = build_model(recipe, classes, module=module, allow_code=session.options.allow_code)
-        load_exactly(model.eval(), read_weights(weights)[0], weights)
-        is_class = answers.dtype.kind == "i" and answers.ndim == 1
-        found = heatmaps_of(model, recipe, recipe.task, images, np.maximum(answers, 0) if is_class else None)
-        return (255 * found).round().astype(np.uint8)
-    except Exception as error:  # a model that is not ours may raise anything, and the run is worth more
-        session.note(f"the report shows no heatmaps: {type(error).__name__}: {first_line(error)}")
-        return None
-
-
-def _brightness(samples: Samples) -> np.ndarray:
-    """Return the mean value of images spread evenly over a split, float32 in 0..1: it hardly depends on their size."""
-    positions = np.linspace(0, len(samples) - 1, min(len(samples), COMPARED_IMAGES)).astype(np.int64)
-    means = [samples.images_at(some).mean() for some in positions[:, None]]
-    return (np.array(means) / np.iinfo(samples.images.dtype).max).astype(np.float32)
 
 
 def _summary(run: _Ended, results: "dict[str, Evaluation]") -> dict[str, Any]:

@@ -18,8 +18,9 @@ from flatout.recipe import Recipe, load_recipe
 from flatout.report import run_files
 from flatout.run import claim
 from flatout.run.checkpoint import check_same
-from flatout.run.finish import scores_of, versions, write_predictions
+from flatout.run.finish import scores_of, versions
 from flatout.run.options import Options
+from flatout.run.predictions import write_predictions
 from flatout.run.session import Session
 from flatout.tasks import describe_metrics, task_of
 
