@@ -63,12 +63,14 @@ def test_other_images_train_from_random_weights(size: int, channels: int, publis
     assert (published, recipe.pretrained, recipe.model[:8]) == ([], False, "fast-cnn")
     # Grey images may be symbols, which have no mirror images.
     assert recipe.augment.flip == (channels == 3)
+    # Views cost little for small images.
+    assert recipe.tta == (size < 64)
 
 
 def test_without_the_weights_photos_train_from_scratch_and_the_user_is_told(offline: None) -> None:
     said: list[str] = []
     recipe, _ = advice(make_source(size=96, channels=3), report=said.append)
-    assert recipe.model.startswith("fast-cnn") and not recipe.pretrained
+    assert recipe.model.startswith("fast-cnn") and not recipe.pretrained and not recipe.tta
     assert "could not download" in said[0] and "--weights FILE" in said[0]
     with pytest.raises(WeightsUnavailable):
         advice(make_source(size=96, channels=3), {"model": "timm:resnet18", "pretrained": True})
