@@ -25,7 +25,7 @@ import numpy as np
 
 from flatout.data import bands, pillow
 from flatout.data.bands import BadImage
-from flatout.data.limits import LARGE_PIXELS, MAX_FILE_BYTES, ONE_LARGE_IMAGE, refuse_bomb
+from flatout.data.limits import LARGE_PIXELS, MAX_FILE_BYTES, ONE_LARGE_IMAGE, refuse_large
 from flatout.data.pillow import EXIF_ORIENTATION, STRICT_PILLOW
 from flatout.data.pixels import with_bits
 from flatout.data.resize import MIN_REDUCTION_LEFT, TURNED, Target, placed_in, resized_to, upright, with_channels
@@ -119,7 +119,7 @@ def read_header(path: "Encoded | bytes") -> ImageHeader:
     with io.BytesIO(path) if isinstance(path, bytes) else path.open("rb") as file, STRICT_PILLOW:
         found = bands.read_header(file, start)
         if found and (not found.is_picture or found.type.itemsize == 2):
-            refuse_bomb(found.width, found.height)
+            refuse_large(found.width, found.height)
             mode = f"{found.channels} x {found.type}"
             size = {"width": found.width, "height": found.height}
             return ImageHeader(**size, mode=mode, channels=found.channels, bits=8 * found.type.itemsize)
@@ -150,7 +150,7 @@ def _usual_jpeg_header(start: bytes) -> ImageHeader | None:
     mode = {"Gray": "L", "YCbCr": "RGB", "RGB": "RGB"}.get(colorspace)
     if mode is None:
         return None
-    refuse_bomb(int(width), int(height))
+    refuse_large(int(width), int(height))
     if _jpeg_orientation(start) in TURNED:
         width, height = height, width
     return ImageHeader(width=int(width), height=int(height), mode=mode, channels=1 if mode == "L" else 3, bits=8)
@@ -201,7 +201,7 @@ def _decode_jpeg(data: bytes, target: Target) -> np.ndarray | None:
     try:
         header = simplejpeg.decode_jpeg_header(data)
         height, width, colorspace = int(header[0]), int(header[1]), header[2]
-        refuse_bomb(width, height)
+        refuse_large(width, height)
         if colorspace in ("CMYK", "YCCK"):
             return None
         top, left, used_height, used_width = target.used(height, width)
@@ -252,7 +252,7 @@ def _decode_bands(data: bytes, target: Target) -> np.ndarray | None:
         found = bands.read_header(file, data)
     if found is None or _is_for_pillow(found, target):
         return None
-    refuse_bomb(found.width, found.height)
+    refuse_large(found.width, found.height)
     is_large = found.width * found.height * found.channels > 3 * LARGE_PIXELS
     with ONE_LARGE_IMAGE if is_large else nullcontext():
         return resized_to(bands.read(data, found)[None], target)[0]

@@ -30,7 +30,7 @@ def max_pixels() -> int:
     return int(text or MAX_PIXELS)
 
 
-def refuse_bomb(width: int, height: int) -> None:
+def refuse_large(width: int, height: int) -> None:
     """Raise BadImage if an image has more pixels than the limit."""
     if width * height > max_pixels():
         raise BadImage(f"has {width} x {height} pixels, more than {max_pixels():,}, the limit ({LIMIT} sets it)")

@@ -90,49 +90,23 @@ def write_images(
     """
     dtype = type_of(bits)
     header, row_bytes = npy_header((count, *image_shape), dtype), int(np.prod(image_shape)) * dtype.itemsize
+    order: Sequence[int] | np.ndarray = range(count)
+    wanted: dict[str, Any] = {"key": key}
     if arrival is not None:
-        return _write_in_order(folder, key, (image_shape, dtype), fill, report, arrival)
-    done = _read_journal(folder, {"key": key}, lambda first, last: [(first, last)], len(header), row_bytes)
-    with (
-        (folder / IMAGES).open("r+b" if done else "w+b") as file,
-        (folder / JOURNAL).open("a", encoding="utf-8") as journal,
-        _decoding_threads() as pool,
-    ):
-        _reserve(file, len(header) + count * row_bytes)
-        rows = done[-1].rows if done else 0
-        start = done[-1].samples if done else 0
-        for stop, good, bad in _decoded(pool, fill, range(count), start, (image_shape, dtype), report):
-            content = good.reshape(-1).data
-            file.seek(len(header) + rows * row_bytes)
-            file.write(content)
-            _sync(file)
-            rows += len(good)
-            done.append(Block(samples=stop, rows=rows, crc32=zlib.crc32(content), bad=bad))
-            journal.write(json.dumps(asdict(done[-1])) + "\n")
-            _sync(journal)
-        file.seek(0)
-        file.write(npy_header((rows, *image_shape), dtype))
-        file.truncate(len(header) + rows * row_bytes)
-        _sync(file)
-    return done, {int(index): reason for block in done for index, reason in block.bad.items()}
+        order = arrival.order
+        wanted |= {"order": zlib.crc32(order.data), "task": arrival.task, "bits": bits}
 
+    def places(first: int, last: int) -> list[tuple[int, int]]:
+        """Return offset and length in the file of each run of rows, which are counted as they are written."""
+        runs = [(first, last)]
+        if arrival is not None:
+            rows = arrival.order[first:last]
+            runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)]
+        return [(len(header) + first * row_bytes, (last - first) * row_bytes) for first, last in runs]
 
-def _write_in_order(
-    folder: Path, key: str, image: tuple[tuple[int, ...], np.dtype], fill: Fill, report: "Progress", arrival: Arrival
-) -> tuple[list[Block], dict[int, str]]:
-    """Write the rows of `images.npy` in the order of `arrival`; arguments and result are those of `write_images`."""
-    (shape, dtype), order = image, arrival.order
-    count = len(order)
-    header, row_bytes = npy_header((count, *shape), dtype), int(np.prod(shape)) * dtype.itemsize
-
-    def spans(first: int, last: int) -> list[tuple[int, int]]:
-        """Return first and last row, exclusive, of each run of rows in a part of the order, which ascend in it."""
-        rows = order[first:last]
-        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
-        return [(int(run[0]), int(run[-1]) + 1) for run in runs]
-
-    wanted = {"key": key, "order": zlib.crc32(order.data), "task": arrival.task, "bits": 8 * dtype.itemsize}
-    done = _read_journal(folder, wanted, spans, len(header), row_bytes)
+    done = _read_journal(folder, wanted, places)
+    bad = {index: reason for block in done for index, reason in block.bad.items()}
+    start, rows = (done[-1].samples, done[-1].rows) if done else (0, 0)
     with (
         (folder / IMAGES).open("r+b" if done else "w+b") as file,
         (folder / JOURNAL).open("a", encoding="utf-8") as journal,
@@ -142,24 +116,27 @@ def _write_in_order(
         file.write(header)
         file.truncate(len(header) + count * row_bytes)
         _sync(file)
-        bad = {index: reason for block in done for index, reason in block.bad.items()}
-        start = done[-1].samples if done else 0
-        arrival.begin(folder / IMAGES, 0 if bad else start)
-        for stop, images, bad_here in _decoded(pool, fill, order, start, image, report):
+        if arrival is not None:
+            arrival.begin(folder / IMAGES, 0 if bad else start)
+        for stop, images, bad_here in _decoded(pool, fill, order, start, (image_shape, dtype), report):
             content, at = images.reshape(-1).data, 0
-            for first, last in spans(start, stop):
-                length = (last - first) * row_bytes
-                file.seek(len(header) + first * row_bytes)
+            for offset, length in places(rows, rows + len(images)):
+                file.seek(offset)
                 file.write(content[at : at + length])
                 at += length
             _sync(file)
-            block, start = Block(samples=stop, rows=stop, crc32=zlib.crc32(content), bad=bad_here), stop
-            journal.write(json.dumps(asdict(block)) + "\n")
+            rows += len(images)
+            done.append(Block(samples=stop, rows=rows, crc32=zlib.crc32(content), bad=bad_here))
+            journal.write(json.dumps(asdict(done[-1])) + "\n")
             _sync(journal)
             bad |= bad_here
-            if not bad:
+            if arrival is not None and not bad:
                 arrival.announce(stop)
-    blocks = _blocks_of(folder / IMAGES, count, len(header), row_bytes)
+        file.seek(0)
+        file.write(npy_header((rows, *image_shape), dtype))
+        file.truncate(len(header) + rows * row_bytes)
+        _sync(file)
+    blocks = done if arrival is None else _blocks_of(folder / IMAGES, count, len(header), row_bytes)
     return blocks, {int(index): reason for index, reason in bad.items()}
 
 
@@ -272,15 +249,11 @@ def _decoding_threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def _read_journal(
-    folder: Path,
-    wanted: dict[str, Any],
-    spans: Callable[[int, int], list[tuple[int, int]]],
-    header_bytes: int,
-    row_bytes: int,
+    folder: Path, wanted: dict[str, Any], places: Callable[[int, int], list[tuple[int, int]]]
 ) -> list[Block]:
     """Return the blocks of the same pack that are unchanged on the disk, and leave only these in the journal.
 
-    `wanted` is the first line of the journal of that pack, and `spans` returns which rows some samples or rows are.
+    `wanted` is the first line of the journal of that pack, and `places` returns offset and length of rows in the file.
     """
     done: list[Block] = []
     # An error means another journal, or the line that was being written when the process was killed.
@@ -289,9 +262,8 @@ def _read_journal(
         is_same = json.loads(lines[0]) == wanted
         for line in lines[1:] if is_same else ():
             block = Block(**json.loads(line))
-            rows = spans(done[-1].rows if done else 0, block.rows)
-            places = [(header_bytes + first * row_bytes, (last - first) * row_bytes) for first, last in rows]
-            if _crc32_of(folder / IMAGES, places) != block.crc32:
+            start = done[-1].rows if done else 0
+            if _crc32_of(folder / IMAGES, places(start, block.rows)) != block.crc32:
                 break
             done.append(block)
     kept = "".join(json.dumps(entry) + "\n" for entry in [wanted, *map(asdict, done)])
