@@ -4,13 +4,14 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
 from flatout.errors import DiskFull, InputError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
+_TEMPORARY = re.compile(r"\..+\.(\d+)-\w+\.tmp")
 
 
 def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> None:
@@ -24,7 +25,7 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> N
         DiskFull: the disk is full.
         InputError: the folder is missing or cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         if callable(content):
             # Some writers make files that only their owner may read; the umask decides here.

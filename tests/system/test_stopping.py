@@ -287,7 +287,7 @@ def test_a_dead_process_blocks_nobody(data: Path, whole: Path, tmp_path: Path) -
     assert (out / ".lock").is_file()
     dead = subprocess.Popen(["true"])
     dead.wait()
-    left = [out / f".summary.json.{dead.pid}.tmp", out / "checkpoints" / f".epoch.safetensors.{dead.pid}.tmp"]
+    left = [out / f".summary.json.{dead.pid}-0a1b.tmp", out / "checkpoints" / f".epoch.safetensors.{dead.pid}-2c.tmp"]
     left[1].parent.mkdir()
     for path in left:
         path.write_text("half")

@@ -1,0 +1,14 @@
+"""Files that are either whole or absent."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from flatout.files import write_atomically
+
+
+def test_threads_may_write_the_same_file(tmp_path: Path) -> None:
+    contents = [bytes([number]) * 100_000 for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda content: write_atomically(tmp_path / "file", content), contents * 5))
+    assert (tmp_path / "file").read_bytes() in contents
+    assert len(list(tmp_path.iterdir())) == 1
