@@ -177,6 +177,24 @@ def test_more_processes_than_cores_are_warned_of(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
+    ("variables", "threads"),
+    [
+        ({}, 1),
+        ({"TORCHELASTIC_RUN_ID": "x"}, 4),  # torchrun has set it
+        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "1"}, 1),  # which it does for several ranks only
+        ({"TORCHELASTIC_RUN_ID": "x", "FLATOUT_DEVICE": "cpu"}, 1),  # a rank of flatout's launcher
+    ],
+)
+def test_one_thread_is_the_users_wish_unless_torchrun_set_it(
+    variables: dict[str, str], threads: int, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host(cores=8)
+    for name, value in {"OMP_NUM_THREADS": "1", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert device_setup.cpu_threads(2) == threads
+
+
+@pytest.mark.parametrize(
     ("by_threads", "by_processes", "spec", "reason"),
     [
         (1e-6, None, "cpu", "using 1 process with 4 threads (about 1 s)"),  # shorter than the start of processes

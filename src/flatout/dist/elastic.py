@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Proce
 
 from flatout.console import Console
 from flatout.dist import heartbeat
+from flatout.dist.env import DEVICE
 from flatout.dist.rendezvous import Rendezvous
 from flatout.errors import RankLost, Stopped, TrainingFailed
 
@@ -309,7 +310,7 @@ class _Files(LogsSpecs):
         agent, folder = self._agent, self._agent.folder
         assert agent.board
         for i, variables in envs.items():
-            variables |= {**agent.environment, "FLATOUT_DEVICE": agent.names[i], "FLATOUT_HEARTBEAT": agent.board.path}
+            variables |= {**agent.environment, DEVICE: agent.names[i], "FLATOUT_HEARTBEAT": agent.board.path}
             # torch counts restarts for each host; a host that has come later must resume as well.
             variables["TORCHELASTIC_RESTART_COUNT"] = str(agent._hosts.attempt)
         return LogsDest(

@@ -10,6 +10,8 @@ from typing import Any
 from flatout.errors import InputError
 
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# The device of a rank that flatout's launcher started.
+DEVICE = "FLATOUT_DEVICE"
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 
 
@@ -131,5 +133,11 @@ def _number(name: str) -> int | None:
 def wanted_threads() -> int | None:
     """Return OMP_NUM_THREADS; None where it is not set, or where torchrun has set it to 1 as it does by default."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    is_torchruns = threads == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    # The ranks of flatout's launcher have torchrun's variables too; torchrun sets this one for several processes only.
+    is_torchruns = (
+        threads == "1"
+        and "TORCHELASTIC_RUN_ID" in os.environ
+        and DEVICE not in os.environ
+        and _number("LOCAL_WORLD_SIZE") != 1
+    )
     return int(threads) if threads.isdigit() and int(threads) > 0 and not is_torchruns else None

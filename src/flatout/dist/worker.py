@@ -24,7 +24,7 @@ from typing import Any
 
 from flatout.console import Console, Relay
 from flatout.dist import heartbeat
-from flatout.dist.env import restart_count
+from flatout.dist.env import DEVICE, restart_count
 from flatout.errors import DONE, InputError, RankLost, Stopped, TrainingFailed, exit_code, is_out_of_memory
 from flatout.files import write_atomically
 
@@ -86,7 +86,7 @@ def main() -> int:
     os.environ.pop("PYTHONPATH")
     if payload.python_path is not None:
         os.environ["PYTHONPATH"] = payload.python_path
-    device, outcome = os.environ["FLATOUT_DEVICE"], folder / f"outcome-{local_rank}"
+    device, outcome = os.environ[DEVICE], folder / f"outcome-{local_rank}"
     life = heartbeat.attach(os.environ["FLATOUT_HEARTBEAT"], local_rank, device, rank=rank)
 
     def lost(reason: str) -> None:
