@@ -69,6 +69,8 @@ def test_a_finished_run_goes_on_for_some_minutes_more(run: Path) -> None:
 def test_what_cannot_be_is_refused(minutes: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "digits", "--minutes", minutes, *ON_CPU, "--out", str(tmp_path / "run")]) == 2
     assert said in capsys.readouterr().err
+    # So that the corrected command can have the same folder.
+    assert not (tmp_path / "run").exists()
 
 
 # --- the plan, on a clock of its own ----------------------------------------------------------------------------------

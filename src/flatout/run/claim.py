@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from flatout.errors import InputError
+from flatout.errors import InputError, Stopped
 from flatout.files import sweep_temporary_files, write_atomically
 from flatout.host import process_place
 from flatout.recipe import Recipe
@@ -42,12 +42,12 @@ _OWN_FILES = (*(f"{_FOLDS}/{name}" for name in _FILES_OF_A_RUN), _FOLDS, *_FILES
 
 @contextlib.contextmanager
 def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
-    """Make a run folder if need be, and hold it while the context lasts. A folder that stays empty is removed.
+    """Make a run folder if need be, and hold it while the context lasts.
+
+    A new folder goes again if it stays empty, or if wrong input or the user ends the run before anything was trained.
 
     Args:
         out: the folder; None for a new one under `runs/`, named by the job and the time.
-        job: the name of the job.
-        resume: continue the run in the folder.
         overwrite: replace the run in the folder, once `begin` is called.
 
     Raises:
@@ -65,10 +65,18 @@ def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Ite
             stack.callback(_remove_empty, [path for path in (folder, *folder.parents) if path not in existed])
             stack.enter_context(_locked(folder))
             _check_content(folder, resume=resume, overwrite=overwrite)
+            is_new = _is_empty(folder)
             sweep_temporary_files(folder)
         except OSError as error:
             raise InputError(f"{error.filename or out}: cannot be written: {error.strerror}") from None
-        yield folder
+        try:
+            yield folder
+        except (InputError, Stopped, KeyboardInterrupt):
+            # Weights and checkpoints, also those of folds.
+            if is_new and not any(folder.rglob("*.safetensors")):
+                with contextlib.suppress(OSError):
+                    _remove_run(folder)
+            raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,25 +134,35 @@ def _remove_empty(folders: list[Path]) -> None:
 def begin(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
     """Write the recipe of a run into its folder, after removing an old run if `overwrite`."""
     try:
-        for path in (p for name in _OWN_FILES if overwrite for p in folder.glob(name)):
-            if path.is_file():
-                path.unlink()
-            elif not any(path.iterdir()):
-                path.rmdir()
+        if overwrite:
+            _remove_run(folder)
     except OSError as error:
         raise InputError(f"{error.filename}: cannot be removed: {error.strerror}") from None
     head = f"Repeat this run: flatout train {run_files.RECIPE}"
     write_atomically(folder / run_files.RECIPE, recipe.to_toml(head).encode())
 
 
+def _remove_run(folder: Path) -> None:
+    """Remove what a run has written into its folder."""
+    for path in (p for name in _OWN_FILES for p in folder.glob(name)):
+        if path.is_file():
+            path.unlink()
+        elif not any(path.iterdir()):
+            path.rmdir()
+
+
 def _check_content(folder: Path, *, resume: bool, overwrite: bool) -> None:
-    if not folder.exists() or (folder.is_dir() and not any(p.name != run_files.LOCK for p in folder.iterdir())):
+    if not folder.exists() or _is_empty(folder):
         return
     if not resume and not overwrite:
         raise InputError(f"{folder}: exists; choose another --out, or --resume or --overwrite the run in it")
     if not (folder / run_files.RECIPE).is_file():
         flag = "resume" if resume else "overwrite"
         raise InputError(f"{folder}: is not a run folder, so --{flag} does not touch it; choose another --out")
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and all(path.name == run_files.LOCK for path in folder.iterdir())
 
 
 def _make(out: Path | None, job: str) -> Path:
