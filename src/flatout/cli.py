@@ -1,17 +1,15 @@
 """The command line: runs a command, prints its result, and turns how it ended into one message and an exit code."""
 
-import contextlib
 import io
 import json
 import os
 import signal
 import sys
-import threading
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from flatout.errors import DONE, InputError, Stopped, TrainingFailed, exit_code
+from flatout.errors import DONE, InputError, Stopped, TrainingFailed, exit_code, signals_handled
 from flatout.parser import COMMANDS, parse
 
 
@@ -27,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Class and file names may have characters that the terminal cannot show.
             stream.reconfigure(errors="backslashreplace")
     try:
-        with _termination_unwinds():
+        # SIGTERM ends the command as an exception does, so that locks and temporary files are removed.
+        with signals_handled(_stop, signal.SIGTERM):
             _run(args)
     except BrokenPipeError:
         # The reader has ended, as `| head` does. Python would report that once more at exit.
@@ -63,18 +62,5 @@ def _run(args: Namespace) -> None:
         raise InputError(f"the standard output cannot be written: {error.strerror}") from None
 
 
-@contextlib.contextmanager
-def _termination_unwinds() -> Iterator[None]:
-    """Let SIGTERM end the command as an exception does, so that locks and temporary files are removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: Any) -> None:
-        raise Stopped(number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _stop(number: int, frame: Any) -> None:
+    raise Stopped(number)

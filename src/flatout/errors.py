@@ -1,6 +1,10 @@
 """The ways a run can end early that are not a bug in flatout, each with its exit code."""
 
+import contextlib
 import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
 _SIGNALLED = 128
@@ -53,6 +57,20 @@ class Stopped(Exception):
     def how(self) -> str:
         """Return what happened to the run, in a word."""
         return "interrupted" if self.signal_number == signal.SIGINT else "terminated"
+
+
+@contextlib.contextmanager
+def signals_handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+    """Have a function handle signals inside the block; in a thread other than the main one there are none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def exit_code(error: BaseException) -> int:

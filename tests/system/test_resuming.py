@@ -24,7 +24,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_finished_run_can_be_resumed_for_more_epochs(data: Path, tmp_path: Path) -> None:
     constant = ["--set", "schedule.name=constant"]
     assert main(command(data, tmp_path / "run", *constant, "--epochs", "1")) == 0
+    first = summary(tmp_path / "run")
     assert resume(tmp_path / "run", "--epochs", "2") == 0
+    # Both parts, of which the last one alone has less than its own set-up and training.
+    whole = summary(tmp_path / "run")
+    assert whole["wall_seconds"] > first["setup_seconds"] + whole["setup_seconds"] + whole["train_seconds"]
     assert main(command(data, tmp_path / "whole", *constant, "--epochs", "2")) == 0
     assert_same(tmp_path / "whole", tmp_path / "run")
 

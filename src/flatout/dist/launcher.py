@@ -7,18 +7,16 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console
 from flatout.dist.env import launched
 from flatout.dist.hosts import Hosts
-from flatout.errors import InputError, Stopped, TrainingFailed
+from flatout.errors import InputError, Stopped, TrainingFailed, signals_handled
 
 if TYPE_CHECKING:
-    from flatout.dist.elastic import Signals
     from flatout.dist.worker import Payload
 
 
@@ -81,7 +79,8 @@ def _run(
                 f"the temporary folder cannot be written: {error.strerror or error}; free space in it, or set TMPDIR to "
                 "another one"
             ) from None
-        signals = stack.enter_context(_handling(Signals()))
+        signals = Signals()
+        stack.enter_context(signals_handled(signals.note, signal.SIGINT, signal.SIGTERM))
         rendezvous = Rendezvous.open(hosts)
         agent = Agent(names, folder, rendezvous, restarts, console, signals)
         agent.environment = _environment(threads)
@@ -103,20 +102,6 @@ def _run(
         if agent.error is not None:
             raise agent.error
         return agent.value()
-
-
-@contextlib.contextmanager
-def _handling(signals: "Signals") -> Iterator["Signals"]:
-    """Have SIGINT and SIGTERM noted; a thread other than the main one gets no signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield signals
-        return
-    before = {number: signal.signal(number, signals.note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _environment(threads: int) -> dict[str, str]:

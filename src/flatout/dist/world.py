@@ -131,6 +131,19 @@ class World:
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
+    def from_main(self, make: Callable[[], Value]) -> Value:
+        """Return on every rank what a function returns in the main process; every rank raises its InputError."""
+        outcome: Any = None
+        if self.is_main:
+            try:
+                outcome = make()
+            except InputError as error:
+                outcome = error
+        outcome = self.broadcast_object(outcome)
+        if isinstance(outcome, InputError):
+            raise outcome
+        return outcome
+
     def all_gather_object(self, value: Value) -> list[Value]:
         """Return every rank's value, in the order of the ranks."""
         return self._exchange("all_gather_object", value)
@@ -208,14 +221,6 @@ class World:
         self.heartbeat = heartbeat.attach(here, self.local_rank, str(self.device), rank=self.rank)
         self.barrier()
         self.heartbeat.watch(os.getppid())
-
-    def report_step(self, epoch: int, step: int) -> None:
-        """Tell the heartbeat how far training is: epochs done, and steps done in the next one."""
-        self.heartbeat.report_step(epoch, step)
-
-    def keep_alive(self) -> None:
-        """Tell the heartbeat that work goes on at the same position."""
-        self.heartbeat.keep_alive()
 
     def leave(self) -> None:
         """Leave the other ranks; they no longer need this one."""

@@ -55,7 +55,7 @@ def _wait(samples: Samples, positions: np.ndarray, world: "World") -> None:
         if all(answers):
             return
         world.control.check_stop()
-        world.keep_alive()
+        world.heartbeat.keep_alive()
         time.sleep(POLL_SECONDS)
 
 

@@ -187,18 +187,12 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = [
         ("images per second", "images_per_second", "{:,.0f}".format),
         ("training time", "train_seconds", duration),
-        (_wall_name(summary), "wall_seconds", duration),
+        ("everything included", "wall_seconds", duration),
         ("epochs", "epochs", "{:,.0f}".format),
         ("parameters", "parameters", "{:,.0f}".format),
     ]
     known = [(name, text(value)) for name, key, text in facts if (value := finite(summary.get(key))) is not None]
     return [*known, ("devices", _text(summary["devices"]))] if summary.get("devices") else known
-
-
-def _wall_name(summary: Mapping[str, Any]) -> str:
-    """Return what `wall_seconds` is the time of: in a resumed run only the last part, maybe less than training."""
-    train, wall = (finite(summary.get(f"{name}_seconds")) or 0.0 for name in ("train", "wall"))
-    return "everything included" if wall >= train else "since it was resumed"
 
 
 def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Task) -> list[dict[str, Any]]:

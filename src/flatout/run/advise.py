@@ -61,11 +61,8 @@ def advise(
     """Return a recipe that suits the data, and a sentence for each key or section of it that gives the reason.
 
     Args:
-        found: recognised data.
         path: what the recipe names as its data.
         changes: the keys that the user has chosen; they decide between the forms of the recipe.
-        accelerated: whether an accelerator will train it.
-        seconds: the time budget; None for none.
         rate: measures models on the devices of the run; None where they are not at hand.
         report: takes sentences about weights that were downloaded or could not be had.
         fetch: whether published weights are found or downloaded; else the recipe takes them to be there.

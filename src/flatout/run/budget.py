@@ -40,9 +40,6 @@ class Budget:
     Args:
         seconds: all of it.
         began: the time of the command, by time.perf_counter.
-        rates: as measured.
-        recipe: of the run.
-        images: training images.
     """
 
     def __init__(self, seconds: float, began: float, rates: Rates, recipe: Recipe, images: int) -> None:
@@ -102,9 +99,6 @@ def measure(
 
     Args:
         engine: at the state to train from.
-        placed: the splits.
-        recipe: of the run.
-        world: the ranks.
         seconds: the whole budget, of which the measurement takes a small share.
     """
     before = engine.snapshot()
@@ -147,7 +141,7 @@ def seconds_per_step(
             for inputs in train.feed(epoch_batches(recipe, train.samples, 0)):
                 train.train_step(inputs, 1e-6, number)
                 world.control.received()
-                world.keep_alive()
+                world.heartbeat.keep_alive()
                 number += 1
                 if number == count:
                     break

@@ -62,8 +62,6 @@ class Checkpoint:
         """Check that a run can continue under a recipe and on some data: what shaped its first part shapes the rest.
 
         Args:
-            recipe: the recipe to continue with.
-            data: facts of the data to continue with.
             report: called with a sentence where the content of the data has changed.
 
         Raises:
@@ -133,19 +131,19 @@ def restore_newest(
     Raises:
         InputError: see `load_newest` and `Checkpoint.check_resumable`.
     """
-    newest: Any = None
-    if world.is_main:
-        try:
-            newest = load_newest(folder, report, since)
-        except InputError as error:
-            newest = error
-    state, best = (newest.state, newest.best) if isinstance(newest, Checkpoint) else ({}, {})
-    if isinstance(newest, Checkpoint):
+    state: dict[str, Any] = {}
+    best: dict[str, Any] = {}
+
+    def without_tensors() -> Checkpoint | None:
+        found = load_newest(folder, report, since)
+        if found is None:
+            return None
         # The engine distributes the tensors.
-        newest = replace(newest, state={}, best={})
-    newest = world.broadcast_object(newest)
-    if isinstance(newest, InputError):
-        raise newest
+        state.update(found.state)
+        best.update(found.best)
+        return replace(found, state={}, best={})
+
+    newest = world.from_main(without_tensors)
     if newest is None:
         return None
     newest.check_resumable(recipe, data, report)

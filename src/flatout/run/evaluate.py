@@ -95,7 +95,6 @@ def labelled(
     Args:
         run: its recipe decides the form of the images.
         data: as for `Run.evaluate`.
-        console: shows progress, and what the pack has.
         once: calls the function that loads the pack, on one of several ranks.
 
     Raises:

@@ -44,12 +44,8 @@ def filled_in(
     """Return the recipe with what it leaves to the data. All ranks call this.
 
     Args:
-        recipe: of the run.
         pack: the data. Where the recipe has images decoded before training, this waits for them.
-        splits: of the pack.
-        world: the ranks.
         of_run: returns the value of a key of `data` in the run that is continued; "" in a new run.
-        note: takes sentences for the summary.
     """
     from flatout.data.load import measure
     from flatout.tasks.regression import statistics

@@ -71,11 +71,7 @@ def finish(
     """Write weights, summary, predictions, pictures and report; every process evaluates, the main one writes.
 
     Args:
-        session: the run; its folder, times and notes.
         engine: the last weights; afterwards the chosen ones.
-        pack: for class names.
-        placed: the splits.
-        progress: the loop's results.
         ended: why training ended early; empty if it did not.
         failure: the same as an exception.
 
@@ -139,7 +135,7 @@ def finish(
 def _known(session: "Session", engine: "Engine", some: Samples) -> Known | None:
     """Return where the features of training images are: the same numbers on all ranks."""
     found = engine.place(some).evaluate(keep_features=np.array, tta=session.recipe.tta)
-    return session.world.broadcast_object(Known.of(found.features, found.labels) if session.world.is_main else None)
+    return session.world.from_main(lambda: Known.of(found.features, found.labels))
 
 
 def _shown(session: "Session", placed: "dict[str, DeviceSplit]") -> str | None:
@@ -185,7 +181,7 @@ def _write_report(session: "Session", summary: dict[str, Any], progress: Progres
     if session.options.report:
         draw_all(session.out)
     summary["time_seconds"]["pictures"] = time.perf_counter() - began
-    summary["wall_seconds"] = time.perf_counter() - session.began
+    summary["wall_seconds"] = session.wall_seconds(progress)
     run_files.write_json(session.out / run_files.SUMMARY, summary)
     _say(session, summary)
 
@@ -203,7 +199,6 @@ def scores_of(split: str, result: "Evaluation", classes: Sequence[str], found: "
     Args:
         split: `test` or `valid`, whose name is in front of single figures.
         result: with probabilities; with logits where `found` is given.
-        classes: their names.
         found: what the validation images say about the answers.
     """
     task, labels = result.task, result.labels
@@ -300,7 +295,7 @@ def _summary(run: _Ended, results: "dict[str, Evaluation]") -> dict[str, Any]:
         "images_per_second": progress.images_trained / trained_for if trained_for else None,
         "train_seconds": trained_for,
         "setup_seconds": session.setup_seconds,
-        "wall_seconds": time.perf_counter() - session.began,
+        "wall_seconds": session.wall_seconds(progress),
         **figures,
         "train_loss_by_step": progress.step_losses,
         **class_counts,

@@ -12,7 +12,7 @@ from flatout.errors import InputError, Stopped
 from flatout.recipe import Recipe
 from flatout.run.folder import Ensemble, Run, load
 from flatout.run.options import Options
-from flatout.run.session import Session, check_batch
+from flatout.run.session import Session
 from flatout.settings import in_python, python_words
 
 if TYPE_CHECKING:
@@ -175,8 +175,6 @@ def train_recipe(
     Args:
         recipe: complete but for what is measured on the data.
         data: as `data.prepare.find` returns it.
-        options: how to run.
-        console: where to say what happens.
         module: the model, where it was given in Python.
 
     Returns:
@@ -210,7 +208,7 @@ def run_session(session: Session, console: Console, function: "Callable[[Console
     from flatout.dist.env import launched
     from flatout.engine.devices import parse_devices
     from flatout.engine.factory import choose_processes
-    from flatout.run.launch import run_on_devices
+    from flatout.run.launch import check_batch, run_on_devices
 
     recipe, options, engine = session.recipe, session.options, session.options.engine
     if options.minutes is not None and recipe.augment.start_size:

@@ -12,6 +12,7 @@ import numpy as np
 
 from flatout.errors import InputError
 from flatout.recipe import Data, Recipe, load_recipe, of_run
+from flatout.report.html import framed
 from flatout.report.run_files import FOLD, KNOWN, RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
 from flatout.run import answers
 from flatout.run.predict import Outputs, Prediction, predict
@@ -262,10 +263,7 @@ class Run:
             return print(report)
         from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
 
-        # A frame of its own keeps the page's style out of the notebook's. IPython warns of what begins with a frame;
-        # its own, though, only shows addresses.
-        page = escape(report.read_text(encoding="utf-8"))
-        return display(HTML(f'<div><iframe srcdoc="{page}" style="width:100%;height:50em;border:0"></iframe></div>'))
+        return display(HTML(framed(report.read_text(encoding="utf-8"))))
 
 
 class Ensemble(Run):

@@ -250,7 +250,8 @@ def _summary(session: Session, pack: "Pack", folds: list[dict[str, Any]], second
         "train_class_counts": count_classes(pool, len(pack.classes)).tolist(),
         **total,
         "images_per_second": total["images_trained"] / total["train_seconds"] if total["train_seconds"] else None,
-        "wall_seconds": time.perf_counter() - session.began,
+        # What earlier commands took is not known.
+        "wall_seconds": None if session.options.resume else time.perf_counter() - session.began,
         "folds": [
             {
                 "fold": number,

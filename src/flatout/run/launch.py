@@ -56,6 +56,15 @@ def run_on_devices(
     return spawn(_join_and_call, call, names=names, threads=threads, console=console, hosts=hosts, restarts=restarts)
 
 
+def check_batch(batch: int, ranks: int) -> None:
+    """Raise InputError if a batch has not one sample for each rank."""
+    if batch < ranks:
+        raise InputError(
+            f"batch_size = {batch} is less than one sample for each of the {ranks} ranks: "
+            "use a larger batch or fewer devices"
+        )
+
+
 def _join_and_call(console: Console, spec: str, engine: str, function: Callable[..., Any], args: Sequence[Any]) -> Any:
     from flatout.engine.factory import join
 

@@ -22,8 +22,6 @@ class LiveFile:
     `cpu_percent` (100 for each busy core) and `rss_bytes` of the main process, and `device_bytes` (the most so far).
 
     Args:
-        path: the file.
-        progress: where the loop is.
         steps: of an epoch.
         device_bytes: returns the most memory used on the device, None where that is not known.
     """

@@ -1,9 +1,9 @@
 """What happens beside the loop: progress is shown, checkpoints are written, signals are noted."""
 
 import contextlib
+import dataclasses
 import math
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.data.order import steps_per_epoch
 from flatout.dist.control import Flag
 from flatout.engine.recorder import requested_recorder
+from flatout.errors import signals_handled
 from flatout.recipe import Recipe
 from flatout.report import run_files
 from flatout.run.checkpoint import Checkpoint
@@ -80,7 +81,7 @@ class Monitor(Callbacks):
         text = f"epoch {progress.epoch + 1}/{recipe.epochs}{loss}"
         images = round(recipe.total_steps(self._steps) * self._images_per_epoch / self._steps)
         self._console.update(progress.images_trained, images, "images trained", text)
-        self._session.world.report_step(progress.epoch, progress.step)
+        self._session.world.heartbeat.report_step(progress.epoch, progress.step)
         if self._live:
             self._live.step(self._loss)
 
@@ -126,9 +127,8 @@ class Monitor(Callbacks):
         state = self._engine.state()
         best = self._engine.state(progress.best) if progress.best else {}
         if session.world.is_main:
-            checkpoint = Checkpoint(
-                state=state, best=best, progress=progress, recipe=self._recipe, data=session.data_facts
-            )
+            kept = dataclasses.replace(progress, earlier_seconds=session.wall_seconds(progress))
+            checkpoint = Checkpoint(state=state, best=best, progress=kept, recipe=self._recipe, data=session.data_facts)
             checkpoint.save(session.out / run_files.CHECKPOINTS)
         self._saved_at, self._saved_position = time.perf_counter(), position
         self._save_seconds = self._saved_at - began
@@ -146,9 +146,6 @@ class Monitor(Callbacks):
 @contextlib.contextmanager
 def signals_noted(control: "Control") -> Iterator[None]:
     """Let SIGINT and SIGTERM end the run after the current step or batch; a second SIGINT ends it at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def note(number: int, frame: Any) -> None:
         if seen and number == signal.SIGINT:
@@ -157,9 +154,5 @@ def signals_noted(control: "Control") -> Iterator[None]:
         control.stop |= Flag.TERMINATE if number == signal.SIGTERM else Flag.INTERRUPT
 
     seen: list[int] = []
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with signals_handled(note, signal.SIGINT, signal.SIGTERM):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

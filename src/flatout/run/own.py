@@ -63,7 +63,6 @@ class PerImage:
 
     Args:
         transforms: of float32 [C, H, W] in 0..1, on the device; each returns such an image.
-        recipe: for the normalisation.
     """
 
     def __init__(self, transforms: tuple[Callable[..., Any], ...], recipe: Recipe) -> None:

@@ -30,8 +30,6 @@ def fastest_precision(
     Args:
         make: returns an engine with a copy of the model.
         samples: training images, of which some batches are used.
-        recipe: of the run.
-        world: the ranks.
         formats: what the device computes in, the default first; bf16 is one of them.
     """
     from flatout.engine.eager.device_setup import BF16_WORTH

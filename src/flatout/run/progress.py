@@ -77,6 +77,7 @@ class Progress:
         first_seconds, first_images: time and images of the first `FIRST_STEPS` steps, which warm up.
         epoch_seconds: the part of train_seconds spent in the unfinished epoch.
         images_trained: images in all finished steps.
+        earlier_seconds: what the run took until it was resumed, from its command to the checkpoint.
         step_losses: pairs (step from the start of the run, mean training loss since the loss was last fetched).
     """
 
@@ -95,6 +96,7 @@ class Progress:
     first_steps: int = 0
     epoch_seconds: float = 0.0
     images_trained: int = 0
+    earlier_seconds: float = 0.0
     step_losses: list[tuple[int, float]] = field(default_factory=list)
 
     def note_first_steps(self) -> None:

@@ -35,7 +35,6 @@ def resolve(
         data: a path, a URL or data given in Python; None takes what the recipe names, or downloads the job's data.
         changes: dotted recipe keys to override.
         accelerated: whether a GPU or TPU trains; a recipe made for data then has a larger model and images.
-        console: takes notes.
         seconds: the time budget, for a recipe made for data; None for none.
         rate: measures models for such a recipe; None where the devices are not at hand.
         explain: also takes the reasons for a recipe made for data, for its report.

@@ -38,10 +38,6 @@ def check(
 
     Args:
         engine: at the state to train from.
-        train: the training split.
-        recipe: of the run.
-        world: the ranks.
-        classes: their number.
         is_fresh: whether no trained weights were loaded.
     """
     rate, images, before = scaled_rate(recipe), len(train.samples), engine.snapshot()
@@ -52,7 +48,7 @@ def check(
         # A short warm-up. The seed is always the same, so that dropout adds no noise to the losses.
         train.train_step(inputs, rate * step / STEPS, 0)
         world.control.received()
-        world.keep_alive()
+        world.heartbeat.keep_alive()
         if step == 1:
             first = engine.counts()[0].loss
         elif step == STEPS - LAST_STEPS:

@@ -19,6 +19,7 @@ from flatout.run import claim, sanity
 from flatout.run.budget import Budget, measure
 from flatout.run.calls import Calls
 from flatout.run.fill_in import about_splits, filled_in
+from flatout.run.launch import check_batch
 from flatout.run.loop import train
 from flatout.run.monitor import Monitor, signals_noted
 from flatout.run.options import Options
@@ -35,15 +36,6 @@ if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source
     from flatout.dist.world import World
     from flatout.engine.base import DeviceSplit, Engine
-
-
-def check_batch(batch: int, ranks: int) -> None:
-    """Raise InputError if a batch has not one sample for each rank."""
-    if batch < ranks:
-        raise InputError(
-            f"batch_size = {batch} is less than one sample for each of the {ranks} ranks: "
-            "use a larger batch or fewer devices"
-        )
 
 
 class Session:
@@ -151,21 +143,11 @@ class Session:
     @contextlib.contextmanager
     def _claim_folder(self) -> Iterator[None]:
         """Hold the run folder in the main process, unless the process that started it does; agree on its name."""
+        options = self.options
+        resume = options.resume or (restart_count() > 0 and not options.overwrite)
+        held = claim.claimed(options.out, self.recipe.job, resume=resume, overwrite=options.overwrite)
         with contextlib.ExitStack() as stack:
-            claimed: Path | InputError | None = self._claimed
-            if self.world.is_main and claimed is None:
-                options = self.options
-                resume = options.resume or (restart_count() > 0 and not options.overwrite)
-                held = claim.claimed(options.out, self.recipe.job, resume=resume, overwrite=options.overwrite)
-                try:
-                    claimed = stack.enter_context(held)
-                except InputError as error:
-                    claimed = error
-            claimed = self.world.broadcast_object(claimed)
-            if isinstance(claimed, InputError):
-                raise claimed
-            assert claimed is not None
-            self.out = self._claimed = claimed
+            self.out = self._claimed = self.world.from_main(lambda: self._claimed or stack.enter_context(held))
             yield
 
     @contextlib.contextmanager
@@ -222,10 +204,9 @@ class Session:
 
     def _of_run(self, key: str) -> str:
         """Return the value of a key of `data` in the run that is continued; "" in a new run."""
-        value = ""
-        if self._has_checkpoints() and self.world.is_main:
-            value = getattr(of_run(load_recipe(self.out / run_files.RECIPE)).data, key)
-        return self.world.broadcast_object(value)
+        if not self._has_checkpoints():
+            return ""
+        return self.world.from_main(lambda: getattr(of_run(load_recipe(self.out / run_files.RECIPE)).data, key))
 
     def build_model(self, pack: "Pack", report: Callable[[str], None] = lambda sentence: None) -> "nn.Module":
         """Return the model with fresh weights; one given in Python as a copy."""
@@ -332,26 +313,18 @@ class Session:
 
     def _fit_into_budget(self, engine: "Engine", placed: "dict[str, DeviceSplit]", progress: Progress) -> None:
         """Choose the number of steps by the time that some take, where the user has given a time budget."""
-        if self.options.minutes is None:
+        seconds, images = self.options.seconds, len(placed["train"].samples)
+        if seconds is None:
             return
-        seconds, images = 60 * self.options.minutes, len(placed["train"].samples)
         rates = measure(engine, placed, self.recipe, self.world, seconds)
-        self.budget = Budget(seconds, self.began, rates, self.recipe, images)
+        self.budget = budget = Budget(seconds, self.began, rates, self.recipe, images)
         steps = steps_per_epoch(images, self.recipe.batch_size, self.recipe.drop_last)
         done = progress.position(steps)
-        planned: Recipe | InputError
-        try:
-            planned = self.budget.plan(self.recipe, done)
-        except InputError as error:
-            planned = error
         # The main process's clock decides for all.
-        planned = self.world.broadcast_object(planned)
-        if isinstance(planned, InputError):
-            raise planned
-        self.set_length(planned)
+        self.set_length(self.world.from_main(lambda: budget.plan(self.recipe, done)))
         total = self.recipe.total_steps(steps)
         self.note(
-            f"--minutes {self.options.minutes:g}: {total - done:,} steps fit, {(total - done) / steps:.1f} epochs, at "
+            f"--minutes {seconds / 60:g}: {total - done:,} steps fit, {(total - done) / steps:.1f} epochs, at "
             f"{self.recipe.batch_size / rates.step:,.0f} images per second"
         )
         self._time("measure")
@@ -359,11 +332,8 @@ class Session:
     def _check_sanity(self, engine: "Engine", train: "DeviceSplit", progress: Progress, classes: int) -> None:
         """Before a long run, note what would make it useless. A resumed run has been checked before."""
         recipe = self.recipe
-        if (
-            self.options.own.loss
-            or (progress.epoch, progress.step) != (0, 0)
-            or not sanity.is_worthwhile(recipe, len(train.samples))
-        ):
+        is_resumed = (progress.epoch, progress.step) != (0, 0)
+        if is_resumed or self.options.own.loss or not sanity.is_worthwhile(recipe, len(train.samples)):
             return
         is_fresh = not (recipe.pretrained or recipe.weights)
         for sentence in sanity.check(engine, train, recipe, self.world, classes, is_fresh=is_fresh):
@@ -413,6 +383,10 @@ class Session:
             folder = shlex.quote(str(self.whole or self.out))
             self.console.note(f"continue with: flatout train --resume --out {folder}")
         return ended, failure
+
+    def wall_seconds(self, progress: Progress) -> float:
+        """Return what the run has taken, from its first command, without what was lost when it was killed."""
+        return progress.earlier_seconds + time.perf_counter() - self.began
 
     def note(self, sentence: str) -> None:
         """Print a sentence, and keep it for the summary."""

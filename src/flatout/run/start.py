@@ -37,13 +37,6 @@ def start_engine(
 
     Args:
         model: with fresh weights; it is changed.
-        recipe: of the run.
-        splits: of the data.
-        classes: their names.
-        world: the ranks.
-        options: of the run.
-        fits_head: whether the head is fitted first.
-        note: takes sentences for the summary.
 
     Raises:
         InputError: weights cannot be loaded, the head cannot be fitted, or the device lacks what the recipe asks for.
@@ -88,16 +81,11 @@ def _load_weights(model: "nn.Module", recipe: Recipe, world: "World", note: Call
     """Load the weights to start from into rank 0's model, which the engine distributes: one rank downloads them."""
     from flatout.models.pretrained import load_pretrained
 
-    failure: InputError | None = None
-    if world.is_main:
-        try:
-            with world.heartbeat.alone("loading the weights"):
-                load_pretrained(model, recipe, note)
-        except InputError as error:
-            failure = error
-    failure = world.broadcast_object(failure)
-    if failure:
-        raise failure
+    def load() -> None:
+        with world.heartbeat.alone("loading the weights"):
+            load_pretrained(model, recipe, note)
+
+    world.from_main(load)
 
 
 def _fit_head(
