@@ -189,8 +189,8 @@ def check(source: Source) -> CheckResult:
         images={split: stop - start for split, (start, stop) in source.splits.items()},
         numbers=numbers_of(source) if source.task == "regression" else {},
         counts={split: source.class_counts(split) for split in source.splits},
-        widths=_sizes([look.width for look in readable]),
-        heights=_sizes([look.height for look in readable]),
+        widths=sizes_of(np.array([look.width for look in readable])),
+        heights=sizes_of(np.array([look.height for look in readable])),
         shapes=dict(Counter(f"{look.height}x{look.width}" for look in readable).most_common()),
         modes=dict(Counter(look.mode for look in readable).most_common()),
         unreadable=tuple(unreadable),
@@ -296,5 +296,9 @@ def numbers_of(source: Source) -> dict[str, tuple[float, float, float]]:
     return {split: (values[0], median_low(values), values[-1]) for split, values in parts.items()}
 
 
-def _sizes(values: list[int]) -> Sizes | None:
-    return Sizes(smallest=min(values), median=median_low(values), largest=max(values)) if values else None
+def sizes_of(values: np.ndarray) -> Sizes | None:
+    """Return smallest, median and largest of some lengths; None without any."""
+    if not len(values):
+        return None
+    middle = np.partition(values, (len(values) - 1) // 2)[(len(values) - 1) // 2]
+    return Sizes(smallest=int(values.min()), median=int(middle), largest=int(values.max()))

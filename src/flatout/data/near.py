@@ -56,7 +56,6 @@ def pairs_across(looks: Looks, parts: np.ndarray) -> np.ndarray:
     Images that show nothing are in no pair.
 
     Args:
-        looks: of N images.
         parts: the part of each, int64 [N], such as the number of its split.
     """
     shown = np.flatnonzero(looks.thumbnails.std(axis=1, dtype=np.float32) >= LEAST_CONTRAST)

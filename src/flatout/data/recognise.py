@@ -28,8 +28,9 @@ from flatout.files import printable
 from flatout.recipe import Data
 from flatout.settings import nearest_path
 
-# In the order in which they are tried. Each module has `KIND`, its name; `recognise(path, class_list, options)`, which
-# returns a DataRef or None; and `read(...)`, which returns a Source.
+# In the order in which they are tried. Each module has `KIND`, its name; `ABOUT`, rows of the table in docs/data.md: a
+# name, what to give, and how it is recognised; `recognise(path, class_list, options)`, which returns a DataRef or None;
+# and `read(...)`, which returns a Source.
 FORMATS = (
     file_names,
     idx,

@@ -112,6 +112,10 @@ class Source:
         """The groups as a pack has them, int64 [N], counted from 0."""
         return None if self.groups is None else np.unique(self.groups, return_inverse=True)[1]
 
+    def split_of(self, index: int) -> str:
+        """Return the name of the split that an image is in."""
+        return next(name for name, (_, stop) in self.splits.items() if index < stop)
+
     def class_counts(self, split: str) -> dict[str, int]:
         """Return the number of images of each class in a split, in the order of the classes."""
         counts = count_classes(self.labels[slice(*self.splits[split])], len(self.classes))

@@ -149,7 +149,6 @@ def divide(labels: np.ndarray, count: int, seed: int, groups: np.ndarray | None 
 
     Args:
         labels: of any task, as in `labels.Labels`.
-        count: the number of folds.
         seed: decides between equals.
         groups: int64 [N]; samples of a group share a fold.
 

@@ -96,7 +96,6 @@ def augmented(source: Source, indices: np.ndarray, recipe: Recipe, epochs: Seque
     Draws, geometry, colours, erasing and mixing are those of the training code; sample i is the i-th training image.
 
     Args:
-        source: the data.
         indices: of readable training images, int64 [M].
         recipe: with mean and standard deviation.
         epochs: V of them, from 0.

@@ -75,9 +75,7 @@ def find_label_errors(recipe: Recipe, data: DataRef | Source, options: Options, 
 
     Args:
         recipe: of one whole training; `short` makes that of the folds.
-        data: recognised, or read.
         options: where and how to train; the run folders are temporary.
-        console: shows the training.
 
     Raises:
         InputError: the labels are numbers, or training is impossible with this data and recipe.

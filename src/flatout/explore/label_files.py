@@ -53,7 +53,6 @@ def check_labels(
         apply: a new CSV file for all labels, corrected; or, for arrays, a new .npz file with the images; None for none.
         suggestions: a label-errors.csv of an earlier call, in place of training.
         devices, engine, allow_code: as in `Options`.
-        console: shows the training.
 
     Raises:
         InputError, TrainingFailed: as `find_label_errors`; or a file is there already, or does not fit the data.
@@ -104,7 +103,7 @@ def suggestions(found: LabelErrors) -> list[dict[str, Any]]:
     for index, given, suggested, confidence in zip(
         errors.index.tolist(), errors.given.tolist(), errors.suggested.tolist(), errors.confidence.tolist(), strict=True
     ):
-        split = _split_of(source, index)
+        split = source.split_of(index)
         row = rows.setdefault(
             index,
             {
@@ -286,7 +285,3 @@ def _content(found: LabelErrors, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "pairs": [(given, suggested, times) for (given, suggested), times in most],
         "suggestions": SUGGESTIONS,
     }
-
-
-def _split_of(source: Source, index: int) -> str:
-    return next(name for name, (_, stop) in source.splits.items() if index < stop)

@@ -2,23 +2,22 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flatout.console import Console, in_notebook
-from flatout.data.check import FEW_IMAGES, label_of, name_of, numbers_of
+from flatout.data.check import FEW_IMAGES, label_of, name_of, numbers_of, sizes_of
 from flatout.data.source import DataRef, Source, describe
 from flatout.data.survey import EXTREME, Survey, survey
 from flatout.explore import images as pictures
 from flatout.numerics.random import Stream, permutation
 from flatout.recipe import Recipe
-from flatout.report.html import SMOOTH_FROM_PIXELS, page, thumbnail, write_page
+from flatout.report.html import SMOOTH_FROM_PIXELS, framed, page, thumbnail, write_page
 from flatout.report.run_files import write_json
 from flatout.run.arguments import join_data, recipe_changes
 from flatout.run.resolve import resolve
@@ -63,11 +62,7 @@ class Look:
 
     def name(self, index: int) -> str:
         """Return the name of an image: its file, or split[position] in an array."""
-        return name_of(self.source, index, self.split_of(index))
-
-    def split_of(self, index: int) -> str:
-        """Return the split that an image is in."""
-        return next(name for name, (_, stop) in self.source.splits.items() if index < stop)
+        return name_of(self.source, index, self.source.split_of(index))
 
     @cached_property
     def figures(self) -> dict[str, Any]:
@@ -86,7 +81,7 @@ class Look:
             "images": {split: stop - start for split, (start, stop) in source.splits.items()},
             "numbers": numbers_of(source) if source.task == "regression" else {},
             "counts": {split: source.class_counts(split) for split in source.splits},
-            **{name: _spread(values) for name, values in sides.items()},
+            **{name: asdict(sizes) if (sizes := sizes_of(values)) else None for name, values in sides.items()},
             "shapes": {f"{shapes[i][0]}x{shapes[i][1]}": int(counts[i]) for i in order},
             "modes": found.modes,
             "unreadable": {self.name(i): reason for i, reason in found.unreadable.items()},
@@ -257,9 +252,7 @@ class Look:
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, for notebooks."""
-        # A frame of its own keeps the page's style out of the notebook's.
-        html = escape(page("look.html.j2", self.content()))
-        return f'<div><iframe srcdoc="{html}" style="width:100%;height:50em;border:0"></iframe></div>'
+        return framed(page("look.html.j2", self.content()))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         return {"text/plain": repr(self), "text/html": self._repr_html_()}
@@ -317,13 +310,6 @@ def look(data: Any = None, labels: Any = None, *, job: Any = None, quiet: bool =
         return look_at(job, join_data(data, labels, None), recipe_changes(changes), console, in_words=True)
     finally:
         console.close()
-
-
-def _spread(values: np.ndarray) -> dict[str, int] | None:
-    if not len(values):
-        return None
-    middle = np.partition(values, (len(values) - 1) // 2)[(len(values) - 1) // 2]
-    return {"smallest": int(values.min()), "median": int(middle), "largest": int(values.max())}
 
 
 def _facts(figures: Mapping[str, Any], source: Source) -> list[tuple[str, str]]:

@@ -47,7 +47,6 @@ def find_rate(recipe: Recipe, data: "DataRef | Source", options: Options, consol
     Args:
         recipe, data: as `resolve` returns them.
         options: how to run; `out` is a new or empty folder, None for a new one under `runs/`.
-        console: takes notes and progress.
 
     Returns:
         `points` are [rate, loss, smoothed loss] of each step. `rate` is the suggestion for a step, and `lr` the value
@@ -107,7 +106,7 @@ def _measure(
         step = len(points)
         train.train_step(inputs, rate, step)
         world.control.received()
-        world.report_step(0, step + 1)
+        world.heartbeat.report_step(0, step + 1)
         loss = engine.counts()[0].loss
         # The average is divided by the sum of its weights, as Adam's are.
         average = SMOOTHING * average + (1 - SMOOTHING) * loss

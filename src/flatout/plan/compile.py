@@ -235,7 +235,6 @@ def _next_batch(known: Sequence[tuple[int, float]], limit: float, fits: int, fai
         known: batches, each with the bytes that it needs.
         limit: the bytes available.
         fits, fails: those batches; 0 where none is known.
-        devices: how many devices share a batch.
     """
     guesses = []
     nearest = sorted(known, key=lambda point: abs(point[1] - limit))[:2]

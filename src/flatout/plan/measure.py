@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.console import Console
-from flatout.errors import InputError
 from flatout.models.load import build_model
 from flatout.plan.roofline import Work
 from flatout.scale.scale import split_specs, spread
@@ -21,7 +20,7 @@ from flatout.tasks import task_of
 if TYPE_CHECKING:
     from flatout.data.feed import Samples
     from flatout.dist.world import World
-    from flatout.engine.base import DeviceSplit, Engine
+    from flatout.engine.base import Engine
     from flatout.engine.devices import Devices
 
 # The random images: at least this many batches, and more up to this many bytes.
@@ -58,7 +57,7 @@ def measure(
 def _row(work: Work, spec: str, engine: str, allow_code: bool, console: Console) -> dict[str, Any]:
     """Measure one SPEC."""
     from flatout.engine.factory import choose_processes
-    from flatout.run.launch import run_on_devices
+    from flatout.run.launch import check_batch, run_on_devices
 
     recipe = work.recipe
     chosen = choose_processes(
@@ -67,11 +66,7 @@ def _row(work: Work, spec: str, engine: str, allow_code: bool, console: Console)
     if chosen.reason:
         console.note(chosen.reason)
     ranks = chosen.devices.ranks
-    if work.batch < len(ranks.names):
-        raise InputError(
-            f"--devices {spec}: batch_size = {work.batch} is less than one sample for each of the "
-            f"{len(ranks.names)} processes; use a larger batch or fewer devices"
-        )
+    check_batch(work.batch, len(ranks.names))
     console.note(f"{spec}: measuring steps of {work.batch:,} images")
     arguments = (work, str(chosen.devices), engine, allow_code)
     measured = run_on_devices(
@@ -115,68 +110,57 @@ def _on_rank(
     model = build_model(work.recipe, work.classes, allow_code=allow_code)
     made = make_engine(model, work.recipe, engine=engine, devices=devices, world=world, report=console.note)
     try:
-        return _Measurement(work, made, world, began).run()
+        return _measured(work, made, world, began)
     finally:
         made.close()
 
 
-class _Measurement:
-    """Runs and times the same steps in every process; the main process's clock counts.
+def _measured(work: Work, engine: "Engine", world: "World", began: float) -> dict[str, Any]:
+    """Warm up, measure, and return the figures. All ranks take the same steps; the main process's clock counts."""
+    from flatout.engine.devices import spec_of
+    from flatout.host import peak_rss_bytes
 
-    Args:
-        work: the job.
-        engine: new.
-        world: the processes.
-        began: the start of the process, by time.perf_counter.
-    """
+    images = work.batch
+    once, timed = _warm_up(work, engine, world, images)
+    if once + timed.seconds(1) < SLOW_SECONDS:
+        timed.close()
+        images = sample_size(work)
+        once, timed = _warm_up(work, engine, world, images)
+    steps = timed.steps_in(REPEAT_SECONDS)
+    warmup_seconds = time.perf_counter() - began
+    found: list[float] = []
+    while len(found) < REPEATS and steps * sum(found) < LIMIT_SECONDS:
+        found.append(timed.seconds(steps))
+    gather = world.all_gather_object
+    return {
+        "threads": engine.threads,
+        "runs_on": spec_of([name for names in gather(engine.device_names) for name in names]),
+        "step_seconds": found,
+        "steps_each": steps,
+        "once_seconds": once / images,
+        "warmup_seconds": warmup_seconds,
+        "images": images,
+        "peak_rss_bytes": sum(gather(peak_rss_bytes())),
+        "peak_device_bytes": max(gather(engine.peak_memory_bytes() or 0)) or None,
+    }
 
-    def __init__(self, work: Work, engine: "Engine", world: "World", began: float) -> None:
-        self._work, self._engine, self._world, self._began = work, engine, world, began
 
-    def run(self) -> dict[str, Any]:
-        """Warm up, measure, and return the figures."""
-        from flatout.engine.devices import spec_of
-        from flatout.host import peak_rss_bytes
+def _warm_up(work: Work, engine: "Engine", world: "World", images: int) -> tuple[float, Timed]:
+    """Place images and take a step; return the seconds of what the engine does only once, and its steps."""
 
-        images = self._work.batch
-        once, timed = self._warm_up(images)
-        if once + timed.seconds(1) < SLOW_SECONDS:
-            timed.close()
-            images = sample_size(self._work)
-            once, timed = self._warm_up(images)
-        steps = timed.steps_in(REPEAT_SECONDS)
-        warmup_seconds = time.perf_counter() - self._began
-        found: list[float] = []
-        while len(found) < REPEATS and steps * sum(found) < LIMIT_SECONDS:
-            found.append(timed.seconds(steps))
-        gather = self._world.all_gather_object
-        return {
-            "threads": self._engine.threads,
-            "runs_on": spec_of([name for names in gather(self._engine.device_names) for name in names]),
-            "step_seconds": found,
-            "steps_each": steps,
-            "once_seconds": once / images,
-            "warmup_seconds": warmup_seconds,
-            "images": images,
-            "peak_rss_bytes": sum(gather(peak_rss_bytes())),
-            "peak_device_bytes": max(gather(self._engine.peak_memory_bytes() or 0)) or None,
-        }
-
-    def _warm_up(self, images: int) -> tuple[float, Timed]:
-        """Place images and take a step; return the seconds of what the engine does only once, and its steps."""
-        placed = self._engine.place(random_samples(self._work, images))
-        placed.compile()
-        # The output of frozen layers is cached when an epoch begins for the first time.
-        first, again = (self._begin_seconds(placed, epoch) for epoch in range(2))
-        timed = Timed(training(placed, self._engine, self._world, self._work.recipe), self._engine, self._world)
-        timed.seconds(1)
-        return self._world.broadcast_object(max(0.0, first - again)), timed
-
-    def _begin_seconds(self, placed: "DeviceSplit", epoch: int) -> float:
+    def seconds_to_begin(epoch: int) -> float:
         began = time.perf_counter()
         placed.begin_epoch(epoch)
-        self._engine.counts()
+        engine.counts()
         return time.perf_counter() - began
+
+    placed = engine.place(random_samples(work, images))
+    placed.compile()
+    # The output of frozen layers is cached when an epoch begins for the first time.
+    first, again = map(seconds_to_begin, range(2))
+    timed = Timed(training(placed, engine, world, work.recipe), engine, world)
+    timed.seconds(1)
+    return world.broadcast_object(max(0.0, first - again)), timed
 
 
 def sample_size(work: Work) -> int:

@@ -44,13 +44,11 @@ def plan(
         changes: dotted recipe keys to override.
         topologies: TPUs to compile for, such as `v5e:2x4,v5e:4x4`; or
         devices: SPECs of devices to measure, such as `cpu,2xcpu`.
-        engine: of those devices.
         images, classes: of the training data, if they are given.
         price: of one chip for an hour, in any currency.
         largest_batch: search for the largest batch that fits a topology, even if the job's batch does.
         allow_code: whether a model named as `package.module:factory` may be imported.
         out: a new or empty folder; None for a new one under `runs/`.
-        console: shows progress.
 
     Raises:
         InputError: an argument is wrong, or the model cannot be compiled.

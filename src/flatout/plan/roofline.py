@@ -61,8 +61,6 @@ def row_of(work: Work, topology: Topology, compiled: Mapping[str, Any], price: f
     """Return the table row of a topology.
 
     Args:
-        work: the job.
-        topology: the chips.
         compiled: fields of `plan.topology.Compiled`.
         price: of one chip for an hour.
     """

@@ -109,8 +109,6 @@ def compile_step(model: nn.Module, recipe: Recipe, devices: list[Any], classes: 
     Args:
         model: with any weights; only shapes matter.
         recipe: complete; `batch_size` is the global batch.
-        devices: from `devices_of`.
-        classes: of the data.
 
     Raises:
         InputError: the model cannot be compiled.

@@ -9,6 +9,7 @@ import hashlib
 import io
 import re
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,12 @@ def page(template: str, content: Mapping[str, Any]) -> str:
     environment.filters |= {"duration": duration, "breakable": _breakable, "shorten": shorten}
     digest = base64.b64encode(hashlib.sha256(FILTER_SCRIPT.encode()).digest()).decode()
     return environment.get_template(template).render(**content, script=FILTER_SCRIPT, script_hash=digest)
+
+
+def framed(html: str) -> str:
+    """Return a page in a frame, for notebooks: the page's style stays out of the notebook's."""
+    # IPython warns of what begins with a frame; its own, though, only shows addresses.
+    return f'<div><iframe srcdoc="{escape(html)}" style="width:100%;height:50em;border:0"></iframe></div>'
 
 
 def write_page(path: Path, template: str, content: Mapping[str, Any]) -> None:

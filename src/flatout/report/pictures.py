@@ -76,7 +76,6 @@ def draw_curves(path: Path, metrics: Lines, summary: Mapping[str, Any]) -> None:
     """Write loss and the task's metric per epoch as a PNG, and the learning rate below them where it changes.
 
     Args:
-        path: the PNG to write.
         metrics: the lines of `metrics.jsonl`.
         summary: the content of `summary.json`; the kept epoch and the losses by step are shown where it has them.
     """

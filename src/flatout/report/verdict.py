@@ -63,7 +63,6 @@ def verdict(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], re
         summary: the content of `summary.json`; figures may be missing, None or NaN. The lists `train_class_counts`,
             `test_class_counts` and `test_predicted_counts` are in the order of `classes`.
         metrics: the lines of `metrics.jsonl`.
-        recipe: the recipe of the run.
     """
     run = _Run(summary, metrics, recipe)
     learning = [*_diverged(run)] or [*_at_chance(run), *_no_better_than_the_mean(run)]

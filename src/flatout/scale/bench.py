@@ -41,8 +41,6 @@ def bench(recipe: Recipe, data: "DataRef | Source", options: Options, console: C
 
     Args:
         recipe, data: as `resolve` returns them.
-        options: the devices and the engine.
-        console: takes notes.
 
     Returns:
         `input_images_per_second`: batches ordered, read and copied to the devices, without a step.

@@ -85,7 +85,6 @@ def scale(
         out: a new or empty folder; None for a new one under `runs/`.
         repeats: runs of every SPEC.
         weak: keep the batch per device, rather than the global batch.
-        console: told how far it has come.
 
     Raises:
         InputError: something given is wrong, or a run says so; the message then names its SPEC.

@@ -24,9 +24,7 @@ class Timed:
     """Times some of endless steps; all processes take the same ones.
 
     Args:
-        steps: one of the generators of this module.
         engine: runs them; it is waited for.
-        world: the processes.
     """
 
     def __init__(self, steps: Steps, engine: "Engine", world: "World") -> None:
@@ -91,11 +89,11 @@ def preparing(split: "DeviceSplit", world: "World", recipe: Recipe) -> Steps:
     """Prepare the inputs of the steps of each epoch, and take none."""
     for epoch in endless_epochs(split, recipe):
         for _ in epoch:
-            world.keep_alive()
+            world.heartbeat.keep_alive()
             yield
 
 
 def _step(split: "DeviceSplit", world: "World", inputs: Any, number: int) -> None:
     split.train_step(inputs, 0.0, number)
     world.control.received()
-    world.report_step(0, number + 1)
+    world.heartbeat.report_step(0, number + 1)

@@ -14,7 +14,6 @@ from flatout.errors import InputError
 from flatout.recipe import Data
 
 KIND = "CIFAR binaries"
-# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
 ABOUT = {
     KIND: (
         "the folder",

@@ -10,7 +10,6 @@ from flatout.data.splits import in_order, split_of
 from flatout.errors import InputError
 
 KIND = "images with classes in their names"
-# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
 ABOUT = {
     KIND: ("the folder, and `--set data.label_pattern=...`", "the pattern is set"),
 }

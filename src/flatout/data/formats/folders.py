@@ -22,7 +22,6 @@ from flatout.recipe import Data
 T = TypeVar("T", str, Path)
 
 KIND = "class folders"
-# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
 ABOUT = {
     KIND: ("the folder", "one folder per class, with or without split folders around them"),
 }

@@ -24,7 +24,6 @@ from flatout.errors import InputError
 from flatout.recipe import Data
 
 KIND = "IDX files"
-# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
 ABOUT = {
     KIND: ("the folder", "names such as `train-images-idx3-ubyte`, with or without `.gz`"),
 }

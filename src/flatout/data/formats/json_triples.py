@@ -15,7 +15,6 @@ from flatout.errors import InputError
 from flatout.recipe import Data
 
 KIND = "JSON triples"
-# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
 ABOUT = {
     KIND: ("the `.json` or `.json.gz`", "three `[images, labels]` pairs: train, valid, test"),
 }

@@ -12,7 +12,6 @@ from flatout.data.tables import rows_of
 from flatout.errors import InputError
 
 KIND = "PaddleClas lists"
-# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
 ABOUT = {
     KIND: (
         "the folder or a list",

@@ -25,7 +25,6 @@ from flatout.data.tables import rows_of
 from flatout.errors import InputError
 
 KIND = "CSV manifest"
-# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
 ABOUT = {
     KIND: (
         "the file or its folder",

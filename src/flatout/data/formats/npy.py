@@ -15,7 +15,6 @@ from flatout.data.splits import SPLITS, in_order, split_within, words_of
 from flatout.errors import InputError, first_line
 
 KIND = "NumPy arrays"
-# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
 ABOUT = {
     KIND: ("an `.npz`, an `.npy`, or a folder of `.npy`", "words in the names of arrays or files"),
 }

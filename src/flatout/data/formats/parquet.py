@@ -23,7 +23,6 @@ from flatout.data.splits import split_of
 from flatout.errors import InputError, first_line
 
 KIND, SAVED_KIND = "Parquet files", "saved Hugging Face data set"
-# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
 ABOUT = {
     KIND: ("the folder, a `.parquet`, or a pattern with braces", "a column of encoded images and one of classes"),
     SAVED_KIND: ("the folder", "`dataset_dict.json`, or `dataset_info.json` and `state.json`"),

@@ -25,7 +25,6 @@ from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.errors import InputError
 
 KIND = "TFRecord files"
-# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
 ABOUT = {
     KIND: (
         "the folder, a file, or a pattern with braces",
@@ -119,16 +118,12 @@ def _samples(file: Path, options: ReadOptions) -> Iterator[_Sample]:
     start = _read_start(file)
     container = Container(file, decompress=_masked_crc32c(start[:8]) != start[8:])
     with container.opened() as descriptor:
-        yield from _samples_of(container, descriptor, options)
-
-
-def _samples_of(container: Container, descriptor: int, options: ReadOptions) -> Iterator[_Sample]:
-    for number, (offset, record) in enumerate(_records(container, descriptor)):
-        try:
-            features = _features(record)
-        except (ValueError, IndexError) as error:
-            raise InputError(f"{container.path}: record {number}: is no tf.train.Example ({error})") from None
-        yield _sample(container, number, offset, record, features, options)
+        for number, (offset, record) in enumerate(_records(container, descriptor)):
+            try:
+                features = _features(record)
+            except (ValueError, IndexError) as error:
+                raise InputError(f"{container.path}: record {number}: is no tf.train.Example ({error})") from None
+            yield _sample(container, number, offset, record, features, options)
 
 
 def _read_start(file: Path) -> bytes:

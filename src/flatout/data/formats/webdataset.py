@@ -16,7 +16,6 @@ from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.errors import InputError
 
 KIND = "WebDataset shards"
-# Name, what to give and how it is recognised: the rows of the table in docs/data.md.
 ABOUT = {
     KIND: (
         "the folder, a `.tar`, or a pattern with braces",
