@@ -46,8 +46,6 @@ def peak_rss_bytes() -> int:
 
 def processor_name() -> str:
     """Return the name of the processor."""
-    import platform
-
     names = _lines("/proc/cpuinfo", "model name")
     return names[0] if names else platform.processor() or platform.machine()
 

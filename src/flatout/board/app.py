@@ -87,7 +87,6 @@ class Board:
     """The handlers of requests.
 
     Args:
-        store: the runs.
         is_ending: tells when streams end, since the server ends.
         classify: answers an image; a parameter for tests without a model.
     """

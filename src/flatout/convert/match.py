@@ -40,9 +40,7 @@ def candidates(
     """Yield the ways to match the layers of a file with those of a model, the most certain first.
 
     Args:
-        foreign: the weights of the file.
         model: only names, types and shapes of its layers are used.
-        trace: what the model does with an image.
         heads: the layers whose weights the file may lack, or have in another number.
         mapping: the model's layer or tensor -> the file's; these pairs are certain.
         epsilon: of the file's batch normalisation, if it differs from what the file and its framework say.

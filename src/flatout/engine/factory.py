@@ -48,11 +48,7 @@ def choose_processes(
     processes take time to start, and need enough work. Which is faster depends on the model, so both are measured.
 
     Args:
-        spec: the SPEC.
-        recipe: the job.
-        images: the number of training images.
         build: makes the model, to measure its speed.
-        engine: the engine's name.
         has_budget: whether a time budget decides how long the job is.
 
     Raises:
@@ -212,12 +208,8 @@ def make_engine(
 
     Args:
         model: rank 0's has the weights to start from.
-        recipe: complete.
-        engine: `torch` or `xla`.
         devices: the SPEC; a rank that has joined a world uses that world's device.
-        world: the ranks.
         class_weights: float32 [classes]; None for none.
-        report: takes sentences for the log.
         **options: for the torch engine.
 
     Raises:

@@ -94,10 +94,8 @@ def agreement(
     Args:
         run: computes in 32 bits on the CPU, as `flatout predict` does.
         samples: labelled images of the run's size.
-        split: their name.
         answers: runs the file.
         resizes: whether the file takes images of any size.
-        console: shows progress.
     """
     positions = np.linspace(0, len(samples) - 1, min(len(samples), MOST_IMAGES)).astype(np.int64)
     if not len(positions):

@@ -107,7 +107,6 @@ def export(
         format: "onnx", "torch", "exported" (a `torch.export` program) or "keras"; by default, as the name ends.
         precision: of an ONNX file: "fp32", "fp16" or "int8".
         data: other images to verify on, and to calibrate int8 on; by default the run's own.
-        console: shows progress.
 
     Raises:
         InputError: the file exists, the run cannot be written in this format, its data is missing, or fewer than

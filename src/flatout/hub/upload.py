@@ -39,7 +39,6 @@ def upload(
         private: create it for its owner alone.
         overwrite: replace another content. Files that flatout does not write stay.
         pictures: include the report and the pictures, which show test images.
-        console: takes messages.
 
     Returns:
         `url`, `page` (its address for browsers), `commit`, `changed`, `bytes` and `files`.

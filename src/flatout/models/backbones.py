@@ -91,8 +91,6 @@ def choose(*, accelerated: bool, images: int, seconds: float | None) -> Backbone
     since each takes time; few images do not call for a small one, since the weights are trained already.
 
     Args:
-        accelerated: whether an accelerator will train it.
-        images: the number of training images.
         seconds: the time budget; None for none.
     """
     speed = _SPEED_OF_AN_ACCELERATOR if accelerated else _SPEED_OF_A_CORE * physical_cores()

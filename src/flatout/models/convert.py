@@ -57,12 +57,10 @@ def convert(
         file: of any format that `flatout.convert` reads; a folder or prefix of a checkpoint.
         model_name: as in a recipe.
         out: a new `.safetensors` file.
-        shape: what the user says of the model.
         mapping: a TOML or JSON file, `"layer of the model" = "layer of the file"`.
         check: an `.npz` file with `images`, [N, C, H, W] or [N, H, W, C] as the model receives them, and `logits`
             [N, K] of the source framework.
         epsilon: of the file's batch normalisation, if its framework's default is not right.
-        report: takes sentences.
 
     Raises:
         InputError: the file cannot be read or does not fit, or logits differ by more than TOLERANCE. Nothing is

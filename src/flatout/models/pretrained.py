@@ -115,8 +115,6 @@ def fit(
 
     Args:
         model: as `build_model` returns it, on the CPU.
-        foreign: the weights.
-        path: the file, for messages.
         sides: height and width of the model's images.
         report: takes a sentence on what was loaded.
         mapping: see `flatout.convert.match.candidates`.

@@ -32,7 +32,6 @@ def build(
     """Return the torch optimizer of a recipe's section, fused where torch has that.
 
     Args:
-        optimizer: the section.
         parameters: what to train by name, all on one device.
         scales: what the learning rate of each parameter is multiplied by; None for 1. Those of equal scale are a group.
         capturable: whether steps are recorded in a CUDA graph. The learning rate of a group is then a tensor on the

@@ -46,20 +46,16 @@ class MultiLabel(Task):
 
     @staticmethod
     def check(recipe: Recipe) -> None:
-        """See `Task.check`."""
         if recipe.linear_probe:
             raise InputError("linear_probe = true: fits one class for each image; set linear_probe = false")
 
     def num_outputs(self, classes: int) -> int:
-        """See `Task.num_outputs`."""
         return classes
 
     def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
-        """See `Task.random_labels`."""
         return rng.integers(0, 2, (count, classes), np.uint8)
 
     def targets(self, labels: np.ndarray) -> np.ndarray:
-        """See `Task.targets`."""
         return labels.astype(np.float32)
 
     def class_weights(self, labels: np.ndarray, classes: int) -> np.ndarray:
@@ -85,7 +81,6 @@ class MultiLabel(Task):
         return ((logits_BK > 0) == (targets > 0.5)).all(dim=1).float()
 
     def probabilities(self, logits_BK: "Tensor") -> "Tensor":
-        """See `Task.probabilities`."""
         return logits_BK.float().sigmoid()
 
     def predicted(self, logits_BK: "Tensor") -> "Tensor":
@@ -93,11 +88,9 @@ class MultiLabel(Task):
         return self.probabilities(logits_BK)
 
     def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
-        """See `Task.predicted_from`."""
         return probabilities
 
     def averaged(self, logits_VBK: "Tensor") -> "Tensor":
-        """See `Task.averaged`."""
         return averaged_sigmoid(logits_VBK.float())
 
     def metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -116,18 +109,15 @@ class MultiLabel(Task):
         }
 
     def guessing_loss(self, classes: int) -> float:
-        """See `Task.guessing_loss`."""
         # Positive weights as large as the negatives are many at most double it.
         return math.log(2) * (1 + self.is_balanced)
 
     @staticmethod
     def describe(split: str, figures: Mapping[str, Any]) -> str:
-        """See `Task.describe`."""
         precision, macro, micro = (figures[f"{split}_{key}"] for key in ("map", "f1_macro", "f1_micro"))
         return f"{split} mAP {precision:.4f}, F1 {macro:.4f} (macro), {micro:.4f} (micro)"
 
     def remark(self, split: str, figures: Mapping[str, Any]) -> str:
-        """See `Task.remark`."""
         macro, micro = (finite(figures.get(f"{split}_f1_{how}")) for how in ("macro", "micro"))
         return f"F1 {macro:.3f} (macro), {micro:.3f} (micro)" if macro is not None and micro is not None else ""
 
@@ -137,7 +127,6 @@ class MultiLabel(Task):
         return -np.log(np.maximum(given_NK, LEAST_PROBABILITY)).mean(axis=1)
 
     def merit(self, metrics: dict[str, float]) -> float:
-        """See `Task.merit`."""
         return metrics["map"]
 
     def tuned(self, predicted: np.ndarray, labels: np.ndarray) -> "Task":
@@ -150,7 +139,6 @@ class MultiLabel(Task):
         return (predicted >= np.array(self.thresholds or (DEFAULT_THRESHOLD,))).astype(np.uint8)
 
     def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
-        """See `Task.per_class`."""
         return class_rows(answers, labels, classes)
 
     def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
@@ -173,7 +161,6 @@ class MultiLabel(Task):
         return {"classes": tuple(classes[i] for i in best), "probabilities": tuple(row[best].tolist())}
 
     def text(self, label: Any, classes: Sequence[str]) -> str:
-        """See `Task.text`."""
         return ", ".join(name for name, present in zip(classes, label, strict=True) if present) or "none"
 
     def is_right(self, answers: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
@@ -181,7 +168,6 @@ class MultiLabel(Task):
         return (answers == labels).all(axis=1)
 
     def class_table(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[tuple[Any, ...]]:
-        """See `Task.class_table`."""
         rows = [row for row in self.per_class(answers, labels, classes) if row["support"]]
         keys = ("class", "support", "precision", "recall", "f1")
         return sorted((tuple(row[key] for key in keys) for row in rows), key=lambda row: (row[4], -row[1]))

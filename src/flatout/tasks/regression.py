@@ -40,7 +40,6 @@ class Regression(Task):
 
     @staticmethod
     def check(recipe: Recipe) -> None:
-        """See `Task.check`."""
         only = {
             "label_smoothing": (0.0, "smooths classes"),
             "class_weights": ("none", "weighs classes"),
@@ -50,11 +49,9 @@ class Regression(Task):
         refuse(recipe, "regression", only)
 
     def num_outputs(self, classes: int) -> int:
-        """See `Task.num_outputs`."""
         return 1
 
     def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
-        """See `Task.random_labels`."""
         return rng.standard_normal(count, np.float32)
 
     def targets(self, labels: np.ndarray) -> np.ndarray:
@@ -74,19 +71,15 @@ class Regression(Task):
         return (logits_BK.float()[:, 0] - targets).abs() * self.label_std
 
     def probabilities(self, logits_BK: "Tensor") -> "Tensor":
-        """See `Task.probabilities`."""
         return logits_BK.float() * self.label_std + self.label_mean
 
     def predicted(self, logits_BK: "Tensor") -> "Tensor":
-        """See `Task.predicted`."""
         return self.probabilities(logits_BK)[:, 0]
 
     def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
-        """See `Task.predicted_from`."""
         return probabilities[:, 0]
 
     def averaged(self, logits_VBK: "Tensor") -> "Tensor":
-        """See `Task.averaged`."""
         return logits_VBK.float().mean(dim=0)
 
     def metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -100,16 +93,13 @@ class Regression(Task):
         return {"mae": float(np.abs(error).mean()), "r2": explained}
 
     def guessing_loss(self, classes: int) -> float:
-        """See `Task.guessing_loss`."""
         return 1.0 if self.loss == "mse" else 0.5
 
     @staticmethod
     def describe(split: str, figures: Mapping[str, Any]) -> str:
-        """See `Task.describe`."""
         return f"{split} mean absolute error {figures[f'{split}_mae']:.4g}, R² {figures[f'{split}_r2']:.4f}"
 
     def remark(self, split: str, figures: Mapping[str, Any]) -> str:
-        """See `Task.remark`."""
         explained = finite(figures.get(f"{split}_r2"))
         return f"R² {explained:.3f}" if explained is not None else ""
 
@@ -118,7 +108,6 @@ class Regression(Task):
         return np.abs(probabilities[:, 0] - labels)
 
     def merit(self, metrics: dict[str, float]) -> float:
-        """See `Task.merit`."""
         return -metrics["mae"]
 
     def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:
@@ -126,11 +115,9 @@ class Regression(Task):
         return {"value": float(row[0])}
 
     def text(self, label: Any, classes: Sequence[str]) -> str:
-        """See `Task.text`."""
         return f"{label:.4g}"
 
     def is_right(self, answers: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-        """See `Task.is_right`."""
         return None
 
     def mistakes(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:

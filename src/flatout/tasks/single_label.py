@@ -63,11 +63,9 @@ class SingleLabel(Task):
         return 1
 
     def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
-        """See `Task.random_labels`."""
         return rng.integers(0, classes, count)
 
     def targets(self, labels: np.ndarray) -> np.ndarray:
-        """See `Task.targets`."""
         return labels
 
     def class_weights(self, labels: np.ndarray, classes: int) -> np.ndarray:
@@ -79,7 +77,6 @@ class SingleLabel(Task):
         return weights
 
     def sample_weights(self, labels: np.ndarray, class_weights: np.ndarray | None) -> np.ndarray | None:
-        """See `Task.sample_weights`."""
         return None if class_weights is None else class_weights[labels]
 
     def per_sample(self, logits_BK: "Tensor", targets: "Tensor", class_weights: "Tensor | None" = None) -> "Tensor":
@@ -116,11 +113,9 @@ class SingleLabel(Task):
         return best_B.where(logits_BK.isfinite().all(dim=1), -1)
 
     def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
-        """See `Task.predicted_from`."""
         return np.where(np.isfinite(probabilities).all(axis=1), probabilities.argmax(axis=1), -1)
 
     def averaged(self, logits_VBK: "Tensor") -> "Tensor":
-        """See `Task.averaged`."""
         logits = logits_VBK.float()
         if logits.shape[2] == 1:
             return averaged_sigmoid(logits)
@@ -137,17 +132,14 @@ class SingleLabel(Task):
         }
 
     def guessing_loss(self, classes: int) -> float:
-        """See `Task.guessing_loss`."""
         return math.log(max(2, classes))
 
     @staticmethod
     def describe(split: str, figures: Mapping[str, Any]) -> str:
-        """See `Task.describe`."""
         share, right, count = (figures[f"{split}_{key}"] for key in ("accuracy", "correct", "count"))
         return f"{split} accuracy {share:.4f} ({right:,} of {count:,} right)"
 
     def remark(self, split: str, figures: Mapping[str, Any]) -> str:
-        """See `Task.remark`."""
         correct, count = figures.get(f"{split}_correct"), figures.get(f"{split}_count") or 0
         return f"{correct:,} of {count:,} right" if correct is not None else ""
 
@@ -161,7 +153,6 @@ class SingleLabel(Task):
         return metrics.get("balanced_accuracy", 0.0) if self.is_balanced else metrics["accuracy"]
 
     def per_class(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
-        """See `Task.per_class`."""
         return class_rows(answers, labels, classes)
 
     def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
@@ -206,11 +197,9 @@ class SingleLabel(Task):
         return {"classes": tuple(classes[i] for i in best), "probabilities": tuple(row[best].tolist())}
 
     def text(self, label: Any, classes: Sequence[str]) -> str:
-        """See `Task.text`."""
         return classes[int(label)] if label >= 0 else "none"
 
     def is_right(self, answers: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-        """See `Task.is_right`."""
         return answers == labels
 
     def class_table(self, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> list[tuple[Any, ...]]:
@@ -232,11 +221,9 @@ class SingleLabel(Task):
         return wrong[np.argsort(-confidence, kind="stable")]
 
     def confidence(self, answer: Any, probabilities_K: np.ndarray) -> float | None:
-        """See `Task.confidence`."""
         return float(probabilities_K[answer]) if answer >= 0 else None
 
     def draw(self, path: Path, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> None:
-        """See `Task.draw`."""
         draw_confusion(path, confusion(answers, labels, len(classes)), classes)
 
 

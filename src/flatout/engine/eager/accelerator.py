@@ -116,7 +116,6 @@ class CPU(Accelerator):
         return ["fp32", "bf16"] if has_bf16 and not is_limited else ["fp32"]
 
     def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
-        """See `Accelerator`."""
         super().adapt_process(undo, precision, threads)
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)
@@ -140,11 +139,9 @@ class CUDA(Accelerator):
 
     @property
     def name(self) -> str:
-        """See `Accelerator`."""
         return torch.cuda.get_device_name(self.device)
 
     def precisions(self) -> list[str]:
-        """See `Accelerator`."""
         has_tf32 = torch.cuda.get_device_capability(self.device) >= (8, 0)
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return ["tf32"] * has_tf32 + ["fp32"] + ["bf16"] * has_bf16
@@ -165,7 +162,6 @@ class CUDA(Accelerator):
             setattr(owner, setting, wanted)
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """See `Accelerator`."""
         graph = torch.cuda.CUDAGraph()
         # The thread that reads images ahead may allocate pinned memory meanwhile: only this thread's calls are checked.
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):

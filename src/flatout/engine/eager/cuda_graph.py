@@ -20,8 +20,6 @@ class CapturedStep:
     Args:
         step: computes a batch of a split.
         forget_gradients: sets every gradient to None, so that the backward pass allocates new ones.
-        accelerator: records.
-        report: takes sentences for the log.
     """
 
     def __init__(

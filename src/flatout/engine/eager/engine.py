@@ -62,7 +62,6 @@ class TorchEngine:
         cache_prefix: whether the output of a frozen prefix may be cached.
         loss: of logits and targets, in place of the task's; returns a loss for each sample.
         batch_transforms: of training images [B, C, H, W] as the model takes them; each returns such images.
-        report: takes sentences for the log.
 
     Raises:
         InputError: the device lacks the recipe's `precision`, or `exact_sums` is not available.
@@ -175,7 +174,6 @@ class TorchEngine:
         )
 
     def describe(self) -> list[str]:
-        """See `Engine.describe`."""
         sentences = [self.setup.describe()]
         if self.world.is_joined:
             how = {"memory": "shared memory", "gloo": "gloo", "nccl": "NCCL"}[self.world.backend]
@@ -188,14 +186,12 @@ class TorchEngine:
     # --- training -------------------------------------------------------------------------------------------------
 
     def place(self, samples: Samples) -> TorchSplit:
-        """See `Engine.place`."""
         self._release_graph()
         placement = self.recipe.data.placement
         here = self.world.local_size
         return TorchSplit(self, place(samples, self.task, self.setup.accelerator, placement, ranks_here=here))
 
     def train_step(self, source: Source, inputs: Inputs, learning_rate: float, seed: int) -> None:
-        """See `DeviceSplit.train_step`."""
         began = self.world.seconds
         if self._micro_batches == 0:
             self._choose_micro_batches(source, inputs)
@@ -329,12 +325,10 @@ class TorchEngine:
     # --- results and state ----------------------------------------------------------------------------------------
 
     def counts(self) -> tuple[Counts, int | None]:
-        """See `Engine.counts`."""
         with self.world.heartbeat.waiting():
             return self.metric_sums.fetch()
 
     def communication_seconds(self) -> float:
-        """See `Engine.communication_seconds`."""
         seconds, self._communication_seconds = self._communication_seconds, 0.0
         return float("nan") if self.setup.accelerator.is_async and self.world.is_joined else seconds
 
@@ -358,13 +352,11 @@ class TorchEngine:
 
     @torch.no_grad()
     def is_finite(self) -> bool:
-        """See `Engine.is_finite`."""
         finite = states.is_finite(self._tensors()).float()
         return int(self.world.all_reduce(finite)) == self.world.size
 
     @torch.no_grad()
     def snapshot(self, *, weights_only: bool = False) -> Snapshot:
-        """See `Engine.snapshot`."""
         held = {name: states.local(value) for name, value in self._tensors(weights_only=weights_only).items()}
         fits = sum(v.nbytes for v in held.values()) <= MEMORY_SHARE * self.setup.accelerator.free_bytes()
         copies = {name: value.to(value.device if fits else "cpu", copy=True) for name, value in held.items()}
@@ -372,7 +364,6 @@ class TorchEngine:
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
-        """See `Engine.restore`."""
         self._release_graph()
         for name, value in self._tensors(weights_only=snapshot.weights_only).items():
             if name in snapshot.tensors:
@@ -386,12 +377,10 @@ class TorchEngine:
 
     @torch.no_grad()
     def state(self, snapshot: Snapshot | None = None) -> dict[str, torch.Tensor]:
-        """See `Engine.state`."""
         return states.gathered(self._tensors(), snapshot.tensors if snapshot else None, self.world)
 
     @torch.no_grad()
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """See `Engine.load_state`."""
         self._release_graph()
         states.load(state, self._tensors(), self._optimizer, self.parameters, self.world)
 
@@ -406,10 +395,8 @@ class TorchEngine:
             self._captured.release()
 
     def peak_memory_bytes(self) -> int | None:
-        """See `Engine.peak_memory_bytes`."""
         return self.setup.accelerator.peak_bytes()
 
     def close(self) -> None:
-        """See `Engine.close`."""
         self._release_graph()
         self._undo.close()

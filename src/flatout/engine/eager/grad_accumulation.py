@@ -28,7 +28,6 @@ def count_micro_batches(
         wanted: the recipe's `micro_batch`; 0 for as many samples as fit.
         batch_norm: whether it was used is known after a trial; it needs all samples of a rank together.
         world: the ranks; all compute as many micro-batches as the one with the least memory needs.
-        accelerator: the device.
 
     Raises:
         TrainingFailed: not even the smallest micro-batch fits.

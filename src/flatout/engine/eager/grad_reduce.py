@@ -43,7 +43,6 @@ class FSDPGradients:
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """See `LocalGradients`."""
         return self._is_last
 
     @is_last_micro_batch.setter
@@ -55,7 +54,6 @@ class FSDPGradients:
         """See `LocalGradients`."""
 
     def all_reduce(self, extra: torch.Tensor) -> torch.Tensor:
-        """See `LocalGradients`."""
         return self._world.all_reduce(extra)
 
 
@@ -91,7 +89,6 @@ class BucketedAllReduce:
 
     Args:
         parameters: those that are trained, in the model's order, on one device.
-        world: the ranks.
         extras: how many numbers are summed with them in each step.
         exact: knows the rounding errors of the gradients, whose sums are then in float64; None for float32.
         is_async: whether reading a value would wait for the device.
@@ -158,7 +155,6 @@ class BucketedAllReduce:
         self._started += 1
 
     def all_reduce(self, extra: torch.Tensor) -> torch.Tensor:
-        """See `LocalGradients`."""
         while self._started < len(self._parts) - 1:
             self._send()
         self._buckets[-1].input[-self._extras :] = extra

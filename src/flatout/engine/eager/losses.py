@@ -22,7 +22,6 @@ class Losses:
     Args:
         own: of logits and targets, in place of the task's; returns a loss for each sample. None for the task's.
         class_weights: as `Task.class_weights` returns them; None for none.
-        device: where logits and targets are.
     """
 
     def __init__(

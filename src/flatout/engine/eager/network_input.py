@@ -20,7 +20,6 @@ class NetworkInput:
 
     Args:
         recipe: for sizes and normalisation.
-        device: where the images are.
         cut: between the frozen prefix, whose output is stored in place of the images, and the rest; None for none.
         batch_transforms: of training images [B, C, H, W] as the model takes them; each returns such images.
     """

@@ -161,12 +161,7 @@ def place(samples: Samples, task: Task, accelerator: Accelerator, wanted: str, *
 
 
 class TorchSplit:
-    """See `DeviceSplit`.
-
-    Args:
-        engine: trains on the split.
-        images: the split on the device.
-    """
+    """See `DeviceSplit`."""
 
     def __init__(self, engine: "TorchEngine", images: Source) -> None:
         self._engine, self._images = engine, images
@@ -210,7 +205,6 @@ class TorchSplit:
         return replace(images, samples=samples, images=None, transforms={})
 
     def features(self) -> np.ndarray | None:
-        """See `DeviceSplit.features`."""
         if self._engine.cut is None:
             return None
         source = self._view(NOT_AUGMENTED, {})
@@ -247,7 +241,6 @@ class TorchSplit:
             self.source.images.copy_(chosen.images)
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Inputs]:
-        """See `DeviceSplit.feed`."""
         world, source = self._engine.world, self.source
         if source.images is None:
             batches = arrived(source.samples, batches, self._engine.recipe, world)
@@ -270,7 +263,6 @@ class TorchSplit:
         )
 
     def train_step(self, inputs: Inputs, learning_rate: float, seed: int) -> None:
-        """See `DeviceSplit.train_step`."""
         engine, source = self._engine, self.source
         if engine.recorder:
             samples = inputs.batch.samples[: inputs.batch.count]
@@ -341,18 +333,13 @@ class TorchSplit:
         for one in source.stream(inputs, self._engine.setup.accelerator):
             world.control.check_stop()
             yield one
-            world.keep_alive()
+            world.heartbeat.keep_alive()
         if len(own) < -(-len(batches) // world.size):
             world.control.check_stop()  # as often on every rank
 
 
 class _Rows:
-    """Results of a split from the batches of all ranks, in one table: many small tensors would scatter the memory.
-
-    Args:
-        count: samples of the split.
-        world: the ranks.
-    """
+    """Results of a split from the batches of all ranks, in one table: many small tensors would scatter the memory."""
 
     def __init__(self, count: int, world: "World") -> None:
         self._count, self._world = count, world
@@ -390,10 +377,6 @@ def collect_features(
 
     Args:
         outputs: this rank's, [B, C, ...] each, of every `world.size`-th batch of the split; as many on each rank.
-        count: samples of the split.
-        wanted: `data.placement`.
-        world: the ranks.
-        accelerator: of the device.
     """
     features: Any = None
     start = 0

@@ -20,14 +20,7 @@ Tensors = dict[str, torch.Tensor]
 def named_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], *, weights_only: bool
 ) -> Tensors:
-    """Return the tensors that training changes, not copied.
-
-    Args:
-        model: as it is trained.
-        optimizer: of `parameters`.
-        parameters: the trained parameters of the model by name.
-        weights_only: whether to leave the optimizer out.
-    """
+    """Return the tensors that training changes, not copied."""
     named = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
     kept = {} if weights_only else _kept(optimizer, parameters)
     return named | {name: _as_tensor(owner[key]) for name, (owner, key) in kept.items()}
@@ -77,9 +70,7 @@ def gathered(named: Mapping[str, torch.Tensor], locals: Mapping[str, torch.Tenso
     """Return whole copies on the CPU, on rank 0; the others take part and return nothing.
 
     Args:
-        named: the tensors of the engine.
         locals: what `local` returned for some of them, which is gathered instead; None for their present values.
-        world: the ranks.
     """
     state = {}
     for name in named if locals is None else locals:

@@ -21,6 +21,8 @@ from torch import nn
 from flatout.data.feed import Samples, prefetch
 from flatout.data.order import evaluation_batches
 from flatout.dist.world import World
+from flatout.engine.eager.device_setup import PRECISIONS
+from flatout.engine.eager.split import EVALUATION_BATCH
 from flatout.engine.recorder import Recorder
 from flatout.engine.xla import optim
 from flatout.engine.xla.devices import compilation_cache
@@ -35,8 +37,6 @@ from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe
 from flatout.tasks import task_of
 
-# The largest evaluation batch per device, as in the torch engine.
-EVALUATION_BATCH = 256
 # Steps per dispatch on devices that are faster than Python. On CPUs XLA's convolutions inside a loop are 17 times
 # slower (github.com/jax-ml/jax, issue 12868), so there every step is a program of its own.
 STEPS_PER_DISPATCH = 16
@@ -51,7 +51,6 @@ class XlaEngine:
         devices: the devices of all processes, those of a process next to each other.
         world: the processes, one per host.
         class_weights: as `Task.class_weights` returns them; None for none.
-        report: takes sentences for the log.
         steps_per_dispatch: steps per program call; None for what suits the devices.
     """
 
@@ -94,22 +93,14 @@ class XlaEngine:
         self._first_bad_step: int | None = None
 
     def describe(self) -> list[str]:
-        """See `Engine.describe`."""
         count, kind = self.sharding.size, self.sharding.devices[0].device_kind
-        words = {
-            "fp32": "32-bit floats",
-            "tf32": "32-bit floats, matrix products and convolutions in TF32",
-            "bf16": "bfloat16 with 32-bit weights",
-        }
         what = f"{count} simulated devices" if self.platform == "cpu" and count > 1 else f"{count} x {kind}"
-        return [f"XLA on {self.platform}: {what}, {words[self._precision]}"]
+        return [f"XLA on {self.platform}: {what}, {PRECISIONS[self._precision]}"]
 
     def communication_seconds(self) -> float:
-        """See `Engine.communication_seconds`."""
         return float("nan") if self.sharding.size > 1 else 0.0
 
     def place(self, samples: Samples) -> "XlaSplit":
-        """See `Engine.place`."""
         split = XlaSplit(self, samples)
         self._target_shape = split.targets.shape[1:]
         return split
@@ -214,7 +205,6 @@ class XlaEngine:
             self._training.flush()
 
     def counts(self) -> tuple[Counts, int | None]:
-        """See `Engine.counts`."""
         self.flush()
         waiting, self._sums = self._sums, []
         self._in_flight.clear()
@@ -230,19 +220,16 @@ class XlaEngine:
     # --- state ----------------------------------------------------------------------------------------------------
 
     def is_finite(self) -> bool:
-        """See `Engine.is_finite`."""
         self.flush()
         return self._state is None or bool(_all_finite(self._state))
 
     def snapshot(self, *, weights_only: bool = False) -> State | dict[str, torch.Tensor]:
-        """See `Engine.snapshot`."""
         self.flush()
         if self._state is None or not self._has_room(self._state):
             return {n: v for n, v in self._host_state().items() if not (weights_only and n.startswith("optimizer."))}
         return _copy(self._state._replace(optimizer=None) if weights_only else self._state)
 
     def restore(self, snapshot: State | dict[str, torch.Tensor]) -> None:
-        """See `Engine.restore`."""
         self.flush()
         if isinstance(snapshot, State):
             assert self._state is not None
@@ -254,7 +241,6 @@ class XlaEngine:
             self.load_state({**self._host_state(), **snapshot})
 
     def state(self, snapshot: State | dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """See `Engine.state`."""
         found = snapshot if isinstance(snapshot, dict) else self._host_state(snapshot)
         return found if self.world.is_main else {}
 
@@ -292,7 +278,6 @@ class XlaEngine:
         return found
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """See `Engine.load_state`."""
         state = self.world.broadcast_object(state)
         if self._state is None:
             self._waiting_state = state
@@ -321,7 +306,6 @@ class XlaEngine:
         self._state = self.sharding.put_state(state, self.sharding.of_state(state))
 
     def close(self) -> None:
-        """See `Engine.close`."""
         self._compiled.clear()
         self._state = self._program = self._training = None
 

@@ -85,9 +85,7 @@ class Function:
         """Return the module's result, and its new buffers.
 
         Args:
-            parameters: by name.
             buffers: by name; whole numbers may be int32.
-            inputs: with the shapes of the examples.
             key: determines dropout; None only for a module without randomness.
             mask: which samples enter batch statistics; None for all.
         """

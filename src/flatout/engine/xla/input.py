@@ -87,7 +87,6 @@ def read_batches(
     """Read this process's part of some batches.
 
     Args:
-        samples: the split.
         batches: the batches of all processes.
         size: samples that all devices share equally; copies of a batch's first sample fill it up.
         own: which of them are this process's.

@@ -90,7 +90,6 @@ class MeshSharding:
         """Return the training step, ready to be compiled for the devices.
 
         Args:
-            program: the job.
             state: any with the right shapes.
             steps: for `Program.train_steps`; None for `Program.train_step`.
             table: the images on the devices; None where they come from the host.

@@ -66,7 +66,6 @@ class XlaSplit:
         self._steps, self.run_ahead = dispatch_limits(each * image_bytes, engine.steps_per_dispatch)
 
     def compile(self) -> None:
-        """See `DeviceSplit.compile`."""
         self.begin_epoch(0)
         engine, program = self._engine, self._engine.program(self.batch)
         if padding := program.batch - self.batch:
@@ -82,7 +81,6 @@ class XlaSplit:
             engine.compiled(program, self.table, size=size)
 
     def begin_epoch(self, epoch: int) -> None:
-        """See `DeviceSplit.begin_epoch`."""
         engine, recipe = self._engine, self._engine.recipe
         engine.begin_epoch(self)
         transforms = epoch_transforms(recipe, epoch, len(self.samples), block_size(recipe, self.samples, epoch))
@@ -143,7 +141,6 @@ class XlaSplit:
                 self._engine.train(self, group.inputs(step, [rate], [seed]), None)
 
     def features(self) -> np.ndarray | None:
-        """See `DeviceSplit.features`."""
         if self._engine.cut is None:
             return None
         self._read_view(NOT_AUGMENTED, None)
@@ -157,7 +154,6 @@ class XlaSplit:
         keep_features: Keep | None = None,
         tta: bool = False,
     ) -> Evaluation:
-        """See `DeviceSplit.evaluate`."""
         engine, count = self._engine, len(self.samples)
         engine.flush()
         if engine.cut:

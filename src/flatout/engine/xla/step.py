@@ -265,8 +265,6 @@ class Program:
         """Update the state from one batch.
 
         Args:
-            state: before the step.
-            inputs: the batch.
             table: uint8 or uint16 [N, H, W, C], the images that `inputs.images` are rows of; None where they are those.
             size: height and width that the images are reduced to; None for the recipe's.
 
