@@ -18,7 +18,7 @@ import onnxruntime
 from fastapi import FastAPI, HTTPException, Request
 from PIL import Image, ImageOps
 
-MOST = 32  # images in a batch
+MOST, MOST_BYTES = 32, 20_000_000  # images in a batch, and bytes in a request
 session = onnxruntime.InferenceSession(os.environ.get("MODEL", "model.onnx"))
 about = session.get_modelmeta().custom_metadata_map
 mode = {"1": "L", "3": "RGB"}[about["channels"]]
@@ -29,8 +29,11 @@ waiting: asyncio.Queue[tuple[np.ndarray, asyncio.Future[np.ndarray]]] = asyncio.
 
 def decode(content: bytes) -> np.ndarray:
     """Return an encoded image as the model takes it, uint8 [height, width, C]."""
-    image = ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert(mode)
-    return np.array(resize(image, (width, height), Image.Resampling.BILINEAR)).reshape(height, width, -1)
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    image = resize(image.convert(mode), (width, height), Image.Resampling.BILINEAR)
+    return np.array(image).reshape(height, width, -1)
 
 
 async def answer() -> None:
@@ -63,8 +66,13 @@ app = FastAPI(title="flatout", lifespan=lifespan)
 @app.post("/predict")
 async def predict(request: Request) -> dict[str, float]:
     """Return the probability of each class for the image in the body."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise HTTPException(413, f"the image has more than {MOST_BYTES:,} bytes")
     try:
-        image = await asyncio.to_thread(decode, await request.body())
+        image = await asyncio.to_thread(decode, bytes(body))
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise HTTPException(400, f"not an image: {error}") from None
     future: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()

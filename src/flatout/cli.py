@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
         if not isinstance(error, Stopped):
             print(f"flatout: {message}", file=sys.stderr)
+        if isinstance(error, InputError) and error.details and getattr(args, "json", False):
+            print(json.dumps({"error": message, **error.details}, indent=2), flush=True)
         return exit_code(error)
     return DONE
 

@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
@@ -11,9 +11,16 @@ _SIGNALLED = 128
 
 
 class InputError(ValueError):
-    """A file, a flag or a value is wrong. The message is all that the user sees: it names the cause and the fix."""
+    """A file, a flag or a value is wrong. The message is all that the user sees: it names the cause and the fix.
+
+    `details` are plain values that `--json` prints: whole lists, where the message has their beginning.
+    """
 
     exit_code = WRONG_INPUT
+
+    def __init__(self, message: str = "", details: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.details = dict(details or {})
 
 
 class WeightsUnavailable(InputError):

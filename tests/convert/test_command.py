@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from flatout.cli import main
-from tests.convert.networks import FIXTURES, MODELS
+from tests.convert.networks import FIXTURES, MODELS, small
 
 pytestmark = pytest.mark.usefixtures("keras_in_this_process")
 SMALL, FASHION = MODELS["small"], "fashion-cnn"
@@ -77,10 +77,35 @@ def test_wrong_input_is_one_message_and_leaves_nothing(run, tmp_path: Path, word
     assert [path.name for path in tmp_path.iterdir()] == ["EMPTY"]
 
 
-def test_tensors_that_do_not_fit_are_listed(run):
-    _, _, message = run(FIXTURES / "paddle-small.pdparams", "--model", FASHION, "--out", "w.safetensors")
-    assert "features.0.weight is [4, 3, 3, 3] in the file but [10, 3, 5, 5] in the model" in message
-    assert "is not in the file" in message or "and " in message
+def test_tensors_that_do_not_fit_are_counted_in_the_message_and_listed_by_json(run):
+    state = small(3).state_dict()
+    shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+    missing = ("0.bias", "1.weight", "1.bias", "1.running_mean", "4.bias")
+    other = {
+        "0.weight": [4, 3, 5, 5],
+        "1.running_var": [9],
+        "4.weight": [7, 4, 3, 3],
+        "8.weight": [5, 25],
+        "8.bias": [6],
+    }
+    extra = {f"extra{i}.offset": [i] for i in range(1, 8)}
+    kept = {name: tensor for name, tensor in state.items() if name not in missing}
+    torch.save(kept | {name: torch.zeros(shape) for name, shape in (other | extra).items()}, "f.pt")
+    words = ("f.pt", "--model", SMALL, "--size", "12", "--out", "w.safetensors")
+    code, said, message = run(*words)
+    assert (code, said) == (2, "")
+    assert "5 misshapen (0.weight is [4, 3, 5, 5] in the file but [4, 3, 3, 3] in the model, " in message
+    assert "5 missing (0.bias [4], 1.weight [4], 1.bias [4], 1.running_mean [4], and 1 more)" in message
+    assert "7 unexpected (" in message
+    assert "--json lists all" in message
+    code, said, again = run(*words, "--json")
+    found = json.loads(said)
+    assert (code, again) == (2, message)
+    assert message == f"flatout: {found['error']}"
+    assert found["misshapen"] == {name: {"file": shape, "model": shapes[name]} for name, shape in other.items()}
+    assert found["missing"] == {name: shapes[name] for name in missing}
+    assert found["unexpected"] == extra
+    assert not Path("w.safetensors").exists()
 
 
 def test_a_wrong_match_is_found_by_the_check(run, tmp_path: Path):

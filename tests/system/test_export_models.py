@@ -163,8 +163,10 @@ def test_smaller_numbers_cost_little_accuracy(striped: flatout.Run, tmp_path: Pa
 
 def test_plain_pytorch_needs_no_flatout(striped: flatout.Run, tmp_path: Path) -> None:
     export(striped, tmp_path / "plain", format="torch")
-    image = patterns(7, (50, 40), 3)[0][6]
-    Image.fromarray(image).save(tmp_path / "image.png")
+    image = patterns(7, (50, 40), 4)[0][6]
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.fromarray(image).save(tmp_path / "image.png", exif=turned)  # and transparent in part
     code = "import sys, runpy; sys.modules['flatout'] = None; sys.argv = sys.argv[1:]; "
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     words = [sys.executable, "-c", code, tmp_path / "plain" / "model.py", tmp_path / "image.png"]

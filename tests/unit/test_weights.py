@@ -232,8 +232,8 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path: Path):
     torch.save(state, tmp_path / "w.pt")
     with pytest.raises(InputError) as raised:
         load(make(), tmp_path / "w.pt")
-    assert "features.4.weight [20, 10, 5, 5] is not in the file" in str(raised.value)
-    assert "extra.weight [20, 10, 5, 5] is in the file but not in the model" in str(raised.value)
+    assert "1 missing (features.4.weight [20, 10, 5, 5])" in str(raised.value)
+    assert "1 unexpected (extra.weight [20, 10, 5, 5])" in str(raised.value)
 
 
 def test_another_models_file_is_refused_in_few_words(tmp_path: Path):

@@ -5,14 +5,14 @@ Shape letters: N images, H height, W width, C channels, K classes.
 
 import importlib.util
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+from flatout.convert.families import resnet_namer
 from flatout.errors import InputError
 from flatout.export.build import bits_of
 from flatout.export.program import quietly
@@ -90,56 +90,94 @@ def _made(run: "Run") -> Any:
     net = run.model
     if isinstance(net, KerasModule):
         return net.to_keras()
-    if not isinstance(net, nn.Sequential) or net_named(run.recipe.model) is None:
-        twins = [name for name in list_names() if not name.startswith(("fast-", "keras-resnet"))]
-        raise InputError(
-            f"{run.path}: {run.recipe.model} has no twin in Keras; these have: {', '.join(twins)}; use --format onnx"
-        )
+    name = run.recipe.model
+    is_resnet = name.startswith("keras-resnet")
+    if net_named(name) is None or not (is_resnet or isinstance(net, nn.Sequential)):
+        twins = [name for name in list_names() if not name.startswith("fast-")]
+        raise InputError(f"{run.path}: {name} has no twin in Keras; these have: {', '.join(twins)}; use --format onnx")
     keras = _keras()
     scale, bias = _normalisation(run)
-    pairs = [pair for name, layer in net.named_modules() for pair in _twins(keras, name.replace(".", "_"), layer, run)]
-    model = keras.Sequential(
-        [
-            keras.Input((*run.recipe.eval_sides, run.recipe.channels), name="images"),
-            keras.layers.Rescaling(scale, bias, name="normalisation"),
-            *(twin for twin, _ in pairs),
-            *_answers(keras, run),
-        ]
-    )
-    for twin, weights in pairs:
-        twin.set_weights([tensor.detach().numpy() for tensor in weights])
+    images = keras.Input((*run.recipe.eval_sides, run.recipe.channels), name="images")
+    x = keras.layers.Rescaling(scale, bias, name="normalisation")(images)
+    made = _resnet(keras, x, net, run) if is_resnet else _layers(keras, x, net, run)
+    for layer in _answers(keras, run):
+        made = made._replace(output=layer(made.output))
+    model = keras.Model(images, made.output)
+    for twin, layer in made.pairs:
+        twin.set_weights([tensor.detach().numpy() for tensor in _weights(twin, layer)])
     return model
 
 
-def _twins(keras: Any, name: str, layer: nn.Module, run: "Run") -> Iterator[tuple[Any, list[torch.Tensor]]]:
-    """Yield the Keras layers that a layer of torch becomes, with their weights."""
+class _Made(NamedTuple):
+    """What a network's twin returns, and its layers with weights, each with the one of torch that it stands for."""
+
+    output: Any
+    pairs: list[tuple[Any, nn.Module]]
+
+
+def _resnet(keras: Any, x: Any, net: nn.Module, run: "Run") -> _Made:
+    """Return Keras's own ResNet: its layers have the names that `flatout convert` knows."""
+    network = getattr(keras.applications, run.recipe.model.removeprefix("keras-").replace("resnet", "ResNet"))
+    body = network(include_top=False, weights=None, input_tensor=x, pooling="avg")
+    name_of = resnet_namer(net)
+    pairs = [(twin, net.get_submodule(name_of(twin.name) or "")) for twin in body.layers if twin.weights]
+    head = net.get_submodule("fc")
+    twin = _twin(keras, "predictions", head, run)
+    return _Made(twin(body.output), [*pairs, (twin, head)])
+
+
+def _layers(keras: Any, x: Any, net: nn.Module, run: "Run") -> _Made:
+    """Return the twins of the layers of a sequence, one after the other."""
+    pairs: list[tuple[Any, nn.Module]] = []
+    for name, layer in net.named_modules():
+        if isinstance(layer, nn.Sequential):
+            continue
+        if isinstance(layer, nn.Flatten):
+            x = keras.layers.Permute((3, 1, 2), name=f"{name.replace('.', '_')}_channels_first")(
+                x
+            )  # as torch's weights
+        twin = _twin(keras, name.replace(".", "_"), layer, run)
+        x = twin(x)
+        pairs += [(twin, layer)] if twin.weights else []
+    return _Made(x, pairs)
+
+
+def _twin(keras: Any, name: str, layer: nn.Module, run: "Run") -> Any:
+    """Return the Keras layer that a layer of torch becomes."""
     layers = keras.layers
     if isinstance(layer, nn.Conv2d):
-        assert isinstance(layer.padding, tuple) and layer.bias is not None and layer.stride == (1, 1)
+        assert isinstance(layer.padding, tuple) and layer.stride == (1, 1)
         padding = "same" if layer.padding[0] else "valid"
-        twin = layers.Conv2D(layer.out_channels, layer.kernel_size, padding=padding, name=name)
-        yield twin, [layer.weight.permute(2, 3, 1, 0), layer.bias]
-    elif isinstance(layer, nn.BatchNorm2d):
+        return layers.Conv2D(layer.out_channels, layer.kernel_size, padding=padding, name=name)
+    if isinstance(layer, nn.BatchNorm2d):
+        return layers.BatchNormalization(epsilon=layer.eps, name=name)
+    if isinstance(layer, nn.MaxPool2d):
+        return layers.MaxPooling2D(layer.kernel_size, name=name)
+    if isinstance(layer, nn.Linear):
+        has_one_logit = layer.out_features == 1 and run.task.name == "single-label"
+        return layers.Dense(2 if has_one_logit else layer.out_features, name=name)
+    if isinstance(layer, nn.Dropout):
+        return layers.Dropout(layer.p, name=name)
+    plain = {nn.ReLU: layers.ReLU, nn.Flatten: layers.Flatten}
+    assert type(layer) in plain, f"{name}: no twin for {type(layer).__name__}"
+    return plain[type(layer)](name=name)
+
+
+def _weights(twin: Any, layer: nn.Module) -> list[torch.Tensor]:
+    """Return the weights of a layer of torch as its twin has them."""
+    if isinstance(layer, nn.Conv2d):
+        bias = torch.zeros(layer.out_channels) if layer.bias is None else layer.bias
+        return [layer.weight.permute(2, 3, 1, 0), bias]
+    if isinstance(layer, nn.BatchNorm2d):
         assert layer.running_mean is not None and layer.running_var is not None
-        twin = layers.BatchNormalization(epsilon=layer.eps, name=name)
-        yield twin, [layer.weight, layer.bias, layer.running_mean, layer.running_var]
-    elif isinstance(layer, nn.MaxPool2d):
-        yield layers.MaxPooling2D(layer.kernel_size, name=name), []
-    elif isinstance(layer, nn.ReLU):
-        yield layers.ReLU(name=name), []
-    elif isinstance(layer, nn.Dropout):
-        yield layers.Dropout(layer.p, name=name), []
-    elif isinstance(layer, nn.Flatten):
-        yield layers.Permute((3, 1, 2), name=f"{name}_channels_first"), []  # the order of torch's weights
-        yield layers.Flatten(name=name), []
-    elif isinstance(layer, nn.Linear):
-        weight, bias = layer.weight.T, layer.bias
-        if layer.out_features == 1 and run.task.name == "single-label":
-            # A single logit is that of class 1, against 0.
-            weight, bias = (torch.cat([torch.zeros_like(one), one], dim=-1) for one in (weight, bias))
-        yield layers.Dense(len(bias), name=name), [weight, bias]
-    else:
-        assert isinstance(layer, nn.Sequential), f"{name}: no twin for {type(layer).__name__}"
+        # Variance and epsilon are only ever used as their sum.
+        return [layer.weight, layer.bias, layer.running_mean, layer.running_var + (layer.eps - twin.epsilon)]
+    assert isinstance(layer, nn.Linear)
+    weight, bias = layer.weight.T, layer.bias
+    if twin.units > layer.out_features:
+        # A single logit is that of class 1, against 0.
+        weight, bias = (torch.cat([torch.zeros_like(one), one], dim=-1) for one in (weight, bias))
+    return [weight, bias]
 
 
 def _answers(keras: Any, run: "Run") -> list[Any]:

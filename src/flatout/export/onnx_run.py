@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.errors import InputError
+from flatout.errors import InputError, first_line, one_line
 from flatout.export.onnx import open_session
 from flatout.recipe import Recipe
 from flatout.run.folder import Run
@@ -40,6 +40,15 @@ class OnnxRun(Run):
         self._metadata: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
         if not self._metadata.get("producer", "").startswith("flatout "):
             raise InputError(f"{path}: was not written by flatout export, so its classes and images are not known")
+        self._outputs = [output.name for output in self._session.get_outputs()]
+        if "probabilities" not in self._outputs:
+            raise InputError(f"{path}: is damaged: it has no output called probabilities")
+        for name in ("classes", "task", "trust"):
+            try:
+                getattr(self, name)
+            except (KeyError, TypeError, ValueError) as error:
+                reason = f"{type(error).__name__}: {one_line(error)}"
+                raise InputError(f"{path}: is damaged: {name} cannot be read from its metadata ({reason})") from None
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -88,8 +97,10 @@ class OnnxRun(Run):
         """Return what the file answers. Logarithms of probabilities are logits; the score stands for the features."""
         if tta:
             raise InputError(f"{self.path}: an ONNX file has no test-time augmentation of its own; leave --tta out")
-        names = [output.name for output in self._session.get_outputs()]
-        found = dict(zip(names, self._session.run(names, {"images": pixels_NHWC}), strict=True))
+        try:
+            found = dict(zip(self._outputs, self._session.run(self._outputs, {"images": pixels_NHWC}), strict=True))
+        except Exception as error:  # onnxruntime's own, of many types
+            raise InputError(f"{self.path}: cannot be computed, so it is damaged ({first_line(error)})") from None
         probabilities, score = found["probabilities"], found.get("unknown_score")
         return Outputs(
             probabilities=probabilities,

@@ -48,11 +48,12 @@ def load(folder: str | Path = Path(__file__).parent) -> Classifier:
 
 def read(path: str) -> torch.Tensor:
     """Return the image of a file that Pillow can read, [1, H, W, {channels}]."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
-    with Image.open(path) as image:
-        pixels = np.array(image.convert("{mode}"))
-    return torch.from_numpy(pixels.reshape(1, *pixels.shape[:2], {channels}){wide})
+    with Image.open(path) as file:
+        image = ImageOps.exif_transpose(file)
+{decoding}
+    return torch.from_numpy(pixels.reshape(1, *pixels.shape[:2], {channels}))
 
 
 if __name__ == "__main__":
@@ -66,6 +67,9 @@ if __name__ == "__main__":
 _IMPORTS = ("import json", "import sys", "import numpy as np", "from pathlib import Path")
 # Pillow's, of images with so many channels.
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+_OVER_WHITE = """    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+"""
 
 
 def write(run: "Run", folder: Path) -> None:
@@ -119,9 +123,20 @@ def _source(run: "Run", classifier: Classifier) -> str:
         members=members + "\n    ",
         size=(height, width),
         bits=bits,
-        mode=_MODES.get(recipe.channels, "RGB"),
-        wide=".astype(np.uint16) * 257" if bits == 16 else "",
+        decoding=_decoding(recipe.channels, bits),
     )
+
+
+def _decoding(channels: int, bits: int) -> str:
+    """Return the lines that make `pixels` of a Pillow image, as flatout does."""
+    lines = "" if channels == 4 else _OVER_WHITE
+    pixels = f'np.array(image.convert("{_MODES.get(channels, "RGB")}"))'
+    if bits == 8:
+        return f"{lines}    pixels = {pixels}"
+    pixels += ".astype(np.uint16) * 257"
+    if channels == 1:
+        pixels = f'np.array(image, np.uint16) if image.mode.startswith("I") else {pixels}'
+    return f"{lines}    pixels = {pixels}"
 
 
 def network_of(run: "Run") -> "tuple[Callable[..., nn.Module] | None, str]":

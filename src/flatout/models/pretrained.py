@@ -19,7 +19,7 @@ from flatout.errors import InputError, first_line
 from flatout.models.hub import FIX, find_weights
 from flatout.models.layers import head_modules
 from flatout.models.load import create_timm, seeded
-from flatout.models.weights import Tensors, differences, read_weights, shortened
+from flatout.models.weights import Differences, Tensors, described, differences, read_weights
 from flatout.recipe import Recipe
 from flatout.settings import shown
 
@@ -68,7 +68,7 @@ def _adapt(model: "nn.Module", recipe: Recipe, tensors: Tensors, path: Path) -> 
         with seeded(0):
             published = create_timm(recipe, config["num_classes"], tensors)
     except Exception as error:  # timm's functions for one network may raise anything on the tensors of another
-        problems = shortened(_misfits(model, tensors)) or first_line(error)
+        problems = described(_misfits(model, tensors)) or first_line(error)
         size = f"image_size = {shown(recipe.image_size)} (published: {config['input_size'][-1]})"
         raise InputError(f"the weights {path} do not fit {recipe.model} with {size}: {problems}") from error
     adapted = published.state_dict()
@@ -82,7 +82,7 @@ def _without_head(tensors: Tensors, model: "nn.Module") -> dict[str, Any]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
 
 
-def _misfits(model: "nn.Module", tensors: Tensors) -> list[str]:
+def _misfits(model: "nn.Module", tensors: Tensors) -> Differences:
     """Return how tensors differ from a model's in names and shapes, the head left out."""
     own, body = _without_head(model.state_dict(), model), _without_head(tensors, model)
     # Files older than PyTorch 0.4.1 lack the batch count of batch norm, which is not used here.
@@ -128,19 +128,21 @@ def fit(
             f"the weights {path} are of Keras's ResNet, whose strides are in other layers than this model's; "
             "use the model keras-resnet50, keras-resnet101 or keras-resnet152"
         )
-    best: tuple[list[str], Any] | None = None
+    best: tuple[int, Differences, Any] | None = None
     for how, tensors, pairs in _ways(model, foreign, path, sides, mapping, epsilon):
         problems = _misfits(model, tensors)
         if not problems and not _loadable(model, tensors):
-            problems = ["none of their tensors has its shapes"]
-        if best is None or len(problems) < len(best[0]):
-            best = problems, (how, tensors, pairs)
+            problems = differences(model.state_dict(), tensors)
+        count = sum(map(len, problems.values()))
+        if best is None or count < best[0]:
+            best = count, problems, (how, tensors, pairs)
         if not problems:
             break
     assert best is not None
-    problems, (how, tensors, pairs) = best
+    _, problems, (how, tensors, pairs) = best
     if problems:
-        raise InputError(f"the weights {path} do not fit the model: {shortened(problems)}")
+        details = {"matched": how, "layers": pairs, **problems}
+        raise InputError(f"the weights {path} do not fit the model: {described(problems)}", details)
     loaded = _loadable(model, tensors)
     model.load_state_dict(loaded, strict=False)
     heads = head_modules(model)

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flatout.errors import InputError, one_line
 from flatout.files import write_atomically
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 Tensors = Mapping[str, "torch.Tensor"]
+# By kind, then by the name of the tensor.
+Differences = dict[str, dict[str, Any]]
 
 _DIGEST_KEY = "blake2b"
 
@@ -91,27 +93,37 @@ def _digest(tensors: Tensors, metadata: Mapping[str, str]) -> str:
 
 def load_exactly(model: "nn.Module", tensors: Tensors, where: object) -> None:
     """Load tensors into a model, all or nothing; names and shapes must be equal."""
-    if problems := mismatches(model.state_dict(), tensors):
-        raise InputError(f"{where}: does not fit the model: {problems}")
+    if found := differences(model.state_dict(), tensors):
+        raise InputError(f"{where}: does not fit the model: {described(found)}", found)
     model.load_state_dict(tensors)
 
 
-def differences(own: Tensors, tensors: Tensors) -> list[str]:
-    """Return how the tensors of a file differ from a model's in names and shapes."""
+def differences(own: Tensors, tensors: Tensors) -> Differences:
+    """Return the tensors of a file that do not fit a model's, with shapes, by kind; kinds without any are left out.
+
+    "misshapen" are in both, "missing" in the model alone, "unexpected" in the file alone.
+    """
     shapes, given = ({name: list(t.shape) for name, t in state.items()} for state in (own, tensors))
-    both = [name for name in sorted(shapes.keys() & given.keys()) if shapes[name] != given[name]]
-    missing, extra = sorted(shapes.keys() - given.keys()), sorted(given.keys() - shapes.keys())
-    problems = [f"{name} is {given[name]} in the file but {shapes[name]} in the model" for name in both]
-    problems += [f"{name} {shapes[name]} is not in the file" for name in missing]
-    return problems + [f"{name} {given[name]} is in the file but not in the model" for name in extra]
+    both = [name for name in shapes if name in given and shapes[name] != given[name]]
+    found: Differences = {
+        "misshapen": {name: {"file": given[name], "model": shapes[name]} for name in both},
+        "missing": {name: shape for name, shape in shapes.items() if name not in given},
+        "unexpected": {name: shape for name, shape in given.items() if name not in shapes},
+    }
+    return {kind: named for kind, named in found.items() if named}
 
 
-def shortened(problems: list[str], most: int = 6) -> str:
-    """Return some of the problems as a text, and how many more there are."""
-    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
-    return "; ".join([one_line(problem) for problem in problems[:most]] + more)
-
-
-def mismatches(own: Tensors, tensors: Tensors) -> str:
-    """Return how the tensors of a file differ from a model's, shortened; empty if they do not."""
-    return shortened(differences(own, tensors))
+def described(found: Differences, most: int = 4) -> str:
+    """Return the number of tensors of each kind, and the first of them with their shapes."""
+    parts = []
+    for kind, named in found.items():
+        lines = [
+            f"{one_line(name)} is {shape['file']} in the file but {shape['model']} in the model"
+            if kind == "misshapen"
+            else f"{one_line(name)} {shape}"
+            for name, shape in list(named.items())[:most]
+        ]
+        lines += [f"and {len(named) - most} more"] if len(named) > most else []
+        parts.append(f"{len(named)} {kind} ({', '.join(lines)})")
+    is_shortened = any(len(named) > most for named in found.values())
+    return "; ".join(parts) + ("; flatout convert --json lists all of them" if is_shortened else "")
