@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from flatout.errors import DONE, InputError, Stopped, TrainingFailed, exit_code, signals_handled
+from flatout.host import start_quickly
 from flatout.parser import COMMANDS, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 done, 1 training failed, 2 wrong input, 130 or 143 stopped."""
+    if arguments is None:
+        start_quickly()
     args = parse(arguments)
     # How long idle OpenMP threads spin. torch's default keeps other processes of a busy machine from working.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -1,5 +1,7 @@
 """What this host is: cores, memory, processor."""
 
+import atexit
+import gc
 import os
 
 import pytest
@@ -17,3 +19,17 @@ def test_cores_and_memory_are_counted_once() -> None:
 def test_usable_cores_follow_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3}, raising=False)
     assert host.usable_cores() == host.physical_cores() == 1
+
+
+def test_garbage_is_collected_as_usual_once_imports_are_done() -> None:
+    before = gc.get_threshold()
+    try:
+        host.start_quickly()
+        assert gc.get_threshold()[0] > 10_000
+        host.collect_garbage_as_usual()
+        assert gc.get_threshold() == before
+        host.collect_garbage_as_usual()  # as the second engine of a process does
+        assert gc.get_threshold() == before
+    finally:
+        gc.set_threshold(*before)
+        atexit.unregister(gc.freeze)

@@ -27,6 +27,7 @@ from flatout.dist import heartbeat
 from flatout.dist.env import DEVICE, restart_count
 from flatout.errors import DONE, InputError, RankLost, Stopped, TrainingFailed, exit_code, is_out_of_memory
 from flatout.files import write_atomically
+from flatout.host import start_quickly
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # An interpreter may take this long to end; a library's threads may hang then.
@@ -72,6 +73,7 @@ class _RankConsole(Console):
 
 def main() -> int:
     """Run the function of the payload as one rank; return the exit code, as the command line does."""
+    start_quickly()
     folder, rank, local_rank = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     # Signals wait until they can raise exceptions: the launcher sends them once there is a heartbeat.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.engine.base import Engine
 from flatout.engine.devices import Devices, parse_devices
 from flatout.errors import InputError
-from flatout.host import physical_cores, usable_cores
+from flatout.host import collect_garbage_as_usual, physical_cores, usable_cores
 from flatout.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -215,6 +215,7 @@ def make_engine(
     Raises:
         InputError: the engine is not available here, or cannot compile the model.
     """
+    collect_garbage_as_usual()
     if engine == "xla":
         from flatout.engine.xla.devices import find, find_on_all_hosts
 

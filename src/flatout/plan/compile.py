@@ -106,7 +106,8 @@ class _Child:
         # libtpu writes to standard error past Python; the user needs that only after an unexpected error.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from flatout.plan.compile import serve; serve({theirs.fileno()})"
+            f"import sys; sys.path[:] = {sys.path!r}; from flatout.host import start_quickly; start_quickly(); "
+            f"from flatout.plan.compile import serve; serve({theirs.fileno()})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],

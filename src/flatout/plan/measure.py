@@ -68,7 +68,7 @@ def _row(work: Work, spec: str, engine: str, allow_code: bool, console: Console)
     ranks = chosen.devices.ranks
     check_batch(work.batch, len(ranks.names))
     console.note(f"{spec}: measuring steps of {work.batch:,} images")
-    arguments = (work, str(chosen.devices), engine, allow_code)
+    arguments = (work, str(chosen.devices), engine, allow_code, REPEAT_SECONDS)
     measured = run_on_devices(
         _on_rank,
         arguments,
@@ -101,7 +101,7 @@ def _row(work: Work, spec: str, engine: str, allow_code: bool, console: Console)
 
 
 def _on_rank(
-    console: Console, world: "World", work: Work, devices: str, engine: str, allow_code: bool
+    console: Console, world: "World", work: Work, devices: str, engine: str, allow_code: bool, repeat_seconds: float
 ) -> dict[str, Any]:
     """Measure on one of the ranks; all return the same."""
     from flatout.engine.factory import make_engine
@@ -110,12 +110,12 @@ def _on_rank(
     model = build_model(work.recipe, work.classes, allow_code=allow_code)
     made = make_engine(model, work.recipe, engine=engine, devices=devices, world=world, report=console.note)
     try:
-        return _measured(work, made, world, began)
+        return _measured(work, made, world, began, repeat_seconds)
     finally:
         made.close()
 
 
-def _measured(work: Work, engine: "Engine", world: "World", began: float) -> dict[str, Any]:
+def _measured(work: Work, engine: "Engine", world: "World", began: float, repeat_seconds: float) -> dict[str, Any]:
     """Warm up, measure, and return the figures. All ranks take the same steps; the main process's clock counts."""
     from flatout.engine.devices import spec_of
     from flatout.host import peak_rss_bytes
@@ -126,7 +126,7 @@ def _measured(work: Work, engine: "Engine", world: "World", began: float) -> dic
         timed.close()
         images = sample_size(work)
         once, timed = _warm_up(work, engine, world, images)
-    steps = timed.steps_in(REPEAT_SECONDS)
+    steps = timed.steps_in(repeat_seconds)
     warmup_seconds = time.perf_counter() - began
     found: list[float] = []
     while len(found) < REPEATS and steps * sum(found) < LIMIT_SECONDS:
