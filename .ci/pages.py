@@ -18,6 +18,7 @@ CSS = """
 .md-grid { max-width: 70rem; }
 .md-typeset table:not([class]) { font-size: .68rem; }
 .md-typeset table:not([class]) :is(th, td) { min-width: 0; }
+.md-typeset table:not([class]) th { word-break: keep-all; } /* Chinese, too, between words only */
 .md-typeset pre > code { font-size: .65rem; }
 /* Names and commands stay in one line where there is room, and break anywhere where there is none; tables scroll before
    words and numbers break. */

@@ -12,6 +12,7 @@ MODELS = {
     "small": f"{Path(__file__).resolve()}:small",
     "keras-resnet": f"{Path(__file__).resolve()}:keras_resnet",
     "torch-resnet": f"{Path(__file__).resolve()}:torch_resnet",
+    "shallow-resnet": f"{Path(__file__).resolve()}:shallow_resnet",
 }
 
 
@@ -22,17 +23,22 @@ def small(num_classes: int, channels: int = 3, **_: Any) -> nn.Module:
     return nn.Sequential(*first, *second, nn.Linear(24, 5), nn.ReLU(), nn.Linear(5, num_classes))
 
 
-def keras_resnet(num_classes: int, channels: int = 1, **_: Any) -> nn.Module:
+def keras_resnet(num_classes: int, channels: int = 1, depths: tuple[int, ...] = (2, 1, 1, 1), **_: Any) -> nn.Module:
     """A ResNet with few filters and Keras's strides."""
-    net: Any = torch_resnet(num_classes, channels)
+    net: Any = torch_resnet(num_classes, channels, depths)
     for stage in (net.layer2, net.layer3, net.layer4):
         stage[0].conv1.stride, stage[0].conv2.stride = (2, 2), (1, 1)
     return net
 
 
-def torch_resnet(num_classes: int, channels: int = 1, **_: Any) -> nn.Module:
+def shallow_resnet(num_classes: int, channels: int = 1, **_: Any) -> nn.Module:
+    """The same with a block less."""
+    return keras_resnet(num_classes, channels, (1, 1, 1, 1))
+
+
+def torch_resnet(num_classes: int, channels: int = 1, depths: tuple[int, ...] = (2, 1, 1, 1), **_: Any) -> nn.Module:
     """A ResNet with few filters and torch's strides."""
     from timm.models.resnet import Bottleneck, ResNet
 
     block: Any = Bottleneck
-    return ResNet(block, (2, 1, 1, 1), num_classes=num_classes, in_chans=channels, channels=(4, 8, 8, 8))
+    return ResNet(block, depths, num_classes=num_classes, in_chans=channels, channels=(4, 8, 8, 8))

@@ -65,6 +65,7 @@ def test_an_existing_file_is_kept(run, tmp_path: Path):
         (("keras-small.keras", "--model", SMALL, "--mapping", "gone.toml"), "--mapping gone.toml: cannot be read"),
         (("paddle-small.pdparams", "--model", FASHION), "do not fit the model"),
         (("keras2-fashion-cnn.h5", "--model", MODELS["torch-resnet"]), "do not fit the model"),
+        (("keras-keras-resnet.weights.h5", "--model", MODELS["shallow-resnet"]), "18 unexpected (conv2_block2_"),
     ],
 )
 def test_wrong_input_is_one_message_and_leaves_nothing(run, tmp_path: Path, words: tuple[str, ...], reason: str):

@@ -59,7 +59,10 @@ def candidates(
         namer = resnet_namer(model)
         named = {own: layer for layer in free if (own := namer(layer.name))}
         if len(named) > 2 and len(named) == len(free):
-            yield adapter.candidate("by the names of ResNet's layers", named, [])
+            # A deeper network has layers that this one lacks.
+            known = {own: layer for own, layer in named.items() if own in trace.layers}
+            rest = [layer for own, layer in named.items() if own not in known]
+            yield adapter.candidate("by the names of ResNet's layers", known, rest)
             if is_keras_resnet(layers):
                 return
     # Without its scopes, whose number differs: `model.net.conv1`.
