@@ -127,9 +127,21 @@ def test_wrong_input_is_explained(
     assert Path("taken.onnx").read_text() == "mine"
 
 
-def test_a_file_that_is_no_export_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_export_is_refused(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = exported.read_bytes()
     (tmp_path / "broken.onnx").write_bytes(b"no model")
-    for name, message in (("broken.onnx", "cannot be read as an ONNX model"), ("absent.onnx", "no such file")):
+    (tmp_path / "cut.onnx").write_bytes(whole[: len(whole) // 2])
+    for number, (before, after) in enumerate([(b"[8, 8]", b"[8, 8}"), (b"parallel-cnn", b"parallel-\xffnn")]):
+        (tmp_path / f"damaged{number}.onnx").write_bytes(whole.replace(before, after))
+    for name, message in (
+        ("broken.onnx", "cannot be read as an ONNX model"),
+        ("cut.onnx", "cannot be read as an ONNX model"),
+        ("damaged0.onnx", "is damaged: its metadata cannot be read (JSONDecodeError"),
+        ("damaged1.onnx", "is damaged: its metadata cannot be read (UnicodeDecodeError"),
+        ("absent.onnx", "no such file"),
+    ):
         assert main(["predict", str(tmp_path / name), str(tmp_path)]) == 2
         assert message in capsys.readouterr().err
 

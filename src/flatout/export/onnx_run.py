@@ -37,18 +37,17 @@ class OnnxRun(Run):
         if not path.is_file():
             raise InputError(f"{path}: there is no such file")
         self._session = open_session(path)
-        self._metadata: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
-        if not self._metadata.get("producer", "").startswith("flatout "):
-            raise InputError(f"{path}: was not written by flatout export, so its classes and images are not known")
-        self._outputs = [output.name for output in self._session.get_outputs()]
-        if "probabilities" not in self._outputs:
-            raise InputError(f"{path}: is damaged: it has no output called probabilities")
-        for name in ("classes", "task", "trust"):
-            try:
-                getattr(self, name)
-            except (KeyError, TypeError, ValueError) as error:
-                reason = f"{type(error).__name__}: {one_line(error)}"
-                raise InputError(f"{path}: is damaged: {name} cannot be read from its metadata ({reason})") from None
+        try:
+            self._metadata: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
+            self._outputs = [output.name for output in self._session.get_outputs()]
+            if self._metadata.get("producer", "").startswith("flatout "):
+                self._outputs.index("probabilities")
+                self._known = self.classes, self.task, self.trust  # here, so that damage is found now
+                return
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            raise InputError(f"{path}: is damaged: its metadata cannot be read ({reason})") from None
+        raise InputError(f"{path}: was not written by flatout export, so its classes and images are not known")
 
     @cached_property
     def recipe(self) -> Recipe:
