@@ -285,14 +285,14 @@ def test_wrong_arguments(call, message: str, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_training_does_not_load_the_compiler(tmp_path: Path) -> None:
-    """Neither torch's compiler nor scikit-learn, which take a second each; what keeps out the first is undone."""
+    """torch's compiler takes a second to import, and nothing here compiles; what keeps it out is undone afterwards."""
     code = (
         "import sys, numpy as np, flatout\n"
         "x = np.arange(60 * 64, dtype=np.uint8).reshape(60, 8, 8)\n"
         "import flatout.report.page\n"
         "flatout.report.page.draw_all = lambda run: None\n"
-        f"flatout.fit('parallel-cnn', (x, np.arange(60) % 6), epochs=1, devices='cpu', out={str(tmp_path / 'run')!r})\n"
-        "assert not {'torch._dynamo', 'sklearn', 'scipy.stats'} & set(sys.modules)\n"
+        f"flatout.fit('parallel-cnn', (x, np.arange(60) % 2), epochs=1, devices='cpu', out={str(tmp_path / 'run')!r})\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
         "import torch\n"
         "assert not hasattr(torch.optim.Optimizer.zero_grad.__wrapped__, '__dynamo_disable')\n"
     )

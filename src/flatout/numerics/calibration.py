@@ -7,7 +7,6 @@ Shape letters: N images, K classes.
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -148,10 +147,11 @@ def highest_coverage(thresholds: Sequence[float]) -> float:
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a share, by Wilson's method (1927)."""
-    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    middle, half = right + z * z / 2, z * math.sqrt(right * (count - right) / count + z * z / 4)
-    return max(0.0, middle - half) / (count + z * z), min(1.0, (middle + half) / (count + z * z))
+    """Return the 95 % confidence interval of a share, by Wilson's method."""
+    from scipy.stats import binomtest
+
+    interval = binomtest(right, count).proportion_ci(confidence_level=CONFIDENCE, method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def mcnemar(is_right: np.ndarray, is_right_too: np.ndarray) -> tuple[int, int, float]:

@@ -157,12 +157,16 @@ class SingleLabel(Task):
 
     def scores(self, predicted: np.ndarray, labels: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
         """Return the interval of the accuracy; of more than five classes the top-5 accuracy; of two the areas."""
+        from sklearn.metrics import top_k_accuracy_score
+
         K = probabilities.shape[1]
         found: dict[str, Any] = {"accuracy_interval": list(wilson(int((predicted == labels).sum()), len(labels)))}
         is_finite = np.isfinite(probabilities).all(axis=1)
         if K > TOP:
-            best = np.argsort(probabilities[is_finite], axis=1, kind="stable")[:, -TOP:]
-            found["top5_accuracy"] = float((best == labels[is_finite, None]).sum()) / len(labels)
+            right = is_finite.any() and top_k_accuracy_score(
+                labels[is_finite], probabilities[is_finite], k=TOP, labels=np.arange(K), normalize=False
+            )
+            found["top5_accuracy"] = float(right) / len(labels)
         if binary := self.curves(labels, probabilities, [""] * K):
             found |= {"roc_auc": binary[0].roc_auc, "average_precision": binary[0].average_precision}
         return found
