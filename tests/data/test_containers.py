@@ -2,6 +2,7 @@
 
 import io
 import json
+import struct
 import sys
 import tarfile
 from pathlib import Path
@@ -140,7 +141,7 @@ GOOD = {"0.png": png(), "0.cls": b"cat", "1.png": png(), "1.cls": b"dog"}
         ({"2.png": png(), "2.jpg": png(), "2.cls": b"cat"}, "sample 2: has the members cls, jpg, png"),
         ({"2.png": png(), "2.cls": b"\xff"}, r"member 2\.cls: cannot be read as a label"),
         ({"2.png": png(), "2.json": b"{"}, r"member 2\.json: cannot be read as a label"),
-        ({"2.png": png(), "2.json": b'{"label": [1, 2]}'}, r"member 2\.json: has no class, as a number or text, under"),
+        ({"2.png": png(), "2.json": b'{"label": {}}'}, r"member 2\.json: has no label \(a number, a text or a list"),
         ({"2.png": png(), "2.cls": b""}, r"train-0\.tar: member 2\.cls: empty label"),
     ],
 )
@@ -148,6 +149,13 @@ def test_samples_of_a_shard_must_be_whole(tmp_path: Path, more: dict[str, bytes]
     path = shard(tmp_path / "train-0.tar", GOOD | more)
     with pytest.raises(InputError, match=message):
         read(path)
+
+
+def test_the_images_of_a_sample_may_be_several(tmp_path: Path):
+    path = shard(tmp_path / "train-0.tar", GOOD | {"1.seg.png": b"a mask", "1.depth.webp": b"a map"})
+    assert [file.read_bytes() for file in read(path).files or ()] == [png(), png()]
+    path = shard(tmp_path / "train-0.tar", {f"{i}.{k}": b"%d" % i for i in range(2) for k in ("png", "jpg", "cls")})
+    assert [str(file)[-5:] for file in read(path, file_column="jpg").files or ()] == ["0.jpg", "1.jpg"]
 
 
 def test_a_key_of_the_dictionary_may_be_named(tmp_path: Path):
@@ -196,12 +204,12 @@ def test_missing_features_are_named_with_those_that_are_there(tmp_path: Path):
 
 
 def test_a_test_split_without_classes_is_left_out(tmp_path: Path):
-    records(tmp_path / "train.tfrec", *({"image": png(i), "class": i} for i in range(2)))
-    records(tmp_path / "test.tfrec", {"image": png(), "id": 7})
+    records(tmp_path / "train01.tfrec", *({"image": png(i), "class": i} for i in range(2)))
+    records(tmp_path / "test01.tfrec", {"image": png(), "id": 7})
     source = read(tmp_path)
     assert list(source.splits) == ["train"]
     assert source.notes[0].startswith(
-        f"there is no test split: {tmp_path}/test.tfrec: record 0: has the features id, image"
+        f"there is no test split: {tmp_path}/test01.tfrec: record 0: has the features id, image"
     )
 
 
@@ -227,6 +235,54 @@ def test_negative_and_packed_numbers_are_understood(tmp_path: Path):
         read(tmp_path / "a.tfrecord")
 
 
+# Several labels and numbers in containers
+
+LABELS = [["cat", "dog"], ["dog"], [], ["cat"]]
+ROWS = [[1, 1], [0, 1], [0, 0], [1, 0]]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "JSON lines", "WebDataset"])
+def test_lists_of_labels_and_numbers(tmp_path: Path, kind: str):
+    def with_labels(labels: list[Any]) -> Source:
+        if kind == "parquet":
+            return read(table(tmp_path / "a.parquet", image=[png()] * 4, label=labels))
+        if kind == "WebDataset":
+            members = {f"{i}.json": json.dumps({"label": label}).encode() for i, label in enumerate(labels)}
+            members |= {f"{i}.png": png() for i in range(4)}
+            return read(shard(tmp_path / "a.tar", dict(sorted(members.items()))))
+        for i in range(4):
+            c.write(tmp_path / f"{i}.png", png())
+        rows = (json.dumps({"file_name": f"{i}.png", "label": label}) for i, label in enumerate(labels))
+        c.write(tmp_path / "metadata.jsonl", "\n".join(rows).encode())
+        return read(tmp_path)
+
+    for labels in (LABELS, ROWS):
+        source = with_labels(labels)
+        assert (source.task, source.labels.tolist()) == ("multi-label", ROWS)
+        assert source.classes == (("cat", "dog") if labels is LABELS else ("0", "1"))
+    source = with_labels([0.5, 1.25, -3.0, 2.75])
+    assert (source.task, source.labels.tolist()) == ("regression", [0.5, 1.25, -3.0, 2.75])
+    with pytest.raises(InputError, match=r"(row 2|line 3|2\.json): not a (finite )?number: (nan|NaN)"):
+        with_labels([0.5, 1.25, float("nan"), 2.75])
+
+
+def test_records_with_several_labels_and_numbers(tmp_path: Path):
+    def with_labels(*labels: bytes) -> Source:
+        """Return the source of records with a feature of these bytes."""
+        every = [
+            c.example({"image": png()}) + c.field(1, c.field(1, c.field(1, b"label") + c.field(2, v))) for v in labels
+        ]
+        c.write(tmp_path / "a.tfrecord", b"".join(map(c.tf_record, every)))
+        return read(tmp_path / "a.tfrecord")
+
+    source = with_labels(c.field(1, c.field(1, b"cat") + c.field(1, b"dog")), c.field(1, c.field(1, b"dog")))
+    assert (source.task, source.classes, source.labels.tolist()) == ("multi-label", ("cat", "dog"), [[1, 1], [0, 1]])
+    source = with_labels(*(c.field(3, c.field(1, bytes(row))) for row in ([1, 1], [0, 1])))
+    assert (source.task, source.labels.tolist()) == ("multi-label", [[1, 1], [0, 1]])
+    source = with_labels(*(c.field(2, c.field(1, struct.pack("<f", value))) for value in (0.5, -2.25)))
+    assert (source.task, source.labels.tolist()) == ("regression", [0.5, -2.25])
+
+
 # Parquet and Hugging Face
 
 
@@ -248,6 +304,14 @@ def test_columns_that_are_unclear_are_named(tmp_path: Path):
     assert source.classes == ("3", "4")
     assert source.files is not None
     assert source.files[1].read_bytes() == images[1]
+
+
+def test_images_may_be_lists_of_bytes(tmp_path: Path):
+    import pyarrow
+
+    images = pyarrow.array([list(png(i)) for i in range(2)], pyarrow.list_(pyarrow.uint8()))
+    source = read(table(tmp_path / "a.parquet", image=images, label=[0, 1]))
+    assert [file.read_bytes() for file in source.files or ()] == [png(0), png(1)]
 
 
 def test_rows_without_labels_or_images_are_named(tmp_path: Path):
@@ -290,7 +354,7 @@ def test_small_tables_that_expand_are_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("flatout.data.formats.parquet._FEW_ROWS", 1000)
     with pytest.raises(InputError, match=r"rows\.parquet: has 20,000 rows in [\d,]+ bytes"):
         read(written("rows.parquet", [b"x"] * 20_000, "cat"))
-    with pytest.raises(InputError, match=r"label\.parquet: train: the label 'xxx.* has 100,000 characters"):
+    with pytest.raises(InputError, match=r"label\.parquet: row 0: the label 'xxx.* has 100,000 characters"):
         read(written("label.parquet", [png(0)] * 4, "x" * 100_000))
 
 

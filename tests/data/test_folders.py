@@ -51,6 +51,7 @@ def test_flat_tree_with_nested_files_in_order(tmp_path: Path):
         ("TRAIN", "val", "TEST"),
         ("training_set", "validation_set", "test_set"),
         ("trainset", "valset", "testset"),
+        ("train2017", "val-2017", "images_test2017"),
     ],
 )
 def test_split_names(tmp_path: Path, train: str, valid: str, test: str):

@@ -52,6 +52,8 @@ EXPECTED = [("0.png", "cat"), ("1.png", "dog"), ("2.png", "cat")]
         "images/../images/0.png,cat\n./images/1.png,dog\nimages/2.png,cat\n",
         "id,File Name,width,Class Name\n7,images/0.png,9,cat\n8,images/1.png,9,dog\n9,images/2.png,9,cat\n",
         "images/0.png,cat\rimages/1.png,dog\rimages/2.png,cat\r",
+        "file|label\nimages/0.png|cat\nimages/1.png|dog\nimages/2.png|cat\n",
+        ",file,label\n7,images/0.png,cat\n8,images/1.png,dog\n9,images/2.png,cat\n",
     ],
 )
 def test_dialects(folder: Path, text: str):
@@ -128,7 +130,7 @@ def test_several_files_without_split_names(folder: Path):
         ("file,label,split\nimages/0.png,a,test\n", "no training split"),
         ("images/0.png,a\nimages/1.png,a\n", "all images are of one class"),
         ("file,cat,dog\nimages/0.png,0,0\n", "no image has a class"),
-        ('images/0.png,a\n"images/1.png,b\n', "line 2: is no CSV"),
+        ('images/0.png,a\n"images/1.png,b\nimages/2.png,a\n', "line 2: is no CSV: a quotation mark is not closed"),
         ("caf\xe9.png,a\n".encode("latin-1"), "is not UTF-8 text"),
     ],
 )
@@ -302,6 +304,10 @@ def several(header: str, cells: list[str]) -> str:
         several("tags", ['"cat;dog"', "cat", "", '"dog;emu"', "emu", "dog"]),
         several("label1,label2", ["cat,dog", ",cat", ",", "emu,dog", "emu,", "dog,"]),
         several("cat,dog,emu", ["1,1,0", "1,0,0", "0,0,0", "0,1.0,1", "0,0,1", "0,1,0"]),
+        several("cat,dog,emu", ["1,1,-1", "1,-1,-1", "-1,-1,-1", "-1,1,1", "-1,-1,1", "-1,1,-1"]),
+        several("cat,dog,emu", [f"{'cat' in row},{'dog' in row},{'emu' in row}" for row in SEVERAL]),
+        several("tags", [f'"{row}"' for row in SEVERAL]),
+        several("tags", [f'"{row}"'.replace("'", '""') for row in SEVERAL]),
     ],
 )
 def test_several_labels(folder: Path, text: str):
@@ -364,10 +370,12 @@ def test_numbers(folder: Path):
     ("text", "message"),
     [
         (several("price", ["1.5", "2.5", "nan", "3.5", "4.5"]), "line 4: not a number: nan"),
-        (several("price", ["1.5", "2.5", "", "3.5", "4.5"]), "line 4: not a number:"),
+        (several("price", ["1.5", "2.5", "", "3.5", "4.5"]), "line 4: empty label"),
         (several("price", ["1.5", "2.5", "dear", "1e99", "4.5"]), "line 4: not a number: dear"),
         (several("price", ["1.5", "2.5", "3.5", "1e99", "4.5"]), "line 5: too large a number: 1e.99"),
         (several("cat,dog", ["1,1", "1,0", "0,2"]), "line 4: 2 in a column of 0 and 1"),
+        (several("cat,dog", ["1,1", "1,0", "0,-1"]), "line 4: -1 in a column of 0 and 1"),
+        (several("tags", ['"[1, 2]"', "2", '"[1]"']), "line 3: the labels differ in shape"),
         (several("cat,dog", ["1,1", "1,0", "0,"]), r"line 4: \(empty\) in a column of 0 and 1"),
         (several("label", ["0", "1", "nan", "0", "1"]), "line 4: a name among numbers: nan; if these are classes"),
         (several("tags", ["cat|cat", "cat", "cat"]), r"all images are of one class \(cat\)"),

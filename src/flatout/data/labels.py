@@ -26,8 +26,9 @@ _ID_AND_NAME = re.compile(r"([^\s:]+)(?::|\s)\s*(\S.*)")
 _DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 # Below this many, different labels are taken for classes, whatever they look like.
 _FEW = 20
-# What separates several labels in one text, in the order in which they are tried.
-_MARKS = "|;, "
+# What separates several labels in one text, in the order in which they are tried. Lists of labels become lines.
+_LINE = "\n"
+_MARKS = f"{_LINE}|;, "
 # Sentences that end messages about labels that could be of several tasks.
 _ARE_CLASSES = "if these are classes, list them in a file, one per line: --set data.classes=FILE"
 _ARE_NUMBERS = "if they are numbers to predict: --set task=regression"
@@ -115,21 +116,30 @@ def split_ids(lines: tuple[str, ...], used: Iterable[str]) -> tuple[tuple[str, .
     return ids, tuple(match[2] if counts[match[2]] == 1 else f"{match[2]} ({match[1]})" for match in matches)
 
 
-def flat_labels(labels: Any, where: object) -> np.ndarray:
+def flat_labels(labels: Any, where: object, locate: Locate) -> np.ndarray:
     """Return labels as one array: int64, float64 or text [N], or rows of 0 and 1, uint8 [N, K]; from those or [N, 1].
+
+    Lists of several labels become texts with a line for each. `where` begins messages about all labels, `locate(i)`
+    one about a label.
 
     Raises:
         InputError: the labels have another shape or type, or are not finite.
     """
-    if isinstance(labels, list):  # an array would hold all texts in the length of the longest
-        long = next((text for text in labels if isinstance(text, str) and len(text) > MAX_LABEL_LENGTH), None)
+    if isinstance(labels, list):
+        # An array would hold all texts in the length of the longest.
+        long = next((i for i, label in enumerate(labels) if _length(label) > MAX_LABEL_LENGTH), None)
         if long is not None:
-            what = f"the label {long[:40]!r}... has {len(long):,} characters"
-            raise InputError(f"{where}: {what}; shorten it to {MAX_LABEL_LENGTH:,}")
+            what = f"the label {str(labels[long])[:40]!r}... has {_length(labels[long]):,} characters"
+            raise InputError(f"{locate(long)}: {what}; shorten it to {MAX_LABEL_LENGTH:,}")
+        labels = _with_lines(labels)
     try:
         labels = np.asarray(labels)
     except ValueError:
-        raise InputError(f"{where}: the labels differ in shape; give one number or text per image") from None
+        lengths = [len(label) if isinstance(label, (list, tuple)) else 0 for label in labels]
+        odd = next((i for i, length in enumerate(lengths) if length != lengths[0]), 0)
+        raise InputError(
+            f"{locate(odd)}: the labels differ in shape; give one number or text per image, or a list for each"
+        ) from None
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.dtype.kind == "S":
@@ -148,9 +158,29 @@ def flat_labels(labels: Any, where: object) -> np.ndarray:
     if labels.ndim != 1:
         raise InputError(f"{where}: labels of shape {labels.shape}; give one label per image")
     if bad := np.flatnonzero(~np.isfinite(labels)).tolist():
-        raise InputError(first_few([f"{where}: label {i} is {labels[i]}; labels must be finite" for i in bad]))
+        raise InputError(first_few([f"{locate(i)}: not a finite number: {labels[i]}" for i in bad]))
     whole = labels.astype(np.int64)
     return whole if np.array_equal(whole, labels) else labels.astype(np.float64)
+
+
+def _length(label: Any) -> int:
+    """Return the characters of a text, or of those in a list."""
+    if isinstance(label, (list, tuple)):
+        return sum(len(part) for part in label if isinstance(part, str))
+    return len(label) if isinstance(label, str) else 0
+
+
+def _with_lines(labels: list[Any]) -> list[Any]:
+    """Return lists of names or numbers as texts with a line for each; rows of 0 and 1, and all else, as they are."""
+    if not all(isinstance(label, (list, tuple)) for label in labels):
+        return labels
+    parts = [part for label in labels for part in label]
+    is_even = len({len(label) for label in labels}) == 1
+    if is_even and (len(parts) == len(labels) or all(part in (0, 1) for part in parts)):
+        return labels
+    if not all(isinstance(part, (str, int, np.integer)) for part in parts):
+        return labels
+    return [_LINE.join(map(str, label)) for label in labels]
 
 
 def interpret(labels: np.ndarray, names: tuple[str, ...] | None, locate: Locate, subject: str, task: str) -> Labels:
@@ -195,11 +225,12 @@ def _shown(labels: np.ndarray, names: tuple[str, ...] | None, locate: Locate, su
     if labels.dtype.kind == "f":
         return "regression"
     texts = list(map(str, np.unique(labels).tolist()))
+    if any(_LINE in text for text in texts):
+        return "multi-label"
     if names is not None:
         several = [split_labels(text, _MARKS) for text in texts if text not in names]
-        are_known = [set(names).issuperset(parts) for parts in several if len(parts) > 1]
-        # A single unknown one is an error of its own.
-        return "multi-label" if 2 * sum(are_known) > len(are_known) else "single-label"
+        are_known = any(len(parts) > 1 and set(names).issuperset(parts) for parts in several)
+        return "multi-label" if are_known else "single-label"
     count = len(labels)
     if len(texts) <= _FEW and 2 * len(texts) <= count and not any(mark in text for text in texts for mark in _MARKS):
         return "single-label"
@@ -223,7 +254,8 @@ def _shown(labels: np.ndarray, names: tuple[str, ...] | None, locate: Locate, su
             f"--set task=multi-label or --set task=single-label decides; {_ARE_CLASSES}"
         )
     if len(texts) > _FEW and 2 * len(texts) > count:
-        fix = f"{_ARE_NUMBERS}; {_ARE_CLASSES}" if len(numbers) == len(texts) else _ARE_CLASSES
+        are_numbers = all(_DECIMAL.fullmatch(text.replace(",", ".")) for text in texts)
+        fix = f"{_ARE_NUMBERS}; {_ARE_CLASSES}" if are_numbers else _ARE_CLASSES
         raise InputError(f"{subject}: holds {len(texts):,} different labels for {count:,} images; {fix}")
     return "single-label"
 
@@ -234,7 +266,8 @@ def _numbers(labels: np.ndarray, locate: Locate, subject: str) -> np.ndarray:
         raise InputError(f"{subject}: several columns of labels; a regression takes one number for each image")
     if labels.dtype.kind == "U":
         is_number = {text: bool(_DECIMAL.fullmatch(text)) for text in np.unique(labels).tolist()}
-        _refuse(locate, labels, np.array([not is_number[text] for text in labels.tolist()]), "not a number:")
+        fix = "write decimals with a point, such as 1.5" if any("," in text for text in is_number) else ""
+        _refuse(locate, labels, np.array([not is_number[text] for text in labels.tolist()]), "not a number:", fix)
         labels = labels.astype(np.float64)
     with np.errstate(over="ignore"):
         values = labels.astype(np.float32)
@@ -288,7 +321,7 @@ def index_labels(
         numbers = [_NUMBER.fullmatch(text) for text in texts.tolist()]
         unknown = [text for text in texts.tolist() if text not in set(names or ())]
         if not unknown or not all(numbers):
-            _refuse(locate, labels, labels == "", "empty label")
+            _refuse(locate, labels, labels == "", "")
             if names is None:
                 is_name = np.array([not _DECIMAL.fullmatch(text) for text in texts.tolist()])
                 if 2 * np.count_nonzero(is_name) < len(texts):
@@ -314,7 +347,8 @@ def index_labels(
 
 def _refuse(locate: Locate, labels: np.ndarray, wrong: np.ndarray, what: str, fix: str = "") -> None:
     if places := np.flatnonzero(wrong).tolist():
-        lines = first_few([f"{locate(i)}: {what} {labels[i]}".rstrip() for i in places])
+        found = [(locate(i), str(labels[i])) for i in places]
+        lines = first_few([f"{place}: {f'{what} {label}' if label else 'empty label'}" for place, label in found])
         raise InputError(f"{lines}; {fix}" if fix else lines)
 
 

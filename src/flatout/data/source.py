@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,8 @@ def assemble(
             raise InputError(f"{where}: {name} has {len(images):,} images but {len(labels):,} labels; make them equal")
         if len(images) == 0:
             raise InputError(f"{where}: the {name} split holds no images; fill it or leave it out")
-    labels = [flat_labels(labels, f"{where}: {name}") for name, (_, labels) in splits.items()]
+    place_in = locate or (lambda name, index: f"{where}: {name}: label {index}")
+    labels = [flat_labels(labels, f"{where}: {name}", partial(place_in, name)) for name, (_, labels) in splits.items()]
     if len({part.dtype.kind.replace("f", "i") for part in labels}) > 1 or len({p.shape[1:] for p in labels}) > 1:
         what = "text" if any(part.dtype.kind == "U" for part in labels) else "rows of other lengths"
         raise InputError(f"{where}: labels are numbers in one split and {what} in another; make them the same")
@@ -201,8 +203,7 @@ def assemble(
 
     def place(i: int) -> str:
         name = next(name for name, (_, stop) in spans.items() if i < stop)
-        index = i - spans[name][0]
-        return locate(name, index) if locate else f"{where}: {name}: label {index}"
+        return place_in(name, i - spans[name][0])
 
     every, ids = np.concatenate(labels), names
     if class_list is not None:

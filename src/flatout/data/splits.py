@@ -11,6 +11,8 @@ from flatout.numerics.random import Stream, raw
 
 T = TypeVar("T")
 
+_YEAR = re.compile(r"(19|20)\d\d$")
+
 SPLITS = ("train", "valid", "test")
 # Numbers are divided alike by so many ranges.
 QUANTILES = 10
@@ -29,15 +31,15 @@ def words_of(name: str) -> list[str]:
 
 
 def split_of(name: str) -> str | None:
-    """Return the split that a whole name means (`Training_Set` is `train`), or None."""
-    words = [word.removesuffix("set") or "set" for word in words_of(name)]
-    words = [word for word in words if word not in ("set", "data", "images", "split")]
+    """Return the split that a whole name means (`Training_Set` is `train`, `val2017` is `valid`), or None."""
+    words = [_YEAR.sub("", word).removesuffix("set") for word in words_of(name)]
+    words = [word for word in words if word not in ("", "data", "images", "split")]
     return WORDS.get(words[0]) if len(words) == 1 else None
 
 
 def split_within(name: str) -> str | None:
-    """Return the split that one word of a name means (`desc_train` is `train`); None for no word or several."""
-    found = {WORDS[word] for word in words_of(name) if word in WORDS}
+    """Return the split that one word of a name means (`desc_train`, `train02`); None for no word or several."""
+    found = {WORDS[word] for name in words_of(name) if (word := name.rstrip("0123456789")) in WORDS}
     return found.pop() if len(found) == 1 else None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from flatout.errors import InputError
 
 _DELIMITERS = ",;\t"
+_BAR = "|"  # more often between the labels of a cell
 # Lines, and characters, that show the delimiter of a CSV file.
 _SHOWN_LINES, _SHOWN_CHARACTERS = 20, 65536
 
@@ -36,13 +37,16 @@ def _rows(path: Path, text: io.TextIOWrapper) -> Iterator[tuple[int, list[str]]]
             yield number, line.rsplit(maxsplit=1)
     else:
         reader = csv.reader(text, delimiter=_delimiter(text), strict=True)
+        first = 1
         try:
             for cells in reader:
+                first = reader.line_num + 1
                 stripped = [cell.strip() for cell in cells]
                 if any(stripped):
                     yield reader.line_num, stripped
         except csv.Error as error:
-            raise InputError(f"{path}: line {reader.line_num}: is no CSV: {error}") from None
+            what = "a quotation mark is not closed" if "end of data" in str(error) else error
+            raise InputError(f"{path}: line {first}: is no CSV: {what}") from None
 
 
 def _open_text(path: Path) -> io.TextIOWrapper:
@@ -73,13 +77,19 @@ def _json_tables(path: Path, text: io.TextIOWrapper) -> Iterator[tuple[int, dict
             raise InputError(f"{path}: line {number}: is no JSON: {error}") from None
         if not isinstance(table, dict):
             raise InputError(f'{path}: line {number}: is no JSON object, such as {{"file_name": ..., "label": ...}}')
-        yield number, {key: value if isinstance(value, str) else json.dumps(value) for key, value in table.items()}
+        yield number, {key: _cell(value) for key, value in table.items()}
+
+
+def _cell(value: object) -> str:
+    """Return a value of JSON as the text of a cell."""
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _delimiter(text: io.TextIOWrapper) -> str:
-    """Return the delimiter that most of the first lines hold; a comma if there is none."""
+    """Return the delimiter that most of the first lines hold: a bar if none hold another, a comma if none holds any."""
     lines = [line for line in text.read(_SHOWN_CHARACTERS).splitlines() if line.strip()][:_SHOWN_LINES]
     text.seek(0)
-    return max(
+    found = max(
         _DELIMITERS, key=lambda mark: (sum(mark in line for line in lines), lines[0].count(mark) if lines else 0)
     )
+    return _BAR if all(_BAR in line and found not in line for line in lines) and lines else found

@@ -4,9 +4,11 @@ Either one file (with a `split` column or without), or a folder with a file for 
 with folders named after splits that hold a `metadata.csv` or `metadata.jsonl`, as in Hugging Face's image folders.
 """
 
+import json
 import re
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -40,7 +42,9 @@ _FILE_COLUMNS = (
 _LABEL_COLUMNS = ("label", "class", "category", "target", "labels", "classname", "labelname", "classid", "labelid", "y")
 # Such as label1 and label2, which hold a class each.
 _NUMBERED_LABEL = re.compile(rf"({'|'.join(_LABEL_COLUMNS)}|tag)\d+")
-_ZERO_OR_ONE = {"0": 0, "1": 1, "0.0": 0, "1.0": 1}
+_ZEROS = ("0", "0.0", "false", "False", "FALSE")
+_MINUS_ONE = "-1"  # instead of 0, as in CelebA
+_ZERO_OR_ONE = {**dict.fromkeys((*_ZEROS, _MINUS_ONE), 0), **dict.fromkeys(("1", "1.0", "true", "True", "TRUE"), 1)}
 _SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset")
 _FLAG_COLUMNS = {"isvalid": "valid", "istest": "test"}
 _FLAGS = {**dict.fromkeys(("true", "1", "1.0", "yes"), True), **dict.fromkeys(("false", "0", "0.0", "no", ""), False)}
@@ -116,11 +120,9 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
                 files[name] = file
         if "train" in files:
             files = in_order(files, path)
-        elif len(every) == 1 and (
-            _names_image_first(every[0], options) or folders.recognise(path, class_list, options) is None
-        ):
+        elif len(every) == 1 and (_names_image_first(every[0], options) or not _has_classes(path, class_list, options)):
             files = {"": every[0]}
-        elif len(every) > 1 and folders.recognise(path, class_list, options) is None:
+        elif len(every) > 1 and not _has_classes(path, class_list, options):
             names = first_few([file.name for file in every], 5)
             raise InputError(
                 f"{path}: holds several CSV files ({names}); give the path of one, or name them train.csv, test.csv"
@@ -130,6 +132,13 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
     if not files:
         return None
     return DataRef(kind=KIND, path=path, read=lambda: read(path, files, class_list, options))
+
+
+def _has_classes(path: Path, class_list: Path | None, options: ReadOptions) -> bool:
+    """Whether a folder holds class folders: more than one, or folders of splits."""
+    inside = [entry for entry in visible(path) if entry.is_dir()]
+    is_one_class = len(inside) == 1 and split_of(inside[0].name) is None
+    return not is_one_class and folders.recognise(path, class_list, options) is not None
 
 
 def _metadata_of_splits(path: Path) -> dict[str, Path]:
@@ -191,13 +200,16 @@ def _labels(parts: list[_Part]) -> tuple[list[Any], bool]:
     """
     width = len(parts[0].labels[0])
     if width == 1:
-        return [[cell for (cell,) in part.labels] for part in parts], False
+        return [[_list_in(cell) for (cell,) in part.labels] for part in parts], False
+    known = set(_ZERO_OR_ONE)
+    if any(cell in _ZEROS for cells in set(chain.from_iterable(part.labels for part in parts)) for cell in cells):
+        known.discard(_MINUS_ONE)
     wrong = [
         f"{part.place(i)}: {cell or '(empty)'} in a column of 0 and 1"
         for part in parts
         for i, cells in enumerate(part.labels)
         for cell in cells
-        if cell not in _ZERO_OR_ONE
+        if cell not in known
     ]
     if not wrong:
         flat = ((_ZERO_OR_ONE[cell] for cell in chain.from_iterable(part.labels)) for part in parts)
@@ -205,6 +217,15 @@ def _labels(parts: list[_Part]) -> tuple[list[Any], bool]:
     if len(wrong) < sum(len(part.labels) for part in parts):
         raise InputError(first_few(wrong))  # nearly all are 0 or 1
     return [["|".join(filter(None, cells)) for cells in part.labels] for part in parts], False
+
+
+def _list_in(cell: str) -> Any:
+    """Return the list of labels in a cell, in JSON or as Python prints it; of other cells the text."""
+    if cell[:1] == "[" and cell[-1:] == "]":
+        for text in (cell, cell.replace("'", '"')):
+            with suppress(ValueError, RecursionError):
+                return json.loads(text)
+    return cell
 
 
 def _groups(parts: list[_Part]) -> list[str]:
@@ -340,7 +361,7 @@ def _columns(path: Path, header: Sequence[str] | None, first: list[str], options
 def _given(path: Path, header: Sequence[str] | None, key: str, options: ReadOptions) -> tuple[int, ...]:
     """Return the column that an option names, or several, separated by commas; none if it is empty."""
     given, known = getattr(options, key), list(header or ())
-    names = [given] if given in known else [name.strip() for name in given.split(",") if name.strip()]
+    names = [given] if given and given in known else [name.strip() for name in given.split(",") if name.strip()]
     for name in names:
         if name not in known:
             columns = f"its columns are {', '.join(known)}" if header else "it has no header"

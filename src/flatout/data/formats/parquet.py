@@ -9,6 +9,7 @@ import json
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def read(path: Path, kind: str, splits: dict[str, list[Path]], class_list: Path 
                 )
             images += table.cells
             labels += table.labels
-        if names and split != "train" and set(labels) == {-1}:
+        if names and split != "train" and all(label == -1 for label in labels):
             notes.append(f"there is no {split} split: its labels are all -1, which means unknown")
             continue
         if missing := [str(image) for image, label in zip(images, labels, strict=True) if label is None]:
@@ -127,7 +128,7 @@ class Cell:
         content = self.table.image(self.chunk, self.row_in_chunk)
         if content is None:
             raise OSError(errno.EIO, "the row holds no bytes of an image; save the data set with its images embedded")
-        return content
+        return bytes(content)  # of a list of numbers too
 
 
 class _Kept:
@@ -182,7 +183,10 @@ class _Table:
                     groups = [about.row_group(i) for i in range(about.num_row_groups)]
                     rows = [group.num_rows for group in groups]
                     self.group_bytes = [_bytes_of_column(group, self._image) for group in groups]
-                    labels = file.read(columns=[label]).column(label)
+                    # Lists that are stored once each can be read from one row group at a time.
+                    is_list = pyarrow.types.is_nested(schema.field(label).type)
+                    groups = [[i] for i in range(len(rows))] if is_list else [list(range(len(rows)))]
+                    labels = [file.read_row_groups(some, columns=[label]).column(label) for some in groups]
             else:
                 table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
                 schema = table.schema
@@ -190,8 +194,8 @@ class _Table:
                 self._arrow = table.select([self._image, label])
                 self._arrow.validate(full=True)  # Arrow trusts what it maps: a wrong offset would end the process
                 rows = [len(chunk) for chunk in self._arrow.column(self._image).chunks]
-                labels = self._arrow.column(label)
-            self.labels = _values(labels)
+                labels = [self._arrow.column(label)]
+            self.labels = [value for column in labels for chunk in column.chunks for value in _values(chunk)]
             self.class_names = _class_names(schema, label)
         except InputError:
             raise
@@ -223,7 +227,7 @@ class _Table:
         """Return the columns of images and labels."""
         images = [field.name for field in schema if _holds_images(field.type)]
         names = _features(schema)
-        classes = [name for name, feature in names.items() if feature.get("_type") == "ClassLabel"]
+        classes = [name for name, feature in names.items() if "names" in _of_items(feature)]
         image = _choose(options.file_column, images, _IMAGE_NAMES)
         label = _choose(options.label_column, classes or [name for name in schema.names if name != image], _LABEL_NAMES)
         if image not in schema.names or label not in schema.names:
@@ -260,8 +264,8 @@ def _refuse_bombs(path: Path, about: Any, names: set[str]) -> list[str]:
     Raises:
         InputError: these columns expand to far more than their size, or have more rows than images can be in the file.
     """
-    if about.num_rows > max(_FEW_ROWS, path.stat().st_size):
-        size = path.stat().st_size
+    size = path.stat().st_size
+    if about.num_rows > max(_FEW_ROWS, size):
         raise InputError(f"{path}: has {about.num_rows:,} rows in {size:,} bytes, too few for images; write it again")
     texts: set[str] = set()
     for number in range(about.num_row_groups):
@@ -271,22 +275,25 @@ def _refuse_bombs(path: Path, about: Any, names: set[str]) -> list[str]:
         compressed, expanded = (
             sum(getattr(c, f"total_{how}_size") for c in columns) for how in ("compressed", "uncompressed")
         )
+        values = max(column.num_values for column in columns)  # of lists, more than rows
+        if values > max(_FEW_ROWS, 2 * size):
+            raise InputError(f"{path}: row group {number}: has {values:,} values in {size:,} bytes; write it again")
         refuse_bomb(f"{path}: row group {number}", compressed, expanded)
         texts |= {column.path_in_schema for column in columns if column.physical_type == "BYTE_ARRAY"}
     return sorted(texts)
 
 
-def _values(column: Any) -> list[Any]:
-    """Return the values of a column; those of a dictionary are the same objects each time."""
+def _values(array: Any) -> list[Any]:
+    """Return the values of an Arrow array; those of a dictionary are the same objects each time."""
     import pyarrow
 
-    if not pyarrow.types.is_dictionary(column.type):
-        return column.to_pylist()
-    values: list[Any] = []
-    for chunk in column.chunks:
-        known = chunk.dictionary.to_pylist()
-        values += [None if i is None else known[i] for i in chunk.indices.to_pylist()]
-    return values
+    if pyarrow.types.is_dictionary(array.type):
+        known = array.dictionary.to_pylist()
+        return [None if i is None else known[i] for i in array.indices.to_pylist()]
+    if pyarrow.types.is_list(array.type) or pyarrow.types.is_large_list(array.type):
+        items = iter(_values(array.flatten()))
+        return [None if count is None else list(islice(items, count)) for count in array.value_lengths().to_pylist()]
+    return array.to_pylist()
 
 
 def _bytes_of_column(group: Any, name: str) -> int:
@@ -300,7 +307,8 @@ def _holds_images(type: Any) -> bool:
 
     if pyarrow.types.is_struct(type):
         return type.get_field_index("bytes") >= 0
-    return pyarrow.types.is_binary(type) or pyarrow.types.is_large_binary(type)
+    is_list = pyarrow.types.is_list(type) or pyarrow.types.is_large_list(type)
+    return (type.value_type == pyarrow.uint8()) if is_list else str(type) in ("binary", "large_binary", "binary_view")
 
 
 def _bytes_of(array: Any) -> Any:
@@ -325,6 +333,12 @@ def _features(schema: Any) -> dict[str, dict[str, Any]]:
     return {name: f for name, f in features.items() if isinstance(f, dict)} if isinstance(features, dict) else {}
 
 
+def _of_items(feature: dict[str, Any]) -> dict[str, Any]:
+    """Return the feature of the items, where one is a list of them."""
+    items = feature.get("feature")
+    return items if isinstance(items, dict) else feature
+
+
 def _class_names(schema: Any, label: str) -> tuple[str, ...] | None:
-    names = _features(schema).get(label, {}).get("names")
+    names = _of_items(_features(schema).get(label, {})).get("names")
     return tuple(map(str, names)) if isinstance(names, list) and names else None

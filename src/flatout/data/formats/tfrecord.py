@@ -42,7 +42,7 @@ _SHAPE_KEYS = (
     ("image/channels", "depth", "channels", "image/depth"),
 )
 _CLASS_LISTS = ("labels.txt", "label.labels.txt")
-_MAX_NUMBERS = 16  # of a feature; the rest is passed over
+_MAX_NUMBERS = 10_000  # of a feature, such as 0 or 1 for each class
 
 
 def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
@@ -54,6 +54,9 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
     return reference(KIND, path, splits, lambda splits: read(path, splits, found, options), beside)
 
 
+_Features = dict[str, list[int | float | slice]]
+
+
 class _NoLabel(InputError):
     """A record with an image but no class."""
 
@@ -61,8 +64,12 @@ class _NoLabel(InputError):
 class _Sample(NamedTuple):
     place: str
     image: Slice | np.ndarray
-    label: int | str
+    labels: list[int | float | str]
     text: str
+
+    @property
+    def label(self) -> int | float | str:
+        return self.labels[0]
 
 
 def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions) -> Source:
@@ -77,7 +84,8 @@ def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, opt
                 raise
             notes.append(f"there is no {split} split: {error}")
     every = [sample for some in samples.values() for sample in some]
-    texts = _texts(every) if class_list is None else {}
+    is_single = all(len(sample.labels) == 1 for sample in every)
+    texts = _texts(every) if is_single and class_list is None else {}
     parts: dict[str, tuple[Any, list[Any]]] = {}
     are_raw = {isinstance(sample.image, np.ndarray) for sample in every}
     shapes = {sample.image.shape for sample in every if isinstance(sample.image, np.ndarray)}
@@ -85,7 +93,7 @@ def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, opt
         raise InputError(f"{path}: raw images must be of one size, and none encoded; their sizes are {sorted(shapes)}")
     for split, some in samples.items():
         images: list[Any] = [sample.image for sample in some]
-        labels = [texts.get(sample.label, sample.label) for sample in some]
+        labels = [texts.get(sample.label, sample.label) if is_single else sample.labels for sample in some]
         parts[split] = (np.stack(images) if shapes else images), labels
     return assemble(
         KIND,
@@ -99,7 +107,7 @@ def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, opt
     )
 
 
-def _texts(samples: list[_Sample]) -> dict[int | str, str]:
+def _texts(samples: list[_Sample]) -> dict[int | float | str, str]:
     """Return number -> name of the classes, in the order of the numbers, if every record has both."""
     pairs = {sample.label: sample.text for sample in samples}
     if not all(pairs.values()) or not all(isinstance(label, int) for label in pairs):
@@ -164,7 +172,7 @@ def _sample(
     number: int,
     offset: int,
     record: bytes,
-    features: "dict[str, list[int | slice]]",
+    features: _Features,
     options: ReadOptions,
 ) -> _Sample:
     place = f"{container.path}: record {number}"
@@ -172,14 +180,13 @@ def _sample(
     label_keys = (options.label_column,) if options.label_column else _LABEL_KEYS
     image = next((features[key] for key in image_keys if features.get(key)), [])
     labels = next((features[key] for key in label_keys if features.get(key)), [])
-    if len(image) != 1 or not isinstance(image[0], slice) or len(labels) != 1:
+    if len(image) != 1 or not isinstance(image[0], slice) or not labels or len(labels) > _MAX_NUMBERS:
         raise (_NoLabel if len(image) == 1 and not labels else InputError)(
             f"{place}: has the features {', '.join(sorted(features)) or 'none'}; an image under "
-            f"{' or '.join(image_keys[:2])} and one class under {' or '.join(label_keys[:2])} are needed; --set "
+            f"{' or '.join(image_keys[:2])} and a class under {' or '.join(label_keys[:2])} are needed; --set "
             "data.file_column=KEY and --set data.label_column=KEY name others"
         )
     where = image[0]
-    label = labels[0] if isinstance(labels[0], int) else _text(record, labels, place)
     shape = [_number(features, keys) for keys in _SHAPE_KEYS]
     shape[2] = shape[2] or 1
     pixels: Slice | np.ndarray = Slice(container, f"record {number}", offset + where.start, where.stop - where.start)
@@ -187,19 +194,19 @@ def _sample(
         if shape[2] not in (1, 3):
             raise InputError(f"{place}: has raw pixels of {shape[2]} channels; 1 or 3 are needed")
         pixels = np.frombuffer(record[where], np.uint8).reshape(shape)
-    return _Sample(place, pixels, label, _text(record, features.get(_TEXT_KEY, []), place))
+    named = [_text(record, label, place) if isinstance(label, slice) else label for label in labels]
+    text = next((_text(record, value, place) for value in features.get(_TEXT_KEY, []) if isinstance(value, slice)), "")
+    return _Sample(place, pixels, named, text)
 
 
-def _number(features: "dict[str, list[int | slice]]", keys: tuple[str, ...]) -> int:
+def _number(features: _Features, keys: tuple[str, ...]) -> int:
     values = next((features[key] for key in keys if features.get(key)), [0])
     return max(0, values[0]) if isinstance(values[0], int) else 0
 
 
-def _text(record: bytes, values: "list[int | slice]", place: str) -> str:
-    if not values or not isinstance(values[0], slice):
-        return ""
+def _text(record: bytes, value: slice, place: str) -> str:
     try:
-        return record[values[0]].decode("utf-8")
+        return record[value].decode("utf-8")
     except UnicodeDecodeError:
         raise InputError(f"{place}: its class is no UTF-8 text") from None
 
@@ -208,37 +215,40 @@ def _text(record: bytes, values: "list[int | slice]", place: str) -> str:
 # BytesList, 2: FloatList, 3: Int64List}, each list {1: repeated value}.
 
 
-def _features(record: bytes) -> "dict[str, list[int | slice]]":
-    """Return name -> values of the features: places of bytes in the record, and numbers; floats are passed over.
+def _features(record: bytes) -> _Features:
+    """Return name -> values of the features: places of bytes in the record, and numbers.
 
     Raises:
         ValueError, IndexError: the record is damaged or something else.
     """
-    found: dict[str, list[int | slice]] = {}
+    found: _Features = {}
     for features in inside(record, slice(0, len(record)), 1):
         for entry in inside(record, features, 1):
             name = next((record[key].decode() for key in inside(record, entry, 1)), "")
-            values: list[int | slice] = []
+            values: list[int | float | slice] = []
             for feature in inside(record, entry, 2):
                 for bytes_list in inside(record, feature, 1):
                     values += inside(record, bytes_list, 1)
+                for float_list in inside(record, feature, 2):
+                    for place in inside(record, float_list, 1):  # packed or one by one
+                        values += np.frombuffer(record[place], "<f4")[: _MAX_NUMBERS + 1].tolist()
                 for int64_list in inside(record, feature, 3):
                     values += _int64s(record, int64_list)
             found[name] = values
     return found
 
 
-def _int64s(record: bytes, place: slice) -> list[int | slice]:
+def _int64s(record: bytes, place: slice) -> list[int]:
     """Return the first values of an Int64List, packed or not."""
-    values: list[int | slice] = []
+    values: list[int] = []
     for number, value in fields(record, place):
         if number == 1 and isinstance(value, slice):
             position = value.start
-            while position < value.stop and len(values) < _MAX_NUMBERS:
+            while position < value.stop and len(values) <= _MAX_NUMBERS:
                 integer, position = varint(record, position, value.stop)
                 values.append(signed(integer))
         elif number == 1:
             values.append(signed(value))
-        if len(values) >= _MAX_NUMBERS:
+        if len(values) > _MAX_NUMBERS:
             break
     return values

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
 
 from flatout.data.archive import tar_parts
 from flatout.data.formats.folders import is_image_name
@@ -38,7 +39,7 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
 def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions) -> Source:
     """Return the source of split -> shards."""
     places: dict[str, EncodedList] = {}
-    parts: dict[str, tuple[EncodedList, list[str]]] = {}
+    parts: dict[str, tuple[EncodedList, list[Any]]] = {}
     for split, files in splits.items():
         images, places[split] = EncodedList(), EncodedList()
         for file in files:
@@ -78,22 +79,31 @@ def _label_extensions(options: ReadOptions) -> tuple[str, ...]:
     return (*([options.label_column.lower()] if options.label_column else ["cls"]), "json")
 
 
+def _images(members: dict[str, Slice], options: ReadOptions) -> list[Slice]:
+    """Return the member with the extension that is named, or those with that of an image: `seg.png` beside `jpg` is
+    none."""
+    if options.file_column:
+        return [members[key] for key in (options.file_column.lower(),) if key in members]
+    images = {extension: part for extension, part in members.items() if is_image_name(f".{extension}")}
+    return [part for extension, part in images.items() if "." not in extension] or list(images.values())
+
+
 def _is_sample(members: dict[str, Slice], options: ReadOptions) -> bool:
-    has_image = any(is_image_name(f".{extension}") for extension in members)
-    return has_image and any(extension in members for extension in _label_extensions(options))
+    return bool(_images(members, options)) and any(extension in members for extension in _label_extensions(options))
 
 
 def _image_and_label(where: str, members: dict[str, Slice], options: ReadOptions) -> tuple[Slice, Slice]:
-    images = [part for extension, part in members.items() if is_image_name(f".{extension}")]
+    images = _images(members, options)
     labels = [members[extension] for extension in _label_extensions(options) if extension in members]
     if len(images) != 1 or not labels:
         need = f"one image and a .{_label_extensions(options)[0]} or .json member are needed"
-        raise InputError(f"{where}: has the members {', '.join(sorted(members))}; {need}")
+        name = "--set data.file_column=EXTENSION and --set data.label_column=EXTENSION name others"
+        raise InputError(f"{where}: has the members {', '.join(sorted(members))}; {need}; {name}")
     return images[0], labels[0]
 
 
-def _label(place: Slice, options: ReadOptions) -> str:
-    """Return the class that a member names: its text, or a value of its dictionary."""
+def _label(place: Slice, options: ReadOptions) -> Any:
+    """Return the label that a member holds: its text, or a value of its dictionary, which may be a list."""
     if place.size > _MAX_LABEL_BYTES:
         raise InputError(f"{place}: has {place.size:,} bytes, too many for a label")
     try:
@@ -105,9 +115,9 @@ def _label(place: Slice, options: ReadOptions) -> str:
         raise InputError(f"{place}: cannot be read as a label: {error}") from None
     keys = (options.label_column,) if options.label_column else _LABEL_KEYS
     label = next((table[key] for key in keys if key in table), None) if isinstance(table, dict) else None
-    if not isinstance(label, (int, str)) or isinstance(label, bool):
+    if not isinstance(label, (int, float, str, list)) or isinstance(label, bool):
         raise InputError(
-            f"{place}: has no class, as a number or text, under {' or '.join(keys)}; --set data.label_column=KEY names "
-            "another key"
+            f"{place}: has no label (a number, a text or a list of them) under {' or '.join(keys)}; --set "
+            "data.label_column=KEY names another key"
         )
-    return str(label)
+    return label
