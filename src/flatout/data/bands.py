@@ -12,11 +12,11 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 NPY_START = b"\x93NUMPY"
-_TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 # Arrays that would take more bytes are refused before they take memory.
 MAX_BYTES = 2**31
 # Tags of TIFF 6.0, and the values that make the bands a picture: grey or RGB, and the kinds of an alpha band.
-_WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC, _SAMPLES, _EXTRA, _FORMAT = 256, 257, 258, 262, 277, 338, 339
+_WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC, _ORIENTATION, _SAMPLES, _EXTRA, _FORMAT = 256, 257, 258, 262, 274, 277, 338, 339
 _GREY, _RGB, _ALPHA, _UNSIGNED = (0, 1), 2, (1, 2), 1
 
 
@@ -33,6 +33,7 @@ class Header(NamedTuple):
         is_tiff: whether it is a TIFF file, or a `.npy` file.
         is_picture: whether Pillow can decode it, if not with all of its bands, or with 8 bits only.
         has_alpha: whether a band is transparency, or the colours are others than grey or RGB.
+        orientation: that of EXIF, which is not applied yet.
     """
 
     height: int
@@ -42,6 +43,7 @@ class Header(NamedTuple):
     is_tiff: bool
     is_picture: bool
     has_alpha: bool
+    orientation: int = 1
 
 
 def read_header(file: BinaryIO, start: bytes) -> Header | None:
@@ -54,7 +56,7 @@ def read_header(file: BinaryIO, start: bytes) -> Header | None:
         shape, _, dtype = _npy_header(file)
         channels = shape[2] if len(shape) == 3 else 1
         return Header(shape[0], shape[1], channels, dtype, is_tiff=False, is_picture=False, has_alpha=False)
-    return _tiff_header(file) if start.startswith(_TIFF_STARTS) else None
+    return _tiff_header(file) if start.startswith(TIFF_STARTS) else None
 
 
 def read(data: bytes, header: Header) -> np.ndarray:
@@ -118,7 +120,8 @@ def _tiff_header(file: BinaryIO) -> Header | None:
         is_picture = samples <= 4 and not (is_grey and (samples > 2 or bits == {16})) and not (is_rgb and samples < 3)
         has_alpha = bool(set(extra) & set(_ALPHA)) or not (is_grey or is_rgb)
         dtype = np.dtype(np.uint16 if bits == {16} else np.uint8)
-        return Header(height, width, samples, dtype, is_tiff=True, is_picture=is_picture, has_alpha=has_alpha)
+        header = Header(height, width, samples, dtype, is_tiff=True, is_picture=is_picture, has_alpha=has_alpha)
+        return header._replace(orientation=int(tags.get(_ORIENTATION, 1)))
     return None
 
 

@@ -39,7 +39,7 @@ RESIZE_METHOD = (
     "bilinear, antialiased (triangle filter as wide as the reduction), 8-bit, torch.nn.functional.interpolate; "
     "JPEG by libjpeg-turbo: scaled in the DCT by 1/2, 1/4 or 1/8 where at least 1.3 times the target remains, "
     "chroma replicated where the whole reduction is at least 2; other formats over 2^25 pixels averaged by a whole "
-    "factor first where at least 2.6 times the target remains; 16-bit grey by its bits in use; version 3; "
+    "factor first where at least 2.6 times the target remains; 16-bit grey by its bits in use; version 4; "
     "16 bits in 32-bit floats"
 )
 
@@ -120,14 +120,14 @@ def read_header(path: "Encoded | bytes") -> ImageHeader:
         found = bands.read_header(file, start)
         if found and (not found.is_picture or found.type.itemsize == 2):
             refuse_large(found.width, found.height)
-            mode = f"{found.channels} x {found.type}"
-            size = {"width": found.width, "height": found.height}
-            return ImageHeader(**size, mode=mode, channels=found.channels, bits=8 * found.type.itemsize)
+            width, height = _turned(found.width, found.height, found.orientation)
+            mode, bits = f"{found.channels} x {found.type}", 8 * found.type.itemsize
+            return ImageHeader(width=width, height=height, mode=mode, channels=found.channels, bits=bits)
         file.seek(0)
         with pillow.open_image(file, start) as image:
-            width, height = image.size
-            if pillow.orientation_of(image) in TURNED:
-                width, height = height, width
+            # Some versions of Pillow have turned the size already, of TIFF images alone.
+            size = (tags[256], tags[257]) if (tags := getattr(image, "tag_v2", None)) else image.size
+            width, height = _turned(*size, pillow.orientation_of(image))
             is_grey = image.mode in ("1", "L", "LA", "La") or image.mode.startswith("I")
             bits = 16 if image.mode.startswith("I") else 8
             return ImageHeader(width=width, height=height, mode=image.mode, channels=1 if is_grey else 3, bits=bits)
@@ -151,9 +151,13 @@ def _usual_jpeg_header(start: bytes) -> ImageHeader | None:
     if mode is None:
         return None
     refuse_large(int(width), int(height))
-    if _jpeg_orientation(start) in TURNED:
-        width, height = height, width
-    return ImageHeader(width=int(width), height=int(height), mode=mode, channels=1 if mode == "L" else 3, bits=8)
+    width, height = _turned(width, height, _jpeg_orientation(start))
+    return ImageHeader(width=width, height=height, mode=mode, channels=1 if mode == "L" else 3, bits=8)
+
+
+def _turned(width: int, height: int, orientation: int) -> tuple[int, int]:
+    """Return width and height of the upright image."""
+    return (height, width) if orientation in TURNED else (width, height)
 
 
 def read_headers(paths: "Sequence[Encoded]") -> list[ImageHeader]:
@@ -255,7 +259,7 @@ def _decode_bands(data: bytes, target: Target) -> np.ndarray | None:
     refuse_large(found.width, found.height)
     is_large = found.width * found.height * found.channels > 3 * LARGE_PIXELS
     with ONE_LARGE_IMAGE if is_large else nullcontext():
-        return resized_to(bands.read(data, found)[None], target)[0]
+        return resized_to(upright(bands.read(data, found), found.orientation)[None], target)[0]
 
 
 def _is_for_pillow(found: bands.Header, target: Target) -> bool:

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from flatout.data.bands import BadImage
+from flatout.data.bands import TIFF_STARTS, BadImage
 from flatout.data.limits import LARGE_PIXELS, ONE_LARGE_IMAGE, refuse_large
 from flatout.data.pixels import with_bits
 from flatout.data.resize import MIN_REDUCTION_LEFT, Target, resized_to, upright
@@ -154,6 +154,8 @@ def _what_it_is(start: bytes) -> str:
         return "is HEIC, which needs the package pillow-heif: pip install pillow-heif"
     if start[4:12] in (b"ftypavif", b"ftypavis"):
         return "is AVIF, which this Pillow cannot decode: pip install pillow-avif-plugin, or a newer Pillow"
+    if start.startswith(TIFF_STARTS):
+        return "is a damaged TIFF file, or one of a rare kind, such as floating-point bands: convert it to 8 or 16 bits"
     if start[:4] == b"RIFF" and start[8:12] == b"WEBP":
         return "is WebP, which this Pillow cannot decode: install a Pillow that has WebP"
     return f"is not an image of a known format (it begins with {start[:8]!r})"
