@@ -63,6 +63,7 @@ def test_other_images_train_from_random_weights(size: int, channels: int, publis
     assert (published, recipe.pretrained, recipe.model[:8]) == ([], False, "fast-cnn")
     # Grey images may be symbols, which have no mirror images.
     assert recipe.augment.flip == (channels == 3)
+    assert recipe.augment.shift == pytest.approx((2 if channels == 3 else 1) / size)
     # Views cost little for small images.
     assert recipe.tta == (size < 64)
 

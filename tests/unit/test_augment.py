@@ -1,5 +1,6 @@
 """Augmentation: the geometry against exact operations, and independence of how batches are cut."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,24 @@ def test_rotation_by_a_right_angle() -> None:
     assert torch.allclose(found, plain(pictures()).rot90(1, (2, 3)), atol=0.05) or torch.allclose(
         found, plain(pictures()).rot90(-1, (2, 3)), atol=0.05
     )
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_shifts_alone_move_by_whole_pixels(flip: bool) -> None:
+    images = pictures(64)
+    tables = augment.epoch_transforms(recipe(Augment(shift=2.4 / 16, flip=flip)), 0, len(images))
+    assert tables is not None
+    found = augment.apply(images, {name: torch.from_numpy(rows) for name, rows in tables.items()}, ONE, ZERO)
+    seen = set()
+    for moved, image in zip(found.numpy(), plain(images).numpy(), strict=True):
+        for y, x, step in itertools.product(range(-2, 3), range(-2, 3), (1, -1) if flip else (1,)):
+            rows, columns = (np.clip(np.arange(16) + by, 0, 15) for by in (y, x))
+            if np.allclose(moved, image[:, rows][:, :, columns[::step]], atol=1e-2):
+                seen.add((y, x))
+                break
+        else:
+            pytest.fail("no whole number of pixels")
+    assert len(seen) > 20, "25 are as likely"
 
 
 def test_shift_by_whole_pixels_repeats_the_edge() -> None:

@@ -90,6 +90,8 @@ def _transforms(recipe: Recipe, epoch: int, start: int, count: int) -> Transform
         (height, width), (stored_height, stored_width) = recipe.image_sides, recipe.stored_sides
         aspect = width / height
         maps = affine_maps(augment, draws, flip, aspect, stored_width / stored_height)
+        if augment.only_shifts and recipe.image_sides == recipe.stored_sides:
+            maps[:, :, 2] = _whole_pixels(augment.shift, draws[:, [SHIFT_X, SHIFT_Y]], np.array([width, height]))
         if not augment.crop:
             maps *= [[width / stored_width], [height / stored_height]]
         if augment.policy != "none":
@@ -154,6 +156,16 @@ def affine_maps(
         maps[:, 0, 2] += x
         maps[:, 1, 2] += y
     return maps
+
+
+def _whole_pixels(shift: float, draws_N2: np.ndarray, sides: np.ndarray) -> np.ndarray:
+    """Return shifts from -1 to 1 that move images by whole pixels, float64 [N, 2]; all numbers are as likely.
+
+    Nothing is resampled then, so training images are as sharp as those of an evaluation. A shift below a pixel is kept.
+    """
+    most = np.floor(shift * sides + 1e-6)
+    moved = np.floor(draws_N2 * (2 * most + 1)) - most
+    return np.where(most > 0, 2 * moved / sides, 2 * shift * (2 * draws_N2 - 1))
 
 
 def _to_unequal_sides(maps: np.ndarray, aspect: float) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from flatout.recipe.checked import Checked
@@ -132,6 +132,11 @@ class Augment(Checked):
     def is_affine(self) -> bool:
         """Whether images are resampled."""
         return any((self.shear, self.zoom, self.rotate, self.shift, self.crop, self.policy != "none"))
+
+    @property
+    def only_shifts(self) -> bool:
+        """Whether shifts are all that is left but mirroring and colours."""
+        return self.shift > 0 and not replace(self, shift=0.0).is_affine
 
     @property
     def is_random(self) -> bool:

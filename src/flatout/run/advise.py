@@ -22,8 +22,8 @@ from flatout.settings import Size, one_or_both, sides
 UNBALANCED = 3.0
 # The widths of fast-cnn, and the one where nothing can be measured on a CPU.
 WIDTHS, USUAL_WIDTH = (16, 32, 64, 128), 32
-# The largest shift of small images, in pixels.
-PIXELS_OF_SHIFT = 1
+# Small photos are shifted by up to 1 / 16 of a side, as airbench does, and grey images, often symbols, by a pixel.
+SHIFT_OF_PHOTOS = 16
 # The time that a run without a budget may take, and the share of a budget that is left for training.
 SECONDS, TRAINING_SHARE = 600.0, 0.85
 
@@ -117,7 +117,8 @@ def _from_scratch(facts: Facts, model: str, rate: Rate | None) -> Advice:
     batch = facts.by_images(BATCHES)
     # Small grey images are often symbols, which have no mirror images.
     augment: dict[str, Any] = {"flip": facts.channels == 3}
-    augment |= {"crop": 0.35} if facts.is_photo else {"shift": PIXELS_OF_SHIFT / facts.side}
+    pixels = max(1, round(facts.side / SHIFT_OF_PHOTOS)) if facts.channels == 3 else 1
+    augment |= {"crop": 0.35} if facts.is_photo else {"shift": pixels / facts.side}
     recipe: dict[str, Any] = {
         "model": model,
         "image_size": facts.size,
