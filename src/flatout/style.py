@@ -143,6 +143,14 @@ def finite(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
+def number(value: float, decimals: int = 3) -> str:
+    """Return a figure as text: with so many decimals below 10, with four digits below 1,000, else as a whole number."""
+    size = abs(value)
+    if size < 10:
+        return f"{value:.{decimals}f}" if size >= 0.01 or not size else f"{value:.{decimals}g}"
+    return f"{value:.4g}" if size < 999.95 else f"{value:,.0f}"
+
+
 def columns_of(text: str) -> int:
     """Return the width of a text in columns; a Chinese character takes two."""
     return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)

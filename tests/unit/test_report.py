@@ -366,7 +366,7 @@ def test_stored_predictions_decide_ties(tmp_path: Path):
     draw_all(run)
     page = Page(run / "report.html")
     assert "40 of 40 right" in page.sections[""]
-    assert "There are none" in page.sections["Most confident mistakes"]
+    assert "every answer is right" in page.sections["Most confident mistakes"]
     assert re.search(r"dog \| 20 \|\s+1\.000 \|\s+1\.000 ", page.sections["Results of each class"])
 
 

@@ -194,5 +194,7 @@ def test_the_verdict_names_numbers_that_explain_nothing() -> None:
     assert len(found) == 1
     assert found[0].startswith("R² is -0.100 on the test images: no better than always answering the mean.")
     assert verdict({"test_r2": 0.4, "classes": []}, [], recipe) == []
-    rising = [{"epoch": i + 1, "train_loss": 0.5, "valid_loss": loss} for i, loss in enumerate((0.5, 0.9))]
-    assert "label_smoothing" not in " ".join(verdict({"test_r2": 0.4, "classes": []}, rising, recipe))
+    rising = [{"epoch": i + 1, "train_loss": 0.5, "valid_loss": loss} for i, loss in enumerate((0.5, 0.9, 0.8))]
+    (found,) = verdict({"test_r2": 0.4, "classes": []}, rising, recipe)
+    assert "by heart" in found and "label_smoothing" not in found
+    assert verdict({"test_r2": 0.4, "classes": []}, rising[:2], recipe) == []

@@ -223,9 +223,9 @@ def test_the_report_has_the_figures(digits: Path, capsys: pytest.CaptureFixture[
     draw_all(digits / "second")
     text = (digits / "second" / "report.html").read_text(encoding="utf-8")
     for wanted in (
-        "95 % confidence",
+        "95 % confidence interval",
         "calibration error",
-        "with right class",
+        "sets with the right class",
         "reliability diagram",
         "most often taken for",
     ):

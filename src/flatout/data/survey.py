@@ -141,10 +141,20 @@ def _blank_files(files, bytes_per_pixel: np.ndarray, pool: ThreadPoolExecutor) -
 
 def _is_blank(file: Encoded) -> bool:
     try:
-        image = decode_image(file, size=near.SIZE, channels=1, resize="squash")
-    except BadImage:  # such as an image of many bands, or one that is damaged behind its header
+        content = file if isinstance(file, Path) else read_file(file)
+        header = read_header(content)
+        how = {"channels": header.channels, "bits": header.bits, "resize": "squash"}
+        return bool(_show_nothing(decode_image(content, size=near.SIZE, **how)[None])[0])
+    except BadImage:  # one that is damaged behind its header
         return False
-    return bool(image.std() < near.LEAST_CONTRAST)
+
+
+def _show_nothing(images_NHWC: np.ndarray) -> np.ndarray:
+    """Return whether images are of one colour, bool [N]; of 16 bits, many use but a part of their range."""
+    images = images_NHWC.astype(np.float32)
+    if images_NHWC.dtype == np.uint16:
+        images *= 255 / np.maximum(images.max(axis=(1, 2, 3), keepdims=True), 1)
+    return images.std(axis=(1, 2)).max(axis=1) < near.LEAST_CONTRAST
 
 
 def _blank_arrays(images: np.ndarray) -> np.ndarray:
@@ -154,6 +164,5 @@ def _blank_arrays(images: np.ndarray) -> np.ndarray:
     for start in range(0, count, _AT_ONCE):
         part = resize_images(images[start : min(start + _AT_ONCE, count)], size=near.SIZE, channels=images.shape[-1],
                              resize="squash", bits=8 * images.itemsize)  # fmt: skip
-        seen = near.look(part)
-        found += (start + np.flatnonzero(seen.thumbnails.std(axis=1) < near.LEAST_CONTRAST)).tolist()
+        found += (start + np.flatnonzero(_show_nothing(part))).tolist()
     return np.array(found, np.int64)

@@ -17,7 +17,7 @@ from flatout.report import pictures, trust
 from flatout.report.html import SMOOTH_FROM_PIXELS, data_uri, thumbnail, write_page
 from flatout.report.run_files import METRICS, REPORT, SUMMARY, Predictions, RunFiles, read_run
 from flatout.report.verdict import CHECKED
-from flatout.style import finite
+from flatout.style import finite, number
 from flatout.tasks import task_named
 from flatout.tasks.base import Task
 from flatout.tasks.single_label import NUMBERS_UP_TO_CLASSES
@@ -115,6 +115,7 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
         "split": split,
         "grid": _tiles(shown, shown.grid, names, task) if shown else [],
         "mistakes": mistakes,
+        "unanswered": unanswered,
         "explained": _explained(shown, mistakes) if shown else [],
         "explained_for": task.explained,
         "heat_scale": ", ".join("#{:02x}{:02x}{:02x}".format(*colour) for colour in pictures.heat_scale()[0].tolist()),
@@ -146,24 +147,24 @@ def _headline(files: RunFiles) -> tuple[str, str, str] | None:
     test, valid = finite(summary.get(f"test_{metric}")), finite(summary.get(f"valid_{metric}"))
     if summary.get("folds") and valid is not None:
         remark = f"{_spread(summary, f'valid_{metric}')} over {len(summary['folds'])} folds"
-        return f"{valid:.3f}", f"{name} on held-out images", remark
+        return number(valid), f"{name} on held-out images", remark
     if test is not None:
         digits = 4 if (summary.get("test_count") or 0) >= 1000 else 3
-        return f"{test:.{digits}f}", f"test {name}", task.remark("test", summary)
+        return number(test, digits), f"test {name}", task.remark("test", summary)
     if valid is not None:
-        return f"{valid:.3f}", f"validation {name}", "there is no test result"
+        return number(valid), f"validation {name}", "there is no test result"
     for line in reversed(files.metrics):
         train = finite(line.get(f"train_{task.step_metric}"))
         if train is not None:
             name = task.step_metric.replace("_", " ")
-            return f"{train:.3f}", f"training {name}, epoch {line['epoch']}", "there is no test or validation result"
+            return number(train), f"training {name}, epoch {line['epoch']}", "there is no test or validation result"
     return None
 
 
 def _spread(summary: Mapping[str, Any], key: str) -> str:
     """Return the mean of a metric over the folds and its standard deviation, as text."""
     mean, std = (finite((summary.get(part) or {}).get(key)) for part in ("mean", "std"))
-    return "—" if mean is None or std is None else f"{mean:.4g} ± {std:.2g}"
+    return "—" if mean is None or std is None else f"{number(mean)} ± {std:.2g}"
 
 
 def _folds(summary: Mapping[str, Any], task: Task) -> list[tuple[str, str, list[str]]]:
@@ -173,13 +174,13 @@ def _folds(summary: Mapping[str, Any], task: Task) -> list[tuple[str, str, list[
     titles = [key.replace("valid_", "held-out ").replace("_", " ") for key in keys]
     rows = [("fold", "", [*titles, "training images", "training time"])]
     for fold in summary["folds"]:
-        cells = [f"{value:.4g}" if (value := finite(fold.get(key))) is not None else "—" for key in keys]
+        cells = [number(value) if (value := finite(fold.get(key))) is not None else "—" for key in keys]
         images, seconds = f"{fold.get('train_images', 0):,}", duration(fold.get("train_seconds") or 0.0)
         rows.append((str(fold["fold"]), f"{fold['folder']}/{REPORT}", [*cells, images, seconds]))
     together = {key: finite(summary.get(key)) for key in keys}
     means = [_spread(summary, key) for key in keys]
     rows.append(("mean ± standard deviation", "", [*means, "", ""]))
-    rows.append(("together", "", [*("—" if v is None else f"{v:.4g}" for v in together.values()), "", ""]))
+    rows.append(("together", "", [*("—" if v is None else number(v) for v in together.values()), "", ""]))
     return rows
 
 
@@ -188,7 +189,7 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("images per second", "images_per_second", "{:,.0f}".format),
         ("training time", "train_seconds", duration),
         ("everything included", "wall_seconds", duration),
-        ("epochs", "epochs", "{:,.0f}".format),
+        ("epoch" if summary.get("epochs") == 1 else "epochs", "epochs", "{:,.0f}".format),
         ("parameters", "parameters", "{:,.0f}".format),
     ]
     known = [(name, text(value)) for name, key, text in facts if (value := finite(summary.get(key))) is not None]

@@ -165,7 +165,7 @@ def draw_panel(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quantit
         colour, dash = LINES.get(split, (style.MUTED, "-"))
         axes.plot(
             epochs, [math.nan if value is None else value for value in values], color=colour, linestyle=dash,
-            linewidth=1.6, label=f"{split}  {last:.3f}" if split else None,
+            linewidth=1.6, label=f"{split}  {style.number(last)}" if split else None,
             marker="o" if len(epochs) <= 12 else "", markersize=3.5, solid_capstyle="round",
         )  # fmt: skip
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1, steps=[1, 2, 5, 10]))
@@ -189,7 +189,7 @@ def _loss_by_step(metrics: Lines, summary: Mapping[str, Any]) -> list[tuple[floa
 
 
 def _scale_axis(axes: "Axes", quantity: str, least: float, most: float) -> None:
-    if quantity == "loss" and least > 0 and most > LOG_LOSS_FROM_RATIO * least:
+    if quantity not in SHARES and least > 0 and most > LOG_LOSS_FROM_RATIO * least:
         axes.set_yscale("log")
         return
     span = LEAST_ACCURACY_SPAN if quantity in SHARES else LEAST_LOSS_SPAN * most
@@ -214,5 +214,5 @@ def _mark_epochs(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quant
     kept: Any = summary.get("kept_epoch") or summary.get("best_epoch")
     scores = {line["epoch"]: finite(line.get(f"valid_{quantity}")) for line in metrics}
     if kept in scores and len(metrics) > 1:
-        label = f"kept: epoch {kept}" + (f", valid {scores[kept]:.3f}" if scores[kept] is not None else "")
+        label = f"kept: epoch {kept}" + (f", valid {style.number(scores[kept])}" if scores[kept] is not None else "")
         axes.axvline(kept, color=style.MUTED, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0, label=label)

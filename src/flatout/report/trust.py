@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # A curve is drawn with so many points at most, and so many curves of single classes.
 POINTS, CURVES = 200, 40
-SET_COLUMNS = ("sets of", "with right class", "of one class", "mean size")
+SET_COLUMNS = ("wanted", "sets with the right class", "sets of one class", "classes per set")
 
 
 def facts(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
@@ -25,17 +25,21 @@ def facts(summary: Mapping[str, Any], split: str) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     interval = summary.get(f"{split}_accuracy_interval")
     if isinstance(interval, list) and len(interval) == 2:
-        rows.append(("95 % confidence", "–".join(f"{end:.3f}" for end in interval)))
-    names = {"balanced_accuracy": "balanced accuracy", "top5_accuracy": "top-5 accuracy", "roc_auc": "area under ROC"}
+        rows.append(("95 % confidence interval", "–".join(f"{end:.3f}" for end in interval)))
+    names = {
+        "balanced_accuracy": "balanced accuracy",
+        "top5_accuracy": "top-5 accuracy",
+        "roc_auc": "area under ROC",
+    }
     values = {name: finite(summary.get(f"{split}_{key}")) for key, name in names.items()}
     rows += [(name, f"{value:.3f}") for name, value in values.items() if value is not None]
     before, after = finite(found.get("ece_before")), finite(found.get("ece_after"))
     if before is not None and after is not None:
-        rows += [("calibration error", f"{after:.3f}"), ("before scaling", f"{before:.3f}")]
+        rows += [("calibration error", f"{after:.3f}"), ("before temperature scaling", f"{before:.3f}")]
     if (temperature := finite(found.get("temperature"))) is not None:
         rows.append(("temperature", f"{temperature:.3g}"))
     if (share := finite((found.get("unknown") or {}).get("flagged"))) is not None:
-        rows.append(("answered “unknown”", f"{100 * share:.1f}\u00a0%"))
+        rows.append(("images answered “unknown”", f"{100 * share:.1f}\u00a0%"))
     return rows
 
 
@@ -86,7 +90,7 @@ def _draw_reliability(axes: "Axes", found: Mapping[str, Any]) -> None:
 
 
 def _draw_roc(axes: "Axes", curves: Sequence[Curve]) -> None:
-    style.style_panel(axes, "ROC: true positive rate", "false positive rate")
+    style.style_panel(axes, "ROC curve: true positive rate", "false positive rate")
     axes.plot([0, 1], [0, 1], color=style.FAINT, linewidth=1.2)
     for one, looks in _looks(curves, "roc_auc"):
         axes.plot(*_thinned(one.false_positive_rate, one.true_positive_rate), **looks)
@@ -95,7 +99,7 @@ def _draw_roc(axes: "Axes", curves: Sequence[Curve]) -> None:
 
 
 def _draw_precision(axes: "Axes", curves: Sequence[Curve]) -> None:
-    style.style_panel(axes, "Precision", "recall")
+    style.style_panel(axes, "Precision-recall curve: precision", "recall")
     for one, looks in _looks(curves, "average_precision"):
         axes.plot(*_thinned(one.recall, one.precision), **looks)
     _unit_square(axes)
@@ -104,7 +108,7 @@ def _draw_precision(axes: "Axes", curves: Sequence[Curve]) -> None:
 
 def _looks(curves: Sequence[Curve], area: str) -> list[tuple[Curve, dict[str, Any]]]:
     """Return the curves with their looks: the main one, named with its area, and those of single classes."""
-    name = f"{shorten(curves[0].name, 24)}  {getattr(curves[0], area):.3f}"
+    name = f"{shorten(curves[0].name, 24)}, area {getattr(curves[0], area):.3f}"
     main: dict[str, Any] = {"color": style.RIGHT, "linewidth": 1.8, "zorder": 3, "label": name}
     thin: dict[str, Any] = {"color": style.MUTED, "linewidth": 0.5}
     looks = [main, thin | {"label": "each class"}, *[thin] * CURVES]

@@ -29,8 +29,8 @@ LEARNING_RATE_STEP = 10.0
 OVERFITTING_GAP = 0.1
 # Validation and test accuracy of comparable splits differ by chance alone, and by the choice of the best epoch.
 SPLIT_GAP = 0.03
-# The lowest validation loss of several epochs is low by chance: a rise below a tenth means little.
-RISING_LOSS_FACTOR = 1.1
+# The lowest validation loss of several epochs is low by chance: a rise below a tenth, or of one epoch, means little.
+RISING_LOSS_FACTOR, RISING_LOSS_EPOCHS = 1.1, 2
 # Accuracy that the last quarter of the epochs must add to the quarter before: below this, more epochs gain little.
 STILL_IMPROVING = 0.01
 # Two epochs show no trend. Above this accuracy no advice is needed.
@@ -196,7 +196,7 @@ def _rising_loss(run: _Run) -> Iterator[str]:
     name, losses = "validation", run.history("valid_loss")
     if not losses:
         name, losses = "test", run.history("test_loss")
-    if losses and losses[-1][0] > RISING_LOSS_FACTOR * min(losses)[0]:
+    if losses and min(losses[-RISING_LOSS_EPOCHS:])[0] > RISING_LOSS_FACTOR * min(losses)[0]:
         (least, epoch), (last, end) = min(losses), losses[-1]
         rise = f"The {name} loss rose from {least:.3f} in epoch {epoch} to {last:.3f} in epoch {end}"
         if run.recipe.task == "regression":

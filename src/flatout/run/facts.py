@@ -167,7 +167,8 @@ def _shape_of_files(files: Sequence[Encoded]) -> tuple[int, float, float, int, s
     pixels = float(np.median([header.width * header.height for header in headers]))
     ratio, resize = 1.0, "squash"
     if np.mean(np.abs(np.log(ratios / usual)) <= math.log(ONE_SHAPE)) >= 0.9:
-        ratio, why = usual, f"nearly all images have one shape, {usual:.2f} times as wide as high"
+        shape = "are square" if f"{usual:.2f}" == "1.00" else f"have one shape, {usual:.2f} times as wide as high"
+        ratio, why = usual, f"nearly all images {shape}"
     elif np.mean(lengths > TOO_LONG) > 0.1:
         resize, why = "crop", f"more than one in ten images is longer than {TOO_LONG:g}:1; squashing would distort them"
     else:

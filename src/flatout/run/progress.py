@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.numerics.metrics import NO_COUNTS, Counts
+from flatout.style import number
 
 # Steps in which memory is claimed, algorithms are chosen and a GPU's step is recorded.
 FIRST_STEPS = 10
@@ -38,10 +39,10 @@ class EpochRecord:
         parts = [f"epoch {self.epoch}/{epochs}"]
         for split in ("train", "valid", "test"):
             found = self.of(split)
-            figures = [f"{name.replace('_', ' ')} {found[name]:.4f}" for name in shown if name in found]
+            figures = [f"{name.replace('_', ' ')} {number(found[name], 4)}" for name in shown if name in found]
             if figures:
                 loss = self.train_loss if split == "train" else found["loss"]
-                parts.append(f"{split} " + ", ".join([f"loss {loss:.4f}", *figures]))
+                parts.append(f"{split} " + ", ".join([f"loss {number(loss, 4)}", *figures]))
         parts.append(f"{self.images_per_second:,.0f} images/s")
         return "  ".join([*parts, "best so far"] if is_best else parts)
 
