@@ -294,7 +294,6 @@ def test_a_pack_that_is_gone_or_another_is_named(runs: Path, tmp_path: Path) -> 
     arrays = dict(np.load(run / "predictions.npz"))
     np.savez(run / "predictions.npz", **arrays, row=np.arange(60))
     summary = json.loads((run / "summary.json").read_text())
-    library = board_app.Library()
     for pack, reason in (
         (tmp_path / "none", "no longer in the cache"),
         (runs.parent / "the.pack", "not those of this"),
@@ -302,7 +301,7 @@ def test_a_pack_that_is_gone_or_another_is_named(runs: Path, tmp_path: Path) -> 
         content = summary | {"pack": str(pack), "pack_fingerprint": "0"}
         (run / "summary.json").write_text(json.dumps(content))
         os.utime(run / "predictions.npz", ns=(0, len(reason)))  # as a new one
-        assert reason in library.of(run).why
+        assert reason in board_app.answers_of(run).why
     assert (runs.parent / "the.pack" / IMAGES).is_file()
 
 
@@ -338,7 +337,7 @@ def test_an_image_is_classified(client: TestClient, monkeypatch: pytest.MonkeyPa
 
 def test_a_run_without_weights_answers_nothing(runs: Path) -> None:
     with pytest.raises(InputError, match=r"weights\.safetensors is missing"):
-        board_app.Classifier()(runs / "plain", b"no image")
+        board_app.predictions_of(runs / "plain", b"no image")
 
 
 def test_wrong_words_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

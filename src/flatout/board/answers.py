@@ -4,8 +4,8 @@ Shape letters: N samples, K classes, H height, W width, C channels.
 """
 
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -131,29 +131,19 @@ class Answers:
             raise InputError(f"there is no image {i}: there are {len(self.shown.labels):,}")
 
 
-class Library:
-    """The answers of the runs looked at last; they are read again when the file changes."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[Path, tuple[int, Answers]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def of(self, run: Path) -> Answers:
-        """Return the answers of a run. Raises InputError where it has none, with the reason."""
-        with self._lock:
-            try:
-                changed = (run / PREDICTIONS).stat().st_mtime_ns
-            except OSError:
-                changed = 0
-            kept = self._kept.pop(run, None)
-            answers = kept[1] if kept and kept[0] == changed else _read(run)
-            self._kept[run] = changed, answers
-            while len(self._kept) > KEPT_RUNS:
-                self._kept.popitem(last=False)
-            return answers
+# A run is read once, however many images of it are asked for at the same time.
+_reading = threading.Lock()
 
 
-def _read(run: Path) -> Answers:
+def answers_of(run: Path) -> Answers:
+    """Return the answers of a run, read again when the file changes. Raises InputError where it has none."""
+    path = run / PREDICTIONS
+    with _reading:
+        return _read(run, path.stat().st_mtime_ns if path.is_file() else 0)
+
+
+@lru_cache(KEPT_RUNS)
+def _read(run: Path, changed: int) -> Answers:
     missing: dict[str, str] = {}
     files = run_files.read_run(run, predictions=False)
     shown = run_files.read_predictions(run, files.summary, missing)

@@ -10,6 +10,7 @@ import json
 import secrets
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flatout.board.answers import ORDERS, Library
+from flatout.board.answers import ORDERS, answers_of
 from flatout.board.details import Watch, compare, details
 from flatout.board.store import CHARTS, Store
 from flatout.errors import InputError
@@ -93,7 +94,7 @@ class Board:
 
     def __init__(self, store: Store, is_ending: Callable[[], bool], classify: Classify | None = None) -> None:
         self.store, self.is_ending = store, is_ending
-        self.library, self.classify = Library(), classify or Classifier()
+        self.classify = classify or predictions_of
         self._looking = asyncio.Lock()
         self._looked = 0.0
 
@@ -160,12 +161,12 @@ class Board:
 
     async def answers(self, request: Request) -> Response:
         """Answer with classes and confusion matrix of a run."""
-        found = await run_in_threadpool(self.library.of, self._path(request))
+        found = await run_in_threadpool(answers_of, self._path(request))
         return JSONResponse(await run_in_threadpool(found.summary))
 
     async def samples(self, request: Request) -> Response:
         """Answer with a page of images, by class, prediction and error; or with one of them."""
-        found = await run_in_threadpool(self.library.of, self._path(request))
+        found = await run_in_threadpool(answers_of, self._path(request))
         if "index" in request.query_params:
             return JSONResponse(found.sample(_number(request, "index") or 0))
         given = request.query_params
@@ -189,7 +190,7 @@ class Board:
         index, full = _number(request, "index") or 0, "full" in request.query_params
 
         def encoded() -> tuple[str, bytes]:
-            return self.library.of(self._path(request)).image(index, full=full)
+            return answers_of(self._path(request)).image(index, full=full)
 
         kind, content = await run_in_threadpool(encoded)
         return Response(content, media_type=kind, headers={"cache-control": "private, max-age=3600"})
@@ -217,29 +218,28 @@ class Board:
         return self.store.path_of(request.query_params.get("run", ""))
 
 
-class Classifier:
-    """Answers images with the models used last, one image at a time."""
+# One image at a time, and one model that is read.
+_classifying = threading.Lock()
 
-    def __init__(self) -> None:
-        self._runs: dict[tuple[Path, int], Any] = {}
-        self._lock = threading.Lock()
 
-    def __call__(self, path: Path, content: bytes) -> dict[str, Any]:
-        """Return the `predictions` of one image. Raises InputError where the image or the run cannot be read."""
-        from flatout.run.folder import load
+def predictions_of(path: Path, content: bytes) -> dict[str, Any]:
+    """Return the `predictions` of one image. Raises InputError where the image or the run cannot be read."""
+    weights = path / run_files.WEIGHTS
+    with _classifying:
+        run = _loaded(path, weights.stat().st_mtime_ns if weights.is_file() else 0)
+        try:
+            return run.predict(content)[0].to_dict()
+        except InputError as error:
+            # The image has no name here.
+            raise InputError(str(error).replace("these images cannot be read:\n0: ", "the file ")) from None
 
-        weights = path / run_files.WEIGHTS
-        key = path, weights.stat().st_mtime_ns if weights.is_file() else 0
-        with self._lock:
-            run = self._runs.pop(key, None) or load(path)
-            self._runs[key] = run
-            while len(self._runs) > MODELS_KEPT:
-                del self._runs[next(iter(self._runs))]
-            try:
-                return run.predict(content)[0].to_dict()
-            except InputError as error:
-                # The image has no name here.
-                raise InputError(str(error).replace("these images cannot be read:\n0: ", "the file ")) from None
+
+@lru_cache(MODELS_KEPT)
+def _loaded(path: Path, changed: int) -> Any:
+    """Return the run in a folder, whose weights changed at that time."""
+    from flatout.run.folder import load
+
+    return load(path)
 
 
 def _number(request: Request, name: str) -> int | None:

@@ -47,7 +47,6 @@ class _Folder:
     """A folder as it was last listed."""
 
     changed: int  # st_mtime_ns; -1 where it may have changed since
-    depth: int
     folders: list[Path] = field(default_factory=list)
     files: set[str] = field(default_factory=set)
 
@@ -194,7 +193,7 @@ class Store:
 
 
 def _list(path: Path, depth: int) -> _Folder:
-    listed = _Folder(changed=-1, depth=depth)
+    listed = _Folder(changed=-1)
     with os.scandir(path) as entries:
         for entry in entries:
             if entry.name.startswith("."):

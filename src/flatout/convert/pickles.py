@@ -108,7 +108,7 @@ for _package in ("builtins", "__builtin__"):
     _CALLS[_package, "tuple"] = _make_tuple
     _CALLS[_package, "bytes"] = _no_bytes
 
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _VALUES = frozenset(
     (
         *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "LONG", "FLOAT", "BINFLOAT"),
@@ -118,6 +118,8 @@ _VALUES = frozenset(
 )
 _IGNORED = frozenset(("PROTO", "FRAME"))
 _MARK = object()
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (), "MARK": _MARK}
+_EMPTY = {"EMPTY_LIST": list, "EMPTY_DICT": dict}
 
 
 def load(path: Path, file: IO[bytes]) -> Any:
@@ -177,6 +179,10 @@ class _Machine:
             self.stack.append(argument)
         elif name in _CONSTANTS:
             self.stack.append(_CONSTANTS[name])
+        elif name in _EMPTY:
+            self.stack.append(_EMPTY[name]())
+        elif name in _TUPLES:
+            self.stack.append(tuple([self.pop() for _ in range(_TUPLES[name])][::-1]))
         elif name in ("GLOBAL", "STACK_GLOBAL"):
             self._name(argument)
         elif name in ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"):
@@ -211,34 +217,11 @@ class _Machine:
         else:
             raise _Refused("an object with a state of its own")
 
-    def do_mark(self) -> None:
-        self.stack.append(_MARK)
-
     def do_pop(self) -> None:
         self.stack.pop()
 
-    def do_empty_dict(self) -> None:
-        self.stack.append({})
-
-    def do_empty_list(self) -> None:
-        self.stack.append([])
-
-    def do_empty_tuple(self) -> None:
-        self.stack.append(())
-
     def do_tuple(self) -> None:
         self.stack.append(tuple(self.pop_mark()))
-
-    def do_tuple1(self) -> None:
-        self.stack.append((self.pop(),))
-
-    def do_tuple2(self) -> None:
-        second, first = self.pop(), self.pop()
-        self.stack.append((first, second))
-
-    def do_tuple3(self) -> None:
-        third, second, first = self.pop(), self.pop(), self.pop()
-        self.stack.append((first, second, third))
 
     def do_list(self) -> None:
         self.stack.append(self.pop_mark())

@@ -150,7 +150,7 @@ class Look:
         return Group(name=name, count=len(rows), chosen=tuple(chosen.tolist()))
 
     @cached_property
-    def _shown(self) -> dict[str, Any]:
+    def shown(self) -> dict[str, Any]:
         """The images of the page and the picture: of groups, as the model sees them, and augmented."""
         groups = self.groups()
         every = [index for group in groups for index in group.chosen]
@@ -177,7 +177,7 @@ class Look:
 
     def content(self) -> dict[str, Any]:
         """Return everything that the page shows, by name."""
-        figures, found, shown = self.figures, self.survey, self._shown
+        figures, found, shown = self.figures, self.survey, self.shown
         thumbs, kept = shown["thumbs"], shown["kept"].tolist()
         outliers = {"extreme": found.extreme.tolist(), "blank": found.blank.tolist()}
         readable = found.widths > 0
@@ -245,17 +245,9 @@ class Look:
         write_json(folder / FIGURES, self.figures)
         return folder / PAGE
 
-    @property
-    def shown(self) -> Mapping[str, Any]:
-        """The images for `picture`."""
-        return self._shown
-
     def _repr_html_(self) -> str:
         """Return the page in a frame, for notebooks."""
         return framed(page("look.html.j2", self.content()))
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        return {"text/plain": repr(self), "text/html": self._repr_html_()}
 
     def show(self) -> Any:
         """Show the page: in a notebook in the cell, else the main figures are printed."""
