@@ -78,18 +78,25 @@ def row_of(work: Work, topology: Topology, compiled: Mapping[str, Any], price: f
     if not compiled["fits"]:
         return row
     seconds = step_seconds(compiled, topology)
-    limit = max(seconds, key=lambda name: seconds[name])
-    job = seconds[limit] * work.steps
+    estimate = _estimate(work, topology, seconds, price)
     return row | {
         "flops": compiled["flops"],
         "bytes_accessed": compiled["memory_bytes"],
         "state_bytes": compiled["state_bytes"],
-        "seconds": {**seconds, "step": seconds[limit], "compiler": compiled["seconds"]},
-        "limit": limit,
+        "seconds": {**seconds, "step": max(seconds.values()), "compiler": compiled["seconds"]},
+        "epoch_seconds": estimate["job_seconds"] / work.recipe.epochs,
+        **estimate,
+    }
+
+
+def _estimate(work: Work, topology: Topology, seconds: Mapping[str, float], price: float | None) -> dict[str, Any]:
+    """Return what a topology takes for the whole job, with such steps."""
+    job = max(seconds.values()) * work.steps
+    return {
+        "limit": max(seconds, key=lambda name: seconds[name]),
         "images_per_second": work.images_trained / job,
-        "epoch_seconds": job / work.recipe.epochs,
         "job_seconds": job,
-        "cost": _cost(price, topology, job),
+        "cost": None if price is None else price * topology.chips * job / 3600,
     }
 
 
@@ -113,25 +120,11 @@ def scaling_curve(work: Work, base: Mapping[str, Any] | None, price: float | Non
             "memory_bytes": fixed + (base["bytes_accessed"] - fixed) * own,
             "collectives": base["collectives"],
         }
-        seconds = step_seconds(compiled, topology)
-        limit = max(seconds, key=lambda name: seconds[name])
-        job = seconds[limit] * work.steps
-        rate = work.images_trained / job
-        rows.append(
-            {
-                "chips": topology.chips,
-                "images_per_second": rate,
-                "efficiency": rate / (topology.chips * rows[0]["images_per_second"]) if rows else 1.0,
-                "job_seconds": job,
-                "limit": limit,
-                "cost": _cost(price, topology, job),
-            }
-        )
+        estimate = _estimate(work, topology, step_seconds(compiled, topology), price)
+        rate_per_chip = estimate["images_per_second"] / topology.chips
+        efficiency = rate_per_chip / rows[0]["images_per_second"] if rows else 1.0
+        rows.append({"chips": topology.chips, "efficiency": efficiency, **estimate})
     return rows
-
-
-def _cost(price: float | None, topology: Topology, seconds: float) -> float | None:
-    return None if price is None else price * topology.chips * seconds / 3600
 
 
 def _slices(dimensions: int) -> list[tuple[int, ...]]:

@@ -134,15 +134,13 @@ class TorchEngine:
 
     def _distribute(self, model: nn.Module) -> nn.Module:
         """Bring rank 0's model to the devices of all ranks: a copy or a shard each."""
-        tensors = [*model.parameters(), *model.buffers()]
+        if not self.is_sharded:
+            model = model.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        self.world.broadcast([*model.parameters(), *model.buffers()])
         if self.is_sharded:
             from flatout.engine.eager.fsdp import shard
 
-            self.world.broadcast(tensors)
             shard(model, self.device)
-            return model
-        model = model.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        self.world.broadcast([*model.parameters(), *model.buffers()])
         return model
 
     def _can_capture(self) -> bool:

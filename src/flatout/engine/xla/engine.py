@@ -26,10 +26,11 @@ from flatout.engine.eager.split import EVALUATION_BATCH
 from flatout.engine.recorder import Recorder
 from flatout.engine.xla import optim
 from flatout.engine.xla.devices import compilation_cache
+from flatout.engine.xla.heads import to_array
 from flatout.engine.xla.input import HostBatches, read_batches
 from flatout.engine.xla.mesh import MeshSharding
 from flatout.engine.xla.split import XlaSplit, fetch
-from flatout.engine.xla.step import Evaluated, FrozenPrefix, Inputs, Program, State, frozen_cut, to_array
+from flatout.engine.xla.step import Evaluated, FrozenPrefix, Inputs, Program, State, frozen_cut
 from flatout.errors import InputError
 from flatout.host import physical_cores
 from flatout.numerics.augment import Transforms

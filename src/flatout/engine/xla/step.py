@@ -19,6 +19,7 @@ from torch import nn
 from flatout.engine.xla import optim
 from flatout.engine.xla.augment import Augmentation, mix, reduced
 from flatout.engine.xla.function import Function
+from flatout.engine.xla.heads import averaged, example, head_of, to_array
 from flatout.engine.xla.keras import KerasFunction
 from flatout.engine.xla.lowerings import SampleMask
 from flatout.models.features import caught
@@ -28,7 +29,6 @@ from flatout.models.layers import learning_rate_scales, set_train_mode
 from flatout.numerics import augment, pixels
 from flatout.recipe import Recipe
 from flatout.tasks import task_of
-from flatout.tasks.base import Task
 
 Array = Any  # jax.Array or np.ndarray
 Arrays = dict[str, jax.Array]
@@ -94,47 +94,6 @@ class Evaluated(NamedTuple):
     probabilities: jax.Array
     logits: jax.Array
     features: jax.Array | None
-
-
-class LossHead(nn.Module):
-    """What a task computes from logits: losses, metrics of a step, predictions and probabilities."""
-
-    def __init__(self, task: Task, class_weights: tuple[float, ...] | None) -> None:
-        super().__init__()
-        self._task = task
-        self._class_weights = None if class_weights is None else torch.tensor(class_weights)
-
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return them."""
-        losses = self._task.per_sample(logits, targets, self._class_weights)
-        return (
-            losses,
-            self._task.step_metrics(logits, targets),
-            self._task.predicted(logits),
-            self._task.probabilities(logits),
-        )
-
-
-@functools.lru_cache(maxsize=16)
-def _exported_head(
-    task: Task, class_weights: tuple[float, ...] | None, logits_shape: tuple[int, ...], target_shape: tuple[int, ...]
-) -> Function:
-    """Return a `LossHead` as a function. Training and evaluation share one where their batches have the same size."""
-    dtype = torch.float32 if task.mixes_targets else torch.int64
-    examples = _example(*logits_shape), _example(logits_shape[0], *target_shape, dtype=dtype)
-    return Function(LossHead(task, class_weights), examples, name="loss")
-
-
-class Averaged(nn.Module):
-    """Logits [B, K] averaged over views [V, B, K]."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        self._task = task
-
-    def forward(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return them."""
-        return self._task.averaged(logits)
 
 
 class Program:
@@ -211,10 +170,8 @@ class Program:
         self, model: nn.Module, shape: tuple[int, ...], class_weights: tuple[float, ...] | None = None
     ) -> "_Network":
         kind: Any = KerasFunction if isinstance(model, KerasModule) else Function
-        function = kind(model, (_example(*shape),), name=self._recipe.model, precision=self._precision)
-        return _Network(
-            function, _exported_head(self.task, class_weights, function.output_shapes[0], self._target_shape)
-        )
+        function = kind(model, (example(*shape),), name=self._recipe.model, precision=self._precision)
+        return _Network(function, head_of(self.task, class_weights, function.output_shapes[0], self._target_shape))
 
     def _input(self, images: Any, transforms: Any, *, is_training: bool) -> jax.Array:
         """Return what the network reads of stored images, augmented; or of the output of the frozen prefix."""
@@ -347,7 +304,7 @@ class Program:
         if tta:
             views = [outputs_of(pixels.view(jnp, x, *view)) for view in augment.tta_views(self._recipe)]
             logits_VBK = jnp.stack([logits for logits, _ in views]).astype(jnp.float32)
-            logits = Function(Averaged(self.task), (_example(*logits_VBK.shape),), name="views")({}, {}, logits_VBK)[0]
+            logits = averaged(self.task, logits_VBK)
             seen = [features for _, features in views if features is not None]
             features = jnp.stack(seen).mean(axis=0) if seen else None
         else:
@@ -366,7 +323,7 @@ class FrozenPrefix:
     """
 
     def __init__(self, cut: Cut, recipe: Recipe, batch: int, precision: str) -> None:
-        x = _example(batch, recipe.channels, *recipe.image_sides)
+        x = example(batch, recipe.channels, *recipe.image_sides)
         self._function = Function(cut.prefix, (x,), name=recipe.model, precision=precision)
         self._augment = Augmentation(recipe)
         self.parameters = {name: to_array(p) for name, p in cut.prefix.named_parameters()}
@@ -396,21 +353,10 @@ class _Network:
         self.model, self._head = model, head
 
     def results(self, logits: jax.Array, targets: Array) -> tuple[jax.Array, ...]:
-        """Return what `LossHead` returns."""
+        """Return what the function of `head_of` returns."""
         return self._head({}, {}, logits.astype(jnp.float32), targets)[0]
 
 
 def _images(images: Array, table: jax.Array | None) -> Any:
     """Return the images of a batch, which are rows of a table if there is one."""
     return images if table is None else jnp.take(table, images, axis=0, mode="clip")
-
-
-def _example(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a tensor of zeros that occupies a single element of memory."""
-    return torch.zeros((), dtype=dtype).expand(shape)
-
-
-def to_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a copy of a tensor as an array that JAX takes unchanged: whole numbers in 32 bits."""
-    array = tensor.detach().cpu().numpy()
-    return array.astype(np.int32) if array.dtype == np.int64 else array.copy()
