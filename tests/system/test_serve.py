@@ -106,6 +106,8 @@ def test_what_is_no_image_is_refused_and_the_server_goes_on(served: tuple[str, l
     for content in (b"no image", b"", png(1)[:80]):
         with pytest.raises(urllib.error.HTTPError, match="400"):
             ask(url, content)
+    with pytest.raises(urllib.error.HTTPError, match="413"):
+        ask(url, bytes(30_000_000))
     assert sum(ask(url, png(3)).values()) == pytest.approx(1, abs=1e-5)
 
 

@@ -259,6 +259,12 @@ def test_learning_rate_panel_only_where_it_changes(tmp_path: Path):
     assert pixels(tmp_path / "moving.png").shape[0] > pixels(tmp_path / "constant.png").shape[0]
 
 
+def test_a_chart_is_the_same_text_each_time():
+    metrics = [epoch_line(e) for e in range(1, 5)]
+    one, other = (pictures.curve_svg(metrics, summary_of(["a", "b"]), "loss") for _ in range(2))
+    assert one == other
+
+
 def test_drawing_leaves_pyplot_and_settings_alone(tmp_path: Path):
     import sys
 

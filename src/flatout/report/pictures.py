@@ -96,10 +96,12 @@ def curve_svg(metrics: Lines, summary: Mapping[str, Any], quantity: str) -> str:
 
 def as_svg(figure: "Figure", name: str) -> str:
     """Return a figure as an SVG element whose colours are CSS variables; `name` is its own on the page."""
+    from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     buffer = io.StringIO()
-    with style.no_glyph_warnings():
+    # Elements are named by a fixed salt, not by a random one: equal runs have equal pages.
+    with style.no_glyph_warnings(), rc_context({"svg.hashsalt": "flatout"}):
         FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace("#ffffff", "none")
