@@ -320,8 +320,12 @@ def test_urls_that_are_refused(url: str, words: str):
 def test_web_pages_and_folders_are_refused(server: Server):
     server.resources["/photos.npz"] = Resource(b"<html>", headers={"Content-Type": "text/html; charset=utf-8"})
     assert "is a web page, not data; give the URL of the file itself" in message(server.url("/photos.npz"))
+    server.resources["/login.npz"] = Resource(b" <!DOCTYPE html><html>Log in")
+    assert "is a web page, not data" in message(server.url("/login.npz"))
     server.resources["/photos/"] = Resource(b"{}")
     assert "names no file" in message(server.url("/photos/"))
+    server.resources["/again.npz"] = Resource(b"", status=302, headers={"Location": server.url("/again.npz")})
+    assert "\n" not in message(server.url("/again.npz"))
 
 
 @pytest.mark.parametrize("target", ["same", "other", "refusing", "file"])

@@ -20,6 +20,8 @@ _CHUNK_BYTES = 1 << 18
 # What a URL may contain as it is; the rest is percent-encoded.
 _SAFE = "%/:=&?~#+!$,;'@()*[]"
 # `Repr-Digest` of RFC 9530, `Digest` of RFC 3230, and Google's `x-goog-hash`.
+_PAGE_STARTS = (b"<!doctype html", b"<html")
+_PAGE_BYTES = 256
 _DIGEST_HEADERS = ("Repr-Digest", "Digest", "x-goog-hash")
 _DIGEST = re.compile(r"\b(sha-256|md5)=:?([A-Za-z0-9+/]+=*)", re.IGNORECASE)
 
@@ -43,7 +45,7 @@ def web_file(url: str) -> RemoteFile:
     response.close()
     headers = response.headers
     if headers.get_content_type() == "text/html" and "Content-Type" in headers:
-        raise TransferError(_shown(url), "is a web page, not data", "give the URL of the file itself")
+        raise _page(url)
     name = headers.get_filename() or urllib.parse.unquote(urllib.parse.urlsplit(url).path)
     name = re.sub(r"[\x00-\x1f]", "", re.split(r"[/\\]", name)[-1]).lstrip(".")
     if not name:
@@ -84,6 +86,8 @@ def _chunks(response: http.client.HTTPResponse, url: str, start: int) -> Chunks:
     with response:
         try:
             while chunk := response.read1(_CHUNK_BYTES):
+                if not start + received and chunk[:_PAGE_BYTES].lstrip().lower().startswith(_PAGE_STARTS):
+                    raise _page(url)
                 received += len(chunk)
                 yield chunk
         except (OSError, http.client.HTTPException) as error:
@@ -93,6 +97,10 @@ def _chunks(response: http.client.HTTPResponse, url: str, start: int) -> Chunks:
     if received < promised:
         reason = f"cut off after {start + received:,} of {start + promised:,} bytes"
         raise TransferError(_shown(url), reason, "run the same command again")
+
+
+def _page(url: str) -> TransferError:
+    return TransferError(_shown(url), "is a web page, not data", "give the URL of the file itself")
 
 
 class _Refused(TransferError):
@@ -138,11 +146,12 @@ def _open(url: str, method: str, **headers: str) -> http.client.HTTPResponse:
         return _OPENER.open(request, timeout=_TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
         error.close()
-        who = "the server" if _origin(error.url) == _origin(url) else urllib.parse.urlsplit(error.url).netloc
+        other = "" if _origin(error.url) == _origin(url) else urllib.parse.urlsplit(error.url).netloc
         fix = (
             "check the URL; a user name and password go into ~/.netrc" if error.code in (401, 403) else "check the URL"
         )
-        raise _Refused(_shown(url), f"{who} answers {error.code} {error.reason}", fix) from None
+        what = " ".join(f"{other or 'the server'} answers {error.code} {error.reason}".split())
+        raise _Refused(_shown(url), what, fix) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise TransferError(_shown(url), _reason(error), "check the URL and the network") from None
 
