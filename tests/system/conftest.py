@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from flatout.dist import heartbeat
+from flatout.run.options import Options
 from tests.system.launchers import LauncherServer, eventually
 
-DRAW_ALL = "flatout.report.page.draw_all"
 # A rank that is gone need not be waited for where the others wait for ever.
 SHORT_LIMITS = {"SILENT_SECONDS": 2.5, "STALLED_SECONDS": 2.5, "GRACE_SECONDS": 0.5}
 
@@ -25,17 +25,22 @@ def short_stacks() -> Iterator[None]:
         yield
 
 
+def leave_out_pictures(patch: pytest.MonkeyPatch) -> None:
+    """Change the default of an option, which the processes of ranks get as well."""
+    patch.setitem(Options.__init__.__kwdefaults__, "report", False)
+
+
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out pictures and report, which take longer than a small run."""
-    monkeypatch.setattr(DRAW_ALL, lambda run: None)
+    leave_out_pictures(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def no_pictures_in_module() -> Iterator[None]:
     """Leave them out of all runs of a module, those of its fixtures too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DRAW_ALL, lambda run: None)
+        leave_out_pictures(patch)
         yield
 
 

@@ -113,7 +113,7 @@ def test_an_exception_before_or_after_training(where: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_of_two_processes_one_calls_and_the_attributes_come_back(tmp_path: Path) -> None:
+def test_of_two_processes_one_calls_and_the_attributes_come_back(no_pictures: None, tmp_path: Path) -> None:
     class Local(Recorder):
         """Of no module: it travels as its code."""
 

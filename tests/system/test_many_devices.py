@@ -14,6 +14,8 @@ import torch
 from flatout.cli import main
 from flatout.models.weights import read_weights
 
+pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
+
 SPECS = ("cpu", "3xcpu")
 # 600 images in batches of 100, which three ranks cannot share evenly; batch normalisation; a plateau that acts at once.
 TRAIN_IMAGES, TEST_IMAGES, EPOCHS = 600, 101, 3

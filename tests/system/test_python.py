@@ -230,6 +230,7 @@ FUNCTIONS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("devices", [{"devices": "2xcpu"}, {"devices": "2xcpu", "engine": "xla"}], ids=["torch", "xla"])
 def test_functions_reach_other_processes_and_engines(devices: dict[str, str], tmp_path: Path) -> None:
     """They are of no module: they travel as their code."""

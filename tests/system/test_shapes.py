@@ -31,13 +31,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(data: Path, tmp_path_factory: pytest.TempPathFactory, no_pictures_in_module: None) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flatout.report.page.draw_all", lambda run: None)
-        for name, (devices, engine) in ENGINES.items():
-            keys = KEYS | {"model": "fast-cnn-16", "augment": AUGMENT, "epochs": 2}
-            flatout.fit(data=data, out=folder / name, devices=devices, engine=engine, quiet=True, **keys)
+    for name, (devices, engine) in ENGINES.items():
+        keys = KEYS | {"model": "fast-cnn-16", "augment": AUGMENT, "epochs": 2}
+        flatout.fit(data=data, out=folder / name, devices=devices, engine=engine, quiet=True, **keys)
     return {name: folder / name for name in ENGINES}
 
 
@@ -73,7 +71,7 @@ def test_evaluation_and_prediction(runs: dict[str, Path], data: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["torch", pytest.param("xla", marks=pytest.mark.slow)])
-def test_a_run_goes_on(runs: dict[str, Path], data: Path, tmp_path: Path, engine: str, no_pictures: None) -> None:
+def test_a_run_goes_on(data: Path, tmp_path: Path, engine: str, no_pictures: None) -> None:
     keys: dict[str, Any] = {"data": data, "devices": "cpu", "engine": engine, "quiet": True, **KEYS, "keep": "last"}
     whole = flatout.fit(out=tmp_path / "whole", epochs=2, **keys)
     flatout.fit(out=tmp_path / "parts", epochs=1, **keys)
