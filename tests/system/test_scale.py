@@ -145,7 +145,7 @@ def test_an_interrupt_ends_the_run_first_and_keeps_what_was_measured(digits: lis
         "-m",
         "flatout",
         "scale",
-        "digits",
+        *digits,
         "--devices",
         "cpu",
         "--repeats",
