@@ -27,7 +27,7 @@ def short_stacks() -> Iterator[None]:
 
 def leave_out_pictures(patch: pytest.MonkeyPatch) -> None:
     """Change the default of an option, which the processes of ranks get as well."""
-    patch.setitem(Options.__init__.__kwdefaults__, "report", False)
+    patch.setattr(Options.__init__, "__kwdefaults__", {**(Options.__init__.__kwdefaults__ or {}), "report": False})
 
 
 @pytest.fixture
