@@ -120,7 +120,7 @@ def test_the_report_leads_to_those_of_the_folds(finished: flatout.Run) -> None:
     assert 'href="fold-2/report.html"' in page
     name = "valid_accuracy"
     mean, std = finished.summary["mean"][name], finished.summary["std"][name]
-    assert f"{mean:.4f} ± {std:.2g} over 3 folds" in page
+    assert f"{mean:.3f} ± {std:.2g} over 3 folds" in page
     assert "No problems found" not in page
     assert (finished.path / "confusion.png").is_file()
 
