@@ -14,11 +14,12 @@ theme.watch(() => charts.forEach(chart => chart.redraw()));
  * Its height is fixed, so nothing moves when values arrive.
  */
 export class Chart {
-  constructor(title, { format = figure, unit = "epoch", share = false, zero = false } = {}) {
+  constructor(title, { format = figure, unit = "epoch", share = false, zero = false, spiky = false } = {}) {
     this.format = format;
     this.unit = unit;
     this.zero = zero;
     this.share = share;
+    this.spiky = spiky;
     this.series = [];
     this.plot = null;
     this.space = h("div", { class: "plot", style: { height: `${HEIGHT + 34}px` } });
@@ -35,10 +36,18 @@ export class Chart {
     this.series = series.filter(one => one.x.length);
     const last = this.series.map(one => `${one.label} ${this.format(lastOf(one.y))}`).join(", ");
     this.element.setAttribute("aria-label", `${this.title}: ${last || "no values"}`);
-    if (this.plot && had === this.series.map(one => one.label).join("|")) {
+    const log = this.spike();
+    if (this.plot && log === this.log && had === this.series.map(one => one.label).join("|")) {
       this.dress();
       this.plot.setData(this.data());
     } else this.redraw();
+  }
+
+  /** Whether one spike would flatten the rest of a linear axis. */
+  spike() {
+    const values = this.share ? [] : this.series.flatMap(one => one.y).filter(value => typeof value === "number");
+    const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), 0);
+    return this.spiky && low > 0 && high > LOG_FROM_RATIO * low;
   }
 
   data() {
@@ -54,6 +63,7 @@ export class Chart {
   redraw() {
     this.plot?.destroy();
     this.plot = null;
+    this.log = this.spike();
     if (!this.series.length) {
       this.space.replaceChildren(h("p", { class: "quiet waiting" }, "No values yet"));
       return;
@@ -66,10 +76,12 @@ export class Chart {
       width: this.space.clientWidth || 300,
       height: HEIGHT,
       cursor: { points: { size: 7 }, drag: { x: true, y: false } },
-      scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 0.5, high + 0.5] : [low, high]) }, y: { range: (_, low, high) => this.range(low, high) } },
+      scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 0.5, high + 0.5] : [low, high]) }, y: { distr: this.log ? 3 : 1, range: (_, low, high) => this.range(low, high) } },
       axes: [
-        { ...axis, grid: { show: false }, space: 44, size: 30, incrs: EPOCHS, values: (_, ticks) => ticks.map(tick => Number(tick.toFixed(2))) },
-        { ...axis, size: 56, space: 34, values: (_, ticks, axis_, space, step) => ticks.map(tick => short(tick, step)) },
+        { ...axis, grid: { show: false }, space: 44, size: 30, incrs: (_, axis_, low, high) => (high - low < 2 ? EPOCHS : EPOCHS.filter(step => step >= 1)), values: (_, ticks) => ticks.map(tick => Number(tick.toFixed(2))) },
+        this.log
+          ? { ...axis, size: 56, splits: (_, axis_, low, high) => powers(low, high), filter: (_, ticks) => ticks, values: (_, ticks) => ticks.map(tick => tick.toLocaleString("en", { maximumSignificantDigits: 2 })) }
+          : { ...axis, size: 56, space: 34, values: (_, ticks, axis_, space, step) => ticks.map(tick => short(tick, step)) },
       ],
       legend: { markers: { width: 0, fill: (plot, i) => plot.series[i].stroke?.() || "transparent" } },
       series: [
@@ -85,6 +97,7 @@ export class Chart {
 
   range(low, high) {
     if (low === null || high === null) return [0, 1];
+    if (this.log) return [low / 1.3, high * 1.3];
     // An axis of less than this makes noise look like a trend.
     const least = this.share ? 0.1 : 0.25 * Math.abs(high) || 1;
     const missing = Math.max(0, least - (high - low)) / 2, margin = 0.06 * Math.max(high - low, least);
@@ -107,7 +120,14 @@ export class Chart {
 
 const lastOf = values => { for (let i = values.length - 1; i >= 0; i--) if (values[i] !== null && values[i] !== undefined) return values[i]; return null; };
 const near = (values, index) => { for (let i = index; i >= 0; i--) if (values[i] !== null && values[i] !== undefined) return values[i]; return null; };
+// As in the report.
+const LOG_FROM_RATIO = 50;
 const EPOCHS = [0.1, 0.2, 0.5, ...[1, 10, 100, 1000, 10000].flatMap(ten => [ten, 2 * ten, 5 * ten])];
+/** The powers of ten from low to high. */
+function powers(low, high) {
+  const first = Math.ceil(Math.log10(low) - 1e-9), last = Math.floor(Math.log10(high) + 1e-9);
+  return Array.from({ length: last - first + 1 }, (_, i) => Number(`1e${first + i}`));
+}
 /** A tick with as many decimals as the step between ticks has. */
 function short(value, step) {
   if (step >= 1000) return value ? `${value / 1000}k` : "0";
@@ -132,8 +152,8 @@ export const SPLITS = {
 export class RunCurves {
   constructor() {
     this.charts = {
-      loss: new Chart("Loss"),
-      metric: new Chart("Result", { share: true }),
+      loss: new Chart("Loss", { spiky: true }),
+      metric: new Chart("Result", { share: true, spiky: true }),
       rate: new Chart("Images per second"),
       learning: new Chart("Learning rate"),
       busy: new Chart("Use of the machine by process 0, %", { zero: true }),

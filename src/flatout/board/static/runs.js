@@ -44,6 +44,7 @@ function result(run) {
 
 function epochs(run) {
   if (!isNumber(run.epochs_trained)) return "–";
+  if (!run.epochs_trained && run.status === "finished") return `${run.epochs ?? "–"}`; // a cross-validation: its folds have the lines
   return run.epochs && run.epochs !== run.epochs_trained ? `${run.epochs_trained} / ${run.epochs}` : `${run.epochs_trained}`;
 }
 
@@ -169,7 +170,7 @@ export function runsView(main) {
     if (!state.complete) return message("Reading the runs …");
     const first = state.exists ? "There are no runs in this folder yet." : "This folder does not exist yet.";
     return h("div", { class: "empty" }, h("h2", {}, "No runs"), h("p", {}, first, " They appear here as soon as one starts, for example with"),
-      h("pre", {}, "flatout train digits"), h("p", { class: "quiet" }, state.folder));
+      h("pre", {}, `flatout train digits --out "${state.folder}/first"`));
   }
 
   function move(step) {
