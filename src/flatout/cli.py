@@ -13,6 +13,9 @@ from flatout.errors import DONE, InputError, Stopped, TrainingFailed, exit_code,
 from flatout.host import start_quickly
 from flatout.parser import COMMANDS, parse
 
+# Names in hostile data could move the cursor of a terminal, or worse.
+_ESCAPED = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 done, 1 training failed, 2 wrong input, 130 or 143 stopped."""
@@ -37,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InputError, TrainingFailed, Stopped, KeyboardInterrupt) as error:
         message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
         if not isinstance(error, Stopped):
-            print(f"flatout: {message}", file=sys.stderr)
+            print(f"flatout: {message.translate(_ESCAPED)}", file=sys.stderr)
         if isinstance(error, InputError) and error.details and getattr(args, "json", False):
             print(json.dumps({"error": message, **error.details}, indent=2), flush=True)
         return exit_code(error)

@@ -129,6 +129,7 @@ def test_several_files_without_split_names(folder: Path):
         ("file,label,split\nimages/0.png,a,test2\n", "line 2: unknown split 'test2'"),
         ("file,label,split\nimages/0.png,a,test\n", "no training split"),
         ("images/0.png,a\nimages/1.png,a\n", "all images are of one class"),
+        ("images/0.png,a\nimages/1.png,\x1b[31mb\n", r"the class '\\x1b\[31mb' has control characters"),
         ("file,cat,dog\nimages/0.png,0,0\n", "no image has a class"),
         ('images/0.png,a\n"images/1.png,b\nimages/2.png,a\n', "line 2: is no CSV: a quotation mark is not closed"),
         ("caf\xe9.png,a\n".encode("latin-1"), "is not UTF-8 text"),

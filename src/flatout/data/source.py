@@ -1,5 +1,6 @@
 """Data that has been recognised (`DataRef`), and data that has been read (`Source`)."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,8 @@ from flatout.data.members import Encoded, EncodedList
 from flatout.data.splits import SPLITS, in_order
 from flatout.errors import InputError
 from flatout.recipe import Data
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,6 +55,8 @@ class Source:
         assert len(self.labels) == len(self.files if self.files is not None else self.images)  # type: ignore[arg-type]
         assert list(self.splits) == [name for name in SPLITS if name in self.splits]
         where = self.path or "the data"
+        if name := next((name for name in self.classes if _CONTROL.search(name)), None):
+            raise InputError(f"{where}: the name of the class {name!r} has control characters; rename it")
         start, stop = self.splits["train"]
         if start == stop:
             raise InputError(f"{where}: holds no training images")
