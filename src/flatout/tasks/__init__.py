@@ -49,7 +49,10 @@ def weights_of(recipe: Recipe, task: Task, labels: np.ndarray, classes: Sequence
             raise InputError(f"class_weights: the data has no class {name!r}; {nearest(name, classes)}")
         return np.array([given.get(name, 1.0) for name in classes], np.float32)
     if len(given) != len(classes):
-        raise InputError(f"class_weights has {len(given)} numbers, but the data has {len(classes)} classes")
+        raise InputError(
+            f"class_weights has {len(given)} numbers, but the data has {len(classes)} classes; "
+            'for some alone, name them: {"' + classes[0] + '": 2.0}'
+        )
     return np.array(given, np.float32)
 
 
