@@ -44,7 +44,9 @@ class Run:
         self._given, self._allow_code = model, allow_code
         for name in (RECIPE, WEIGHTS):
             if not (self.path / name).is_file():
-                raise InputError(f"{self.path}: not a run folder with weights: {name} is missing")
+                missing = f"not a run folder with weights: {name} is missing"
+                what = missing if self.path.is_dir() else "no such run folder"
+                raise InputError(f"{self.path}: {what}; give the folder that `flatout train` wrote")
 
     @property
     def members(self) -> "tuple[Run, ...]":
