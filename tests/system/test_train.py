@@ -279,8 +279,8 @@ INPUT_ERRORS = [
     (["train", "fashion-mnist", "--data", "/does/not/exist"], "/does/not/exist"),
     (["train", "cats-dogs"], "training_set/cats"),
     (["train", "digits", "--resume"], "--out"),
-    (["evaluate", "/does/not/exist"], "not a run folder"),
-    (["predict", "/does/not/exist", "x.jpg"], "not a run folder"),
+    (["evaluate", "/does/not/exist"], "no such run folder"),
+    (["predict", "/does/not/exist", "x.jpg"], "no such run folder"),
     (["report", "/does/not/exist"], "/does/not/exist"),
     (["check", "/does/not/exist"], "/does/not/exist"),
 ]
