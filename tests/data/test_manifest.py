@@ -374,6 +374,7 @@ def test_numbers(folder: Path):
         (several("price", ["1.5", "2.5", "", "3.5", "4.5"]), "line 4: empty label"),
         (several("price", ["1.5", "2.5", "dear", "1e99", "4.5"]), "line 4: not a number: dear"),
         (several("price", ["1.5", "2.5", "3.5", "1e99", "4.5"]), "line 5: too large a number: 1e.99"),
+        (several("price", ["1e999", "2", "3", "4", "5"]), "line 2: too large a number: inf"),
         (several("cat,dog", ["1,1", "1,0", "0,2"]), "line 4: 2 in a column of 0 and 1"),
         (several("cat,dog", ["1,1", "1,0", "0,-1"]), "line 4: -1 in a column of 0 and 1"),
         (several("tags", ['"[1, 2]"', "2", '"[1]"']), "line 3: the labels differ in shape"),

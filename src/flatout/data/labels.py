@@ -236,7 +236,7 @@ def _shown(labels: np.ndarray, names: tuple[str, ...] | None, locate: Locate, su
         return "single-label"
     numbers = [float(text) for text in texts if _DECIMAL.fullmatch(text)]
     if 2 * len(numbers) > len(texts) and len(numbers) > 2 and (len(texts) > _FEW or 2 * len(texts) > count):
-        if any(value != int(value) for value in numbers):
+        if not all(value.is_integer() for value in numbers):  # infinity is none
             return "regression"  # a text among the numbers is refused there
         # Numbers of classes are dense, or have many images each.
         if len(texts) > _FEW and max(numbers) - min(numbers) > 2 * len(texts) and count < 10 * len(texts):
