@@ -21,11 +21,11 @@ pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train digits for six seconds, none of which is for a report."""
+    """Train digits for twelve seconds, none of which is for a report."""
     out = tmp_path_factory.mktemp("minutes") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "REPORT_SECONDS", 0.0)
-        assert main(["train", "digits", "--minutes", "0.1", *ON_CPU, "--out", str(out)]) == 0
+        assert main(["train", "digits", "--minutes", "0.2", *ON_CPU, "--out", str(out)]) == 0
     return out
 
 
@@ -36,7 +36,7 @@ def test_the_recipe_has_the_steps_that_were_trained(run: Path) -> None:
     assert recipe.epochs == len(lines) == summary["epochs_trained"]
     assert sum(line["images"] for line in lines) == summary["images_trained"]
     assert summary["stopped"] is None
-    assert any("--minutes 0.1" in note for note in summary["notes"])
+    assert any("--minutes 0.2" in note for note in summary["notes"])
 
 
 @pytest.mark.slow
