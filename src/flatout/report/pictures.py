@@ -216,5 +216,6 @@ def _mark_epochs(axes: "Axes", metrics: Lines, summary: Mapping[str, Any], quant
     kept: Any = summary.get("kept_epoch") or summary.get("best_epoch")
     scores = {line["epoch"]: finite(line.get(f"valid_{quantity}")) for line in metrics}
     if kept in scores and len(metrics) > 1:
-        label = f"kept: epoch {kept}" + (f", valid {style.number(scores[kept])}" if scores[kept] is not None else "")
+        score = scores[kept]
+        label = f"kept: epoch {kept}" + ("" if score is None else f", valid {style.number(score)}")
         axes.axvline(kept, color=style.MUTED, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0, label=label)
