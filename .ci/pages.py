@@ -56,7 +56,7 @@ def _copy(path: Path) -> None:
     # The site knows a page by one name in all languages, and shows no folders.
     # Links that show the name of a file get the title of its page.
     text = re.sub(r"\[[\w/-]+\.md\]\((?P<target>[^)#]+\.md)(?P<anchor>#[^)]*)?\)", lambda m: _titled(path, m), text)
-    text = text.replace(".zh-CN.md)", ".md)").replace("benchmarks/results)", "benchmarks/results/index.md)")
+    text = re.sub(r"\.zh-CN\.md(?=[)#])", ".md", text).replace("benchmarks/results)", "benchmarks/results/index.md)")
     _write(name.replace(".zh-CN.md", ".zh.md"), text)
 
 
