@@ -114,7 +114,7 @@ def test_evaluation_and_prediction_have_the_size_of_the_recipe(tmp_path: Path) -
     seen: list[torch.Size] = []
     run.model.register_forward_pre_hook(lambda module, images: seen.append(images[0].shape))
     run.predict(arrays()[0][:2])
-    assert seen == [torch.Size((2, 1, 20, 20))]
+    assert seen == 3 * [torch.Size((2, 1, 20, 20))], "the views of test-time augmentation"
 
 
 @pytest.mark.parametrize("model", ["keras-cnn", "timm:test_vit"])

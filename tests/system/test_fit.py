@@ -104,7 +104,8 @@ def test_images_of_every_form_are_classified(run: flatout.Run, tmp_path: Path) -
         assert [p.probabilities for p in run.predict(given)] == expected, form
     for one in (pictures[0], files[0], str(files[0]), files[0].read_bytes(), images[0], torch.from_numpy(images[0])):
         (prediction,) = run.predict(one)
-        assert prediction.probabilities == pytest.approx(expected[0])
+        # A batch of one is rounded otherwise than one of six.
+        assert prediction.probabilities == pytest.approx(expected[0], rel=1e-5)
     larger = pictures[0].resize((40, 30))
     assert run.predict([larger, pictures[1]])[1].probabilities == pytest.approx(expected[1])
 
