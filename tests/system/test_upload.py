@@ -186,7 +186,7 @@ def test_the_card_has_the_figures_and_code_that_runs(
     assert float(probability) == pytest.approx(expected.probabilities[0], abs=1e-5)
 
 
-@pytest.mark.parametrize("task", ["timm", "multi-label", "regression", "folds"])
+@pytest.mark.parametrize("task", ["timm", "multi-label", "regression", "folds", "views"])
 def test_the_code_of_the_card_for_other_tasks(
     task: str, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +210,7 @@ def test_the_code_of_the_card_for_other_tasks(
         devices="cpu",
         quiet=True,
         pretrained=False,
+        tta=task == "views",
         out=tmp_path / "run",
         **folds,  # pyright: ignore[reportArgumentType]
     )
@@ -218,6 +219,7 @@ def test_the_code_of_the_card_for_other_tasks(
     (tmp_path / "photo.png").rename(tmp_path / "photo.jpg")
     monkeypatch.chdir(tmp_path)
     card = hub.repositories[NAME].files["README.md"].decode()
+    assert ("averages over 3 views" in card) == run.recipe.tta
     capsys.readouterr()
     exec(card.split("## Use it with torch alone")[1].split("```python\n")[1].split("```")[0], {})
     printed = capsys.readouterr().out
@@ -227,7 +229,7 @@ def test_the_code_of_the_card_for_other_tasks(
         assert float(re.findall(r"[-\d.]+", printed)[0]) == pytest.approx(answer.value, abs=1e-3)
     elif task == "multi-label":
         assert eval(printed) == pytest.approx(expected, abs=1e-5)
-    else:
+    elif task != "views":
         assert float(printed.split()[-1]) == pytest.approx(max(expected.values()), abs=1e-5)
     assert flatout.load(URL).predict("photo.jpg")[0].probabilities == run.predict("photo.jpg")[0].probabilities
 

@@ -6,6 +6,7 @@ from typing import Any
 from flatout import __version__
 from flatout.console import duration
 from flatout.hub.torch_code import torch_code
+from flatout.numerics.augment import tta_views
 from flatout.run.folder import Run
 from flatout.style import finite
 from flatout.tasks import describe_metrics
@@ -53,6 +54,7 @@ def card_of(run: Run, repository: str, files: list[str]) -> str:
         notes=[*(summary.get("verdict") or ()), *(summary.get("notes") or ())],
         load=_load(run, repository),
         torch=torch_code(run, repository),
+        views=len(tta_views(run.recipe)) if run.recipe.tta else 1,
         version=__version__,
     )
 
