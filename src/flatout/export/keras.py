@@ -133,9 +133,8 @@ def _layers(keras: Any, x: Any, net: nn.Module, run: "Run") -> _Made:
         if isinstance(layer, nn.Sequential):
             continue
         if isinstance(layer, nn.Flatten):
-            x = keras.layers.Permute((3, 1, 2), name=f"{name.replace('.', '_')}_channels_first")(
-                x
-            )  # as torch's weights
+            # The order of torch's weights.
+            x = keras.layers.Permute((3, 1, 2), name=f"{name.replace('.', '_')}_channels_first")(x)
         twin = _twin(keras, name.replace(".", "_"), layer, run)
         x = twin(x)
         pairs += [(twin, layer)] if twin.weights else []

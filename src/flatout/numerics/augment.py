@@ -91,7 +91,7 @@ def _transforms(recipe: Recipe, epoch: int, start: int, count: int) -> Transform
         aspect = width / height
         maps = affine_maps(augment, draws, flip, aspect, stored_width / stored_height)
         if augment.only_shifts and recipe.image_sides == recipe.stored_sides:
-            maps[:, :, 2] = _whole_pixels(augment.shift, draws[:, [SHIFT_X, SHIFT_Y]], np.array([width, height]))
+            _to_whole_pixels(maps, augment.shift, draws[:, [SHIFT_X, SHIFT_Y]], np.array([width, height]))
         if not augment.crop:
             maps *= [[width / stored_width], [height / stored_height]]
         if augment.policy != "none":
@@ -158,14 +158,14 @@ def affine_maps(
     return maps
 
 
-def _whole_pixels(shift: float, draws_N2: np.ndarray, sides: np.ndarray) -> np.ndarray:
-    """Return shifts from -1 to 1 that move images by whole pixels, float64 [N, 2]; all numbers are as likely.
+def _to_whole_pixels(maps: np.ndarray, shift: float, draws_N2: np.ndarray, sides: np.ndarray) -> None:
+    """Let maps shift images by whole pixels; all numbers of pixels are as likely.
 
     Nothing is resampled then, so training images are as sharp as those of an evaluation. A shift below a pixel is kept.
     """
     most = np.floor(shift * sides + 1e-6)
     moved = np.floor(draws_N2 * (2 * most + 1)) - most
-    return np.where(most > 0, 2 * moved / sides, 2 * shift * (2 * draws_N2 - 1))
+    maps[:, :, 2] = np.where(most > 0, 2 * moved / sides, maps[:, :, 2])
 
 
 def _to_unequal_sides(maps: np.ndarray, aspect: float) -> None:
