@@ -1,6 +1,6 @@
 """Pack the images of class folders from the folders and from containers, alternately in one go; prints JSON.
 
-    python benchmarks/formats.py FOLDER [--size 128] [--repeats 5]
+    python benchmarks/formats.py FOLDER [--size 128] [--repeats 5] [--out FILE]
 
 The containers hold the same files and are written into a temporary folder first. A rate covers everything from the path
 to the finished pack. Rates are medians over the repeats; ratios are medians of the ratios within a repeat. Those of CPU
@@ -10,7 +10,6 @@ time (a folder's over a container's) hold on a busy machine too, but do not show
 import argparse
 import io
 import json
-import platform
 import shutil
 import statistics
 import struct
@@ -19,17 +18,16 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import google_crc32c
 import pyarrow
 import pyarrow.parquet
 
+from about import about
 from flatout.data.build import build_pack
 from flatout.data.pack import PackSettings
 from flatout.data.recognise import recognise
-from flatout.host import usable_cores
 
 Images = list[tuple[str, Path]]
 
@@ -131,6 +129,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--images", type=int, default=2000, help="how many files at most")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "formats.json")
     arguments = parser.parse_args()
     found = sorted(p for p in arguments.folder.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg", ".png"))
     found = found[:: -(-len(found) // arguments.images)]
@@ -153,6 +152,7 @@ def main() -> None:
         return {name: round(statistics.median(a[of] / b[of] for a, b in some), 3) for name, some in pairs.items()}
 
     result = {
+        **about("flatout", "torch", "numpy", "pillow", "simplejpeg", "pyarrow"),
         "images": len(images),
         "mean_kilobytes": round(statistics.mean(file.stat().st_size for _, file in images) / 1000, 1),
         "size": arguments.size,
@@ -160,10 +160,8 @@ def main() -> None:
         "images_per_second": {name: round(statistics.median(a for a, _ in some)) for name, some in rates.items()},
         "over_folder": over_folder(0),
         "over_folder_in_cpu_time": over_folder(1),
-        "cores": usable_cores(),
-        "machine": platform.processor() or platform.machine(),
-        "versions": {name: version(name) for name in ("pillow", "simplejpeg", "torch", "numpy", "pyarrow")},
     }
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 
 
