@@ -170,10 +170,12 @@ def webdataset(label: str) -> Callable[[Path], Path]:
 
 
 def braces(folder: Path) -> Path:
+    """Compressed shards, and braces in braces."""
     webdataset("cls")(folder)
-    (folder / "test-000000.tar").rename(folder / "val-000000.tar")
-    (folder / "test-000001.tar").rename(folder / "val-000001.tar")
-    return folder / "{train,val}-{000000..000001}.tar"
+    for shard in sorted(folder.glob("*.tar")):
+        write(folder / f"{shard.name.replace('test', 'val')}.gz", gzip.compress(shard.read_bytes()))
+        shard.unlink()
+    return folder / "{train-{000000..000001},val-{000000..000001}}.tar.gz"
 
 
 # TFRecord: https://www.tensorflow.org/tutorials/load_data/tfrecord

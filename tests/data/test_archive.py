@@ -210,9 +210,13 @@ def test_windows_separators_and_clutter_are_understood(tmp_path: Path):
 
 
 def test_an_archive_of_one_folder_or_one_file_is_entered(tmp_path: Path):
-    folder = class_folders(tmp_path / "one" / "two" / "three")
+    folder = class_folders(tmp_path / "one" / "two")
+    (tmp_path / "one" / "two" / "empty" / "inner").mkdir(parents=True)
+    (tmp_path / "one" / "README.md").touch()
     path = in_tar("w", lambda _: tmp_path / "one")(tmp_path)
     assert recognise(path).read().splits == recognise(folder).read().splits
+    with pytest.raises(InputError, match=r"holds images in one folder only, photos, .* give .*two/photos$"):
+        recognise(tmp_path / "one" / "two").read()
 
 
 def test_an_empty_archive_is_refused(tmp_path: Path):

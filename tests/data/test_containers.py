@@ -111,6 +111,9 @@ def test_braces_stand_for_ranges_and_alternatives():
         *("a/x-08.tar", "a/x-09.tar", "a/x-10.tar"),
         *("a/y-08.tar", "a/y-09.tar", "a/y-10.tar"),
     ]
+    names = ["x1a", "x1b", "x0a", "x0b", "x", "ya", "yb", "yya"]
+    assert list(map(str, expand_braces(Path("{x{1..0}{a,b},x,y{a,b,{y}a}}")))) == names
+    assert expand_braces(Path("a{b,c.tar")) == [Path("a{b,c.tar")]
     with pytest.raises(InputError, match="more than 100,000 files"):
         expand_braces(Path("{0..999999999}{0..999999999}.tar"))
 

@@ -54,6 +54,8 @@ EXPECTED = [("0.png", "cat"), ("1.png", "dog"), ("2.png", "cat")]
         "images/0.png,cat\rimages/1.png,dog\rimages/2.png,cat\r",
         "file|label\nimages/0.png|cat\nimages/1.png|dog\nimages/2.png|cat\n",
         ",file,label\n7,images/0.png,cat\n8,images/1.png,dog\n9,images/2.png,cat\n",
+        'sep=|\r\nfile|label\r\nimages/0.png| "cat"\r\nimages/1.png|dog\r\nimages/2.png|cat\r\n',
+        "images/0.PNG,cat\n1.png,dog\n2,cat\n",
     ],
 )
 def test_dialects(folder: Path, text: str):
@@ -329,6 +331,21 @@ def test_spaces_and_commas_separate_labels_where_that_is_sure_or_asked_for(folde
     assert rows_of(read(folder, several("tags", cells), task="multi-label")) == SEVERAL
 
 
+def test_rows_of_0_and_1_in_a_cell_with_a_list_of_ids_and_names(folder: Path):
+    (folder / "label_list.txt").write_text("0 cat\n1 dog\n2 emu\n")
+    source = read(folder, "images/0.png\t1,1,0\nimages/1.png\t0,0,1\n", "train_list.txt")
+    assert (source.task, source.classes, rows_of(source)) == (
+        "multi-label",
+        ("cat", "dog", "emu"),
+        [["cat", "dog"], ["emu"]],
+    )
+
+
+def test_rows_that_name_an_image_again_are_noted(folder: Path):
+    (note,) = read(folder, several("tag", ["cat", "dog"]) + "images/1.png,cat\n./images/0.png,cat\n").notes
+    assert f"earlier row: 2 (such as {folder / 'list.csv'}: line 4), 1 of them with another label; several" in note
+
+
 def test_a_class_list_names_the_labels_in_a_cell(folder: Path):
     (folder / "classes.txt").write_text("hot dog\ndog\nunused\n")
     source = read(folder, several("tags", ["hot dog|dog", "dog", ""]))
@@ -379,7 +396,11 @@ def test_numbers(folder: Path):
         (several("cat,dog", ["1,1", "1,0", "0,-1"]), "line 4: -1 in a column of 0 and 1"),
         (several("tags", ['"[1, 2]"', "2", '"[1]"']), "line 3: the labels differ in shape"),
         (several("cat,dog", ["1,1", "1,0", "0,"]), r"line 4: \(empty\) in a column of 0 and 1"),
-        (several("label", ["0", "1", "nan", "0", "1"]), "line 4: a name among numbers: nan; if these are classes"),
+        (several("label", ["0", "1", "nan", "0", "1"]), "line 4: a missing value, not a class: nan; if these"),
+        (several("label", ["cat", "dog", "NaN", "cat", "dog"]), "line 4: a missing value, not a class: NaN; if these"),
+        ("sep=;\nfile;label\n0;cat\n1;\n2;dog\n", "line 4: empty label"),
+        (several("tags", ['"1,0,1"', '"1,0"', '"1,1,1"']), "line 3: 1,0; elsewhere there are 3 numbers of 0 and 1"),
+        (several("price", ['"1,5"', '"2,5"', '"3,25"', '"4,0"']), "write decimals with a point"),
         (several("tags", ["cat|cat", "cat", "cat"]), r"all images are of one class \(cat\)"),
     ],
 )

@@ -21,7 +21,8 @@ from flatout.data.members import Container, Slice, ZipPart, refuse_bomb
 from flatout.errors import InputError
 from flatout.files import printable
 
-SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+SUFFIXES = (".zip", *TAR_SUFFIXES)
 
 _BLOCK = 512
 _READ_BYTES = 4 * _BLOCK

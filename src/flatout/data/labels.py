@@ -253,9 +253,11 @@ def _shown(labels: np.ndarray, names: tuple[str, ...] | None, locate: Locate, su
             f"{subject}: has several labels in one, such as {example!r}, or names with {mark!r} in them: "
             f"--set task=multi-label or --set task=single-label decides; {_ARE_CLASSES}"
         )
-    if len(texts) > _FEW and 2 * len(texts) > count:
-        are_numbers = all(_DECIMAL.fullmatch(text.replace(",", ".")) for text in texts)
-        fix = f"{_ARE_NUMBERS}; {_ARE_CLASSES}" if are_numbers else _ARE_CLASSES
+    are_numbers = all(_DECIMAL.fullmatch(text.replace(",", ".")) for text in texts)
+    has_commas = are_numbers and any("," in text for text in texts)
+    if 2 * len(texts) > count and (len(texts) > _FEW or has_commas):
+        point = ", and write decimals with a point, such as 1.5" if has_commas else ""
+        fix = f"{_ARE_NUMBERS}{point}; {_ARE_CLASSES}" if are_numbers else _ARE_CLASSES
         raise InputError(f"{subject}: holds {len(texts):,} different labels for {count:,} images; {fix}")
     return "single-label"
 
@@ -323,6 +325,8 @@ def index_labels(
         if not unknown or not all(numbers):
             _refuse(locate, labels, labels == "", "")
             if names is None:
+                is_nan = np.array([text in ("nan", "NaN") for text in texts.tolist()])
+                _refuse(locate, labels, is_nan[inverse], "a missing value, not a class:", _ARE_CLASSES)
                 is_name = np.array([not _DECIMAL.fullmatch(text) for text in texts.tolist()])
                 if 2 * np.count_nonzero(is_name) < len(texts):
                     _refuse(locate, labels, is_name[inverse], "a name among numbers:", _ARE_CLASSES)

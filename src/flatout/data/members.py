@@ -7,6 +7,7 @@ import bz2
 import errno
 import gzip
 import lzma
+import math
 import os
 import tempfile
 import weakref
@@ -58,15 +59,15 @@ class Encoded(Protocol):
 class Container:
     """A file that holds images, read at any place by any thread.
 
-    With `decompress`, what is compressed with gzip, bzip2 or xz is decompressed once, into a temporary file without a
-    name, which disappears with the process.
+    With `decompress`, what is compressed with gzip, bzip2 or xz is decompressed once, up to about `limit` bytes of it,
+    into a temporary file without a name, which disappears with the process.
 
     Raises:
         InputError: the file cannot be read, is damaged, or expands to far more than its size.
         DiskFull: there is no room for the decompressed bytes.
     """
 
-    def __init__(self, path: Path, *, decompress: bool = False) -> None:
+    def __init__(self, path: Path, *, decompress: bool = False, limit: float = math.inf) -> None:
         self.path = path
         self._file: IO[bytes] | None = None
         try:
@@ -75,15 +76,21 @@ class Container:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
         opener = next((opener for magic, opener in _COMPRESSIONS.items() if start.startswith(magic)), None)
         if opener and decompress:
-            self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
+            try:
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
+            except OSError as error:  # of thousands of shards, one after the other is open
+                is_limit = error.errno == errno.EMFILE
+                fix = "raise the limit (ulimit -n), or decompress the files" if is_limit else "see TMPDIR"
+                place = f"{path}: cannot be decompressed into {tempfile.gettempdir()}"
+                raise InputError(f"{place}: {error.strerror}; {fix}") from None
             weakref.finalize(self, self._file.close)
-            self.size = self._decompress(opener, self._file)
+            self.size = self._decompress(opener, self._file, limit)
 
-    def _decompress(self, opener, file: IO[bytes]) -> int:
+    def _decompress(self, opener, file: IO[bytes], limit: float) -> int:
         written = 0
         try:
             with opener(self.path) as stream:
-                while block := stream.read(_BLOCK_BYTES):
+                while written < limit and (block := stream.read(_BLOCK_BYTES)):
                     written += len(block)
                     refuse_bomb(self.path, self.size, written)
                     file.write(block)

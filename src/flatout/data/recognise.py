@@ -1,5 +1,6 @@
 """Decide, by looking, which format a path or a Python value has."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,8 @@ _EXPECTED = (
     "file,label rows, IDX files, a .json or .json.gz of three [images, labels] pairs, .npz and .npy arrays, .zip and "
     ".tar archives of these, WebDataset shards, TFRecord and Parquet files, saved Hugging Face data sets, and packs"
 )
+_DOCUMENT = re.compile(r"(readme|licen[cs]e|citation|copying|notice|changelog)\b", re.IGNORECASE)
+_SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
 _OTHER_ARCHIVES = (".7z", ".rar", ".tar.zst", ".gz", ".bz2", ".xz", ".zst")
 # What else of a recipe determines what is read from given files.
 _OPTIONS = ("images", "file_column", "label_column", "group_column", "label_pattern")
@@ -116,10 +119,16 @@ def _read_archive(path: Path, class_list: Path | None, options: ReadOptions) -> 
     """Return what is in an archive, in any format whose files may be members."""
     root: Any = open_archive(path)
     # Many archives hold nothing but one folder; others are one compressed file.
-    while root.is_dir() and len(inside := folders.visible(root)) == 1 and not split_of(inside[0].name):
-        root = inside[0].path
+    while root.is_dir() and len(inside := _content(root)) == 1 and not split_of(inside[0].name):
+        root = inside[0]
     source = _in_a_format(root, class_list or (find_class_list("", root) if root.is_dir() else None), options).read()
     return replace(source, path=path, kind=f"{source.kind} in an archive")
+
+
+def _content(folder: Any) -> list[Any]:
+    """Return what is in a folder of an archive, without empty folders and files such as a README."""
+    inside = [entry.path for entry in folders.visible(folder)]
+    return [e for e in inside if not (folders.is_empty(e) if e.is_dir() else _DOCUMENT.match(e.name))]
 
 
 def from_python(data: object, task: str = "auto") -> Source:
@@ -152,12 +161,17 @@ def _read_pack(path: Path) -> Source:
 def _what_it_is(path: Path) -> str:
     if path.is_file() and path.name.lower().endswith((*SUFFIXES, *_OTHER_ARCHIVES)):
         return "is an archive; unpack it and give the folder"
+    if path.suffix.lower() in _SPREADSHEETS and path.is_file():
+        return "is a spreadsheet; save it as CSV (UTF-8) with the columns file and label"
+    if path.suffix.lower() == ".txt" and path.is_file():
+        return "is no list of image file, space and class on each line; rows with commas or tabs belong in a .csv file"
     if folders.is_image_name(path.name) and path.is_file():
         return "is a single image; give a folder with a folder of images for each class"
     if path.is_dir():
         names = [entry.name for entry in folders.visible(path)]
         if archives := [name for name in names if name.lower().endswith((*SUFFIXES, *_OTHER_ARCHIVES))]:
-            return f"holds the archive {archives[0]}; give its path, or unpack it and give the folder that comes out"
+            known = "give its path, or " if archives[0].lower().endswith(SUFFIXES) else ""
+            return f"holds the archive {archives[0]}; {known}unpack it and give the folder that comes out"
         if folders.has_images(path):
             return (
                 "holds images but nothing that names their classes; sort them into a folder for each class, or list "

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from itertools import islice, product
+from itertools import islice, pairwise, product
 from pathlib import Path
 
 from flatout.data.archive import Member
@@ -23,19 +23,36 @@ def expand_braces(path: Path) -> list[Path]:
     """
     if "{" not in str(path) or path.exists():
         return [path]
-    pieces = re.split(r"\{([^{}]*)\}", str(path))
-    choices = [_choices(piece) if i % 2 else [piece] for i, piece in enumerate(pieces)]
-    paths = [Path("".join(chosen)) for chosen in islice(product(*choices), _MAX_PATHS + 1)]
-    if len(paths) > _MAX_PATHS:
+    names = _expanded(str(path))
+    if len(names) > _MAX_PATHS:
         raise InputError(f"{path}: stands for more than {_MAX_PATHS:,} files; give their folder")
-    return paths
+    return list(map(Path, names))
 
 
-def _choices(text: str) -> list[str]:
+def _expanded(text: str) -> list[str]:
+    """Return what the first braces, those in them, and those behind them stand for; one more than the limit at most."""
+    marks, depth = [text.find("{")], 0
+    for place in range(marks[0], len(text)) if "{" in text else ():
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0 or (depth == 1 and text[place] == ","):
+            marks.append(place)
+        if depth == 0:
+            break
+    else:  # without braces, or without the last one
+        return [text]
+    start, end = marks[0], marks[-1]
+    inside = (choice for a, b in pairwise(marks) for choice in _expanded(text[a + 1 : b]))
+    choices = _range(text[start + 1 : end]) or inside
+    rests = _expanded(text[end + 1 :])
+    return [text[:start] + choice + rest for choice, rest in islice(product(choices, rests), _MAX_PATHS + 1)]
+
+
+def _range(text: str) -> list[str]:
     if not (match := _RANGE.fullmatch(text)):
-        return text.split(",")
+        return []
     first, last = int(match[1]), int(match[2])
-    return [f"{number:0{len(match[1])}}" for number in range(first, min(last, first + _MAX_PATHS) + 1)]
+    step = 1 if first <= last else -1
+    return [f"{number:0{len(match[1])}}" for number in islice(range(first, last + step, step), _MAX_PATHS + 1)]
 
 
 def shards(path: Path, is_shard: Callable[[str], bool]) -> dict[str, list[Path]]:

@@ -213,8 +213,10 @@ def assemble(
     every, ids = np.concatenate(labels), names
     if class_list is not None:
         texts = every.astype(str)
-        ids, names = split_ids(read_class_list(class_list), np.unique(texts).tolist())
-        every, notes = every if ids == names else texts, (*notes, f"class names from {class_list}")
+        are_rows = every.ndim == 2
+        used = list(map(str, range(every.shape[1]))) if are_rows else np.unique(texts).tolist()
+        ids, names = split_ids(read_class_list(class_list), used)
+        every, notes = every if ids == names or are_rows else texts, (*notes, f"class names from {class_list}")
     found = interpret(every, ids, place, subject or where, task)
     images = [images for images, _ in splits.values()]
     is_files = not isinstance(images[0], np.ndarray)

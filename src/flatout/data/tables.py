@@ -3,12 +3,17 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from flatout.errors import InputError
 
 _DELIMITERS = ",;\t"
+# The first line of files that Excel is to open in any country.
+_GIVEN_DELIMITER = re.compile(r"sep=([,;\t|])\r?\n", re.IGNORECASE)
 _BAR = "|"  # more often between the labels of a cell
 # Lines, and characters, that show the delimiter of a CSV file.
 _SHOWN_LINES, _SHOWN_CHARACTERS = 20, 65536
@@ -36,14 +41,16 @@ def _rows(path: Path, text: io.TextIOWrapper) -> Iterator[tuple[int, list[str]]]
         for number, line in _lines(text):
             yield number, line.rsplit(maxsplit=1)
     else:
-        reader = csv.reader(text, delimiter=_delimiter(text), strict=True)
-        first = 1
+        given = _GIVEN_DELIMITER.fullmatch(text.readline())
+        before = 1 if given else text.seek(0)
+        reader = csv.reader(text, delimiter=given[1] if given else _delimiter(text), strict=True, skipinitialspace=True)
+        first = before + 1
         try:
             for cells in reader:
-                first = reader.line_num + 1
+                first = before + reader.line_num + 1
                 stripped = [cell.strip() for cell in cells]
                 if any(stripped):
-                    yield reader.line_num, stripped
+                    yield before + reader.line_num, stripped
         except csv.Error as error:
             what = "a quotation mark is not closed" if "end of data" in str(error) else error
             raise InputError(f"{path}: line {first}: is no CSV: {what}") from None
@@ -83,6 +90,15 @@ def _json_tables(path: Path, text: io.TextIOWrapper) -> Iterator[tuple[int, dict
 def _cell(value: object) -> str:
     """Return a value of JSON as the text of a cell."""
     return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def list_in(cell: str) -> Any:
+    """Return the list in a cell, in JSON or as Python prints it; of other cells the text."""
+    if cell[:1] == "[" and cell[-1:] == "]":
+        for text in (cell, cell.replace("'", '"')):
+            with suppress(ValueError, RecursionError):
+                return json.loads(text)
+    return cell
 
 
 def _delimiter(text: io.TextIOWrapper) -> str:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -179,14 +180,22 @@ def has_images(folder: Path) -> bool:
     )
 
 
+def is_empty(folder: Path) -> bool:
+    """Whether there are no files in or below a folder."""
+    return all(entry.is_dir() and not entry.is_symlink() and is_empty(entry.path) for entry in visible(folder))
+
+
 def _refuse_wrapper(folder: Path, below: Sequence[Entry | Member]) -> None:
     """Point to the real folder where an archive was unpacked into one more folder."""
-    if len(below) == 1 and _holds_class_folders(below[0].path):
-        inner = [entry.name for entry in _folders(below[0].path)]
+    filled = list(islice((entry for entry in below if entry.is_symlink() or has_images(entry.path)), 2))
+    if len(filled) == 1 and _holds_class_folders(filled[0].path):
+        inner = [entry.name for entry in _folders(filled[0].path)]
         if len(inner) > 1:
+            is_member = isinstance(folder, Member)
+            fix = f"archive only {filled[0].name}" if is_member else f"give {filled[0].path}"
             raise InputError(
-                f"{folder}: holds one folder only, {below[0].name}, with {first_few(inner, 5)} in it; "
-                f"if these are the classes or splits, give {below[0].path}"
+                f"{folder}: holds images in one folder only, {filled[0].name}, with {first_few(inner, 5)} in it; "
+                f"if these are the classes or splits, {fix}"
             )
 
 

@@ -45,7 +45,8 @@ def read(path: Path, class_list: Path | None) -> Source:
         reason = str(error).partition("\n")[0].strip()
         raise InputError(f"{path}: the file ends in the middle or is no JSON: {reason}; {_LAYOUT}") from None
     if len(splits) != 3:
-        raise InputError(f"{path}: holds {len(splits)} pairs with images; {_LAYOUT}")
+        fix = "a list of JSON objects is read from a .jsonl file, one on each line"
+        raise InputError(f"{path}: holds {len(splits)} pairs with images; {_LAYOUT}{'' if splits else f'; {fix}'}")
     return assemble(KIND, path, splits, class_list=class_list)
 
 

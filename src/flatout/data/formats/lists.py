@@ -1,5 +1,6 @@
 """PaddleClas lists: `train_list.txt`, `val_list.txt` and `test_list.txt` with lines of image file, space and class."""
 
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -15,7 +16,7 @@ KIND = "PaddleClas lists"
 ABOUT = {
     KIND: (
         "the folder or a list",
-        "`train_list.txt`, `val_list.txt`, `test_list.txt`: lines of image file, space, class",
+        "`train_list.txt`, `val_list.txt`, `test_list.txt`, or without `_list`: lines of image file, space, class",
     ),
 }
 _CLASS_LISTS = ("label_list.txt", "labels.txt")
@@ -30,13 +31,16 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
     files: dict[str, Path] = {}
     if path.is_dir():
         for entry in visible(path):
-            stem, marker, _ = entry.name.lower().rpartition("_list.txt")
-            split = split_of(stem) if marker and entry.is_file() else None
+            name = entry.name.lower()
+            split = split_of(name.removesuffix(".txt").removesuffix("_list")) if name.endswith(".txt") else None
+            if not split or not entry.is_file() or not (name.endswith("_list.txt") or _names_image_first(entry.path)):
+                continue
             if split in files:
                 raise InputError(f"{path}: both {files[split].name} and {entry.name} mean {split}; move one away")
-            if split:
-                files[split] = entry.path
-        files = in_order(files, path) if files else {}
+            files[split] = entry.path
+        # A text file of that name beside class folders may hold anything.
+        are_lists = "train" in files or any(file.name.lower().endswith("_list.txt") for file in files.values())
+        files = in_order(files, path) if are_lists else {}
     elif path.is_file() and path.suffix.lower() == ".txt" and _names_image_first(path):
         files = {"": path}
     if not files:
@@ -47,4 +51,6 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
 
 
 def _names_image_first(path: Path) -> bool:
-    return any(is_image_name(cells[0]) for _, cells in islice(rows_of(path), 1))
+    with suppress(InputError):
+        return any(len(cells) == 2 and is_image_name(cells[0]) for _, cells in islice(rows_of(path), 1))
+    return False

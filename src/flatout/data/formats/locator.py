@@ -1,6 +1,7 @@
 """Where the image files are that the rows of a list name."""
 
 import os
+import unicodedata
 from functools import cache
 from pathlib import Path
 
@@ -13,8 +14,13 @@ from flatout.errors import InputError
 _IMAGE_FOLDERS = ("images", "imgs", "img")
 
 
+def _alike(name: str) -> str:
+    """Return a name without the differences that Windows and macOS ignore: case, and how accents are composed."""
+    return unicodedata.normalize("NFC", name).casefold()
+
+
 class Locator:
-    """Finds the image files that rows name, with or without suffix.
+    """Finds the image files that rows name, with or without suffix, and in upper or lower case if only one fits.
 
     Paths are relative to `data.images`, the folder of the CSV file, or the folders in it that are named after the split
     (Kaggle's train.csv beside train_images/) or `images`. Folders are listed once each and links resolved only where
@@ -30,7 +36,7 @@ class Locator:
                 raise InputError(f"data.images = {options.images!r}: there is no such folder")
         self._bases, self._folders = cache(self._bases), cache(self._folders)
         self._files, self._suffixes = cache(self._files), cache(self._suffixes)
-        self._is_inside = cache(self._is_inside)
+        self._is_inside, self._alike = cache(self._is_inside), cache(self._alike)
         self.outside = False
 
     def find(self, name: str, split: str) -> Path | None:
@@ -40,6 +46,7 @@ class Locator:
         for folder in self._folders(parent, split):
             files = self._files(folder)
             named = [last] if last in files else [last + s for s in self._suffixes(folder) if last + s in files]
+            named = named or self._alike(folder).get(_alike(last), [])
             if len(named) != 1:
                 continue
             found = named[0]
@@ -66,6 +73,13 @@ class Locator:
             return {entry.name: entry.is_symlink() for entry in entries_of(folder) if entry.is_file()}
         except (InputError, ValueError):
             return {}
+
+    def _alike(self, folder: Path) -> dict[str, list[str]]:
+        """Return the files in a folder whose names other systems take for the same, by what these have in common."""
+        alike: dict[str, list[str]] = {}
+        for name in self._files(folder):
+            alike.setdefault(_alike(name), []).append(name)
+        return alike
 
     def _suffixes(self, folder: Path) -> list[str]:
         """Return the suffixes of the images in a folder."""

@@ -4,11 +4,8 @@ Either one file (with a `split` column or without), or a folder with a file for 
 with folders named after splits that hold a `metadata.csv` or `metadata.jsonl`, as in Hugging Face's image folders.
 """
 
-import json
 import re
 from array import array
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -17,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from flatout.data.formats import folders
-from flatout.data.formats.folders import is_image_name, visible
+from flatout.data.formats.columns import MINUS_ONES, ZERO_OR_ONE, ZEROS, Columns, NoLabels, layout
+from flatout.data.formats.folders import visible
 from flatout.data.formats.locator import Locator
 from flatout.data.labels import first_few
 from flatout.data.members import EncodedList
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
-from flatout.data.splits import in_order, split_of, split_within, words_of
-from flatout.data.tables import rows_of
+from flatout.data.splits import in_order, split_of, split_within
+from flatout.data.tables import list_in, rows_of
 from flatout.errors import InputError
 
 KIND = "CSV manifest"
@@ -35,27 +33,8 @@ ABOUT = {
     ),
 }
 SUFFIXES = (".csv", ".tsv", ".jsonl")
-_FILE_COLUMNS = (
-    *("file", "path", "image", "img", "filename", "filepath", "imagepath", "imgpath", "imagefile", "imageid"),
-    *("imagename", "fname", "files", "images", "filenames", "idcode", "name", "id"),
-)
-_LABEL_COLUMNS = ("label", "class", "category", "target", "labels", "classname", "labelname", "classid", "labelid", "y")
-# Such as label1 and label2, which hold a class each.
-_NUMBERED_LABEL = re.compile(rf"({'|'.join(_LABEL_COLUMNS)}|tag)\d+")
-_ZEROS = ("0", "0.0", "false", "False", "FALSE")
-_MINUS_ONE = "-1"  # instead of 0, as in CelebA
-_ZERO_OR_ONE = {**dict.fromkeys((*_ZEROS, _MINUS_ONE), 0), **dict.fromkeys(("1", "1.0", "true", "True", "TRUE"), 1)}
-_SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset")
-_FLAG_COLUMNS = {"isvalid": "valid", "istest": "test"}
+_ROW = re.compile(r"[01](,[01])+")
 _FLAGS = {**dict.fromkeys(("true", "1", "1.0", "yes"), True), **dict.fromkeys(("false", "0", "0.0", "no", ""), False)}
-_NAME_THEM = (
-    "name the columns of files and classes 'file' and 'label', or give --set data.file_column=NAME and "
-    "--set data.label_column=NAME"
-)
-
-
-class _NoLabels(InputError):
-    """A CSV file without a column of classes."""
 
 
 @dataclass(kw_only=True)
@@ -68,9 +47,11 @@ class _Part:
         files: what they name.
         labels: the cells of each row.
         groups: of the rows; empty where they have none.
+        keys: hashes of the paths of the files.
     """
 
     path: Path
+    keys: array = field(default_factory=lambda: array("q"))
     lines: array = field(default_factory=lambda: array("Q"))
     files: EncodedList = field(default_factory=EncodedList)
     labels: list[tuple[str, ...]] = field(default_factory=list)
@@ -87,16 +68,6 @@ class _Unfound:
 
     missing: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Columns:
-    file: int
-    labels: tuple[int, ...]
-    label_names: tuple[str, ...]
-    split: int | None
-    flag: str
-    group: int | None
 
 
 def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
@@ -161,7 +132,7 @@ def read(path: Path, files: dict[str, Path], class_list: Path | None, options: R
     for name, file in files.items():
         try:
             columns, found = _read_parts(file, name, options, unfound)
-        except _NoLabels as error:
+        except NoLabels as error:
             if name in ("", "train"):
                 raise
             notes.append(f"there is no {name} split: {error}")
@@ -182,7 +153,7 @@ def read(path: Path, files: dict[str, Path], class_list: Path | None, options: R
         {split: (part.files, own) for (split, part), own in zip(parts.items(), labels, strict=True)},
         names=tuple(name.strip("'") for name in names) if are_names else None,
         class_list=class_list,
-        notes=tuple(notes),
+        notes=(*notes, *_about_repeated(list(parts.values()))),
         locate=lambda split, i: parts[split].place(i),
         subject=subject,
         task=options.task if len(names) == 1 or are_names else "multi-label",
@@ -200,10 +171,22 @@ def _labels(parts: list[_Part]) -> tuple[list[Any], bool]:
     """
     width = len(parts[0].labels[0])
     if width == 1:
-        return [[_list_in(cell) for (cell,) in part.labels] for part in parts], False
-    known = set(_ZERO_OR_ONE)
-    if any(cell in _ZEROS for cells in set(chain.from_iterable(part.labels for part in parts)) for cell in cells):
-        known.discard(_MINUS_ONE)
+        texts = {cells[0] for part in parts for cells in part.labels}
+        # PaddleClas has 0,1,0 in one cell for several labels.
+        are_rows, long = all(map(_ROW.fullmatch, texts)), max(map(len, texts))
+        if are_rows and min(map(len, texts)) < long:
+            rows = ((part.place(i), cells[0]) for part in parts for i, cells in enumerate(part.labels))
+            short = first_few([f"{place}: {text}" for place, text in rows if len(text) < long])
+            raise InputError(f"{short}; elsewhere there are {long // 2 + 1} numbers of 0 and 1")
+        lists = {
+            text: list(map(int, text[::2])) if are_rows else list_in(text)
+            for text in texts
+            if are_rows or text[:1] == "["
+        }
+        return [[lists.get(text, text) for (text,) in part.labels] for part in parts], False
+    known = set(ZERO_OR_ONE)
+    if any(cell in ZEROS for cells in set(chain.from_iterable(part.labels for part in parts)) for cell in cells):
+        known.difference_update(MINUS_ONES)
     wrong = [
         f"{part.place(i)}: {cell or '(empty)'} in a column of 0 and 1"
         for part in parts
@@ -212,20 +195,28 @@ def _labels(parts: list[_Part]) -> tuple[list[Any], bool]:
         if cell not in known
     ]
     if not wrong:
-        flat = ((_ZERO_OR_ONE[cell] for cell in chain.from_iterable(part.labels)) for part in parts)
+        flat = ((ZERO_OR_ONE[cell] for cell in chain.from_iterable(part.labels)) for part in parts)
         return [np.fromiter(numbers, np.uint8).reshape(-1, width) for numbers in flat], True
     if len(wrong) < sum(len(part.labels) for part in parts):
-        raise InputError(first_few(wrong))  # nearly all are 0 or 1
+        raise InputError(f"{first_few(wrong)}; write 0 or 1")  # nearly all are
     return [["|".join(filter(None, cells)) for cells in part.labels] for part in parts], False
 
 
-def _list_in(cell: str) -> Any:
-    """Return the list of labels in a cell, in JSON or as Python prints it; of other cells the text."""
-    if cell[:1] == "[" and cell[-1:] == "]":
-        for text in (cell, cell.replace("'", '"')):
-            with suppress(ValueError, RecursionError):
-                return json.loads(text)
-    return cell
+def _about_repeated(parts: list[_Part]) -> list[str]:
+    """Return a note if rows name the image of an earlier row."""
+    _, first, which = np.unique(np.concatenate([part.keys for part in parts]), return_index=True, return_inverse=True)
+    again = np.flatnonzero(first[which] < np.arange(len(which)))
+    if not len(again):
+        return []
+    labels = list(chain.from_iterable(part.labels for part in parts))
+    pairs = list(zip(again.tolist(), first[which[again]].tolist(), strict=True))
+    others = sum(labels[row] != labels[earlier] for row, earlier in pairs)
+    place = next(islice((part.place(i) for part in parts for i in range(len(part.keys))), pairs[0][0], None))
+    advice = "; several labels of an image belong in one cell, such as cat|dog" if others else ""
+    return [
+        f"rows that name the image of an earlier row: {len(pairs):,} (such as {place}), {others:,} of them with "
+        f"another label{advice}"
+    ]
 
 
 def _groups(parts: list[_Part]) -> list[str]:
@@ -245,27 +236,16 @@ def _names_image_first(path: Path, options: ReadOptions) -> bool:
     rows, locator = rows_of(path), Locator(path.parent, options)
     try:
         head = list(islice(rows, 2))
-        columns, has_header = _layout(path, head, locator, "train", options)
+        columns, has_header = layout(path, head, locator, "train", options)
     except InputError:
         return False
     body = head[has_header:]
     return any(locator.find(_named(cells, columns), "train") for _, cells in body[:1] if len(cells) > columns.file)
 
 
-def _named(cells: list[str], columns: _Columns) -> str:
+def _named(cells: list[str], columns: Columns) -> str:
     """Return the file that a row names; manifests written on Windows have backslashes."""
     return cells[columns.file].replace("\\", "/")
-
-
-def _layout(
-    path: Path, head: list[tuple[int, list[str]]], locator: Locator, split: str, options: ReadOptions
-) -> tuple[_Columns, bool]:
-    """Return which column is which, and whether the first row is a header, from the first two rows."""
-    # Messages about columns are of one line.
-    first = [" ".join(cell.splitlines()) for cell in head[0][1]] if head else []
-    has_header = not any(is_image_name(cell) or (cell and locator.find(cell, split)) for cell in first)
-    body = head[has_header:]
-    return _columns(path, first if has_header else None, body[0][1] if body else [], options), has_header
 
 
 def _read_parts(
@@ -280,7 +260,7 @@ def _read_parts(
     if not head:
         return (), {}
     locator = Locator(path.parent, options)
-    columns, has_header = _layout(path, head, locator, name or split_within(path.stem) or "train", options)
+    columns, has_header = layout(path, head, locator, name or split_within(path.stem) or "train", options)
     parts: dict[str, _Part] = {}
     equal: dict[tuple[str, ...], tuple[str, ...]] = {}  # most rows have the labels of another one
     width, ragged = len(head[0][1]), list[str]()
@@ -294,6 +274,7 @@ def _read_parts(
         part, file = parts[split], _named(cells, columns)
         if found := locator.find(file, split):
             part.files.append(found)
+            part.keys.append(hash(str(found)))
         else:
             reason = unfound.outside if locator.outside else unfound.missing
             reason.append(f"{path}: line {line}: {file or '(empty)'}")
@@ -309,7 +290,7 @@ def _read_parts(
     return columns.label_names, parts
 
 
-def _split_in(path: Path, line: int, cells: list[str], columns: _Columns) -> str:
+def _split_in(path: Path, line: int, cells: list[str], columns: Columns) -> str:
     """Return the split that a row names; empty for none."""
     if columns.split is None:
         return ""
@@ -320,57 +301,6 @@ def _split_in(path: Path, line: int, cells: list[str], columns: _Columns) -> str
         need = "true or false" if columns.flag else "train, valid or test"
         raise InputError(f"{path}: line {line}: unknown split {cell!r}; write {need}")
     return named
-
-
-def _columns(path: Path, header: Sequence[str] | None, first: list[str], options: ReadOptions) -> _Columns:
-    """Return which column is which: as the options name them, by the header's names, or by the first row's content."""
-    width = len(header or first)
-    if width < 2:
-        raise _NoLabels(f"{path}: line 1 has one column; rows of file,label are expected")
-    keys = ["".join(words_of(name)) for name in header or ()]
-    split = _first_of((*_SPLIT_COLUMNS, *_FLAG_COLUMNS), keys)
-    if header is None and width == 3:
-        split = next((i for i in range(3) if not is_image_name(first[i]) and split_of(first[i])), None)
-    labels, files = (_given(path, header, key, options) for key in ("label_column", "file_column"))
-    file = files[0] if files else None
-    if file is None:
-        file = _first_of(_FILE_COLUMNS, keys)
-    if file is None:
-        file = next((i for i, cell in enumerate(first[:width]) if is_image_name(cell)), 0)
-    group = next(iter(_given(path, header, "group_column", options)), None)
-    left = tuple(i for i in range(width) if i not in (file, split, group))
-    if not labels and (found := _first_of(_LABEL_COLUMNS, keys)) is not None:
-        labels = (found,)
-    if not labels:
-        labels = tuple(i for i in left if keys and _NUMBERED_LABEL.fullmatch(keys[i]))
-    if not labels and (len(left) == 1 or (header and all(first[i] in _ZERO_OR_ONE for i in left if i < len(first)))):
-        labels = left
-    if not labels:
-        names = f"the columns {', '.join(header)}" if header else f"{width} columns and no header"
-        raise (_NoLabels if header else InputError)(f"{path}: has {names}; {_NAME_THEM}")
-    return _Columns(
-        file=file,
-        labels=labels,
-        label_names=tuple(repr(header[label]) if header else str(label + 1) for label in labels),
-        split=split,
-        flag=_FLAG_COLUMNS.get(keys[split], "") if split is not None and keys else "",
-        group=group,
-    )
-
-
-def _given(path: Path, header: Sequence[str] | None, key: str, options: ReadOptions) -> tuple[int, ...]:
-    """Return the column that an option names, or several, separated by commas; none if it is empty."""
-    given, known = getattr(options, key), list(header or ())
-    names = [given] if given and given in known else [name.strip() for name in given.split(",") if name.strip()]
-    for name in names:
-        if name not in known:
-            columns = f"its columns are {', '.join(known)}" if header else "it has no header"
-            raise InputError(f"{path}: has no column {name!r}, which data.{key} names; {columns}")
-    return tuple(map(known.index, names))
-
-
-def _first_of(wanted: Sequence[str], keys: list[str]) -> int | None:
-    return next((keys.index(name) for name in wanted if name in keys), None)
 
 
 def _refuse(unfound: _Unfound, folder: Path, options: ReadOptions) -> None:

@@ -9,7 +9,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from flatout.data.archive import tar_parts
+from flatout.data.archive import TAR_SUFFIXES, tar_parts
 from flatout.data.formats.folders import is_image_name
 from flatout.data.members import Container, EncodedList, Slice
 from flatout.data.shards import reference, shards
@@ -19,18 +19,18 @@ from flatout.errors import InputError
 KIND = "WebDataset shards"
 ABOUT = {
     KIND: (
-        "the folder, a `.tar`, or a pattern with braces",
-        "`.tar` files with members such as `000001.jpg` and `000001.cls` or `000001.json`",
+        "the folder, a `.tar` or `.tar.gz`, or a pattern with braces",
+        "files with members such as `000001.jpg` and `000001.cls` or `000001.json`",
     ),
 }
 _LABEL_KEYS = ("label", "cls", "class", "target", "class_id", "category")
-_PEEKED = 16
+_PEEKED, _PEEKED_BYTES = 16, 1 << 24
 _MAX_LABEL_BYTES = 1 << 20
 
 
 def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
     """Return the shards if one of them begins with an image and its label, or None."""
-    splits = shards(path, lambda name: name.lower().endswith(".tar"))
+    splits = shards(path, lambda name: name.lower().endswith(TAR_SUFFIXES))
     if not any(_begins_with_sample(file, options) for files in splits.values() for file in files):
         return None
     return reference(KIND, path, splits, lambda splits: read(path, splits, class_list, options))
@@ -43,7 +43,7 @@ def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, opt
     for split, files in splits.items():
         images, places[split] = EncodedList(), EncodedList()
         for file in files:
-            for key, members in _samples(tar_parts(Container(file))):
+            for key, members in _samples(tar_parts(Container(file, decompress=True))):
                 image, label = _image_and_label(f"{file}: sample {key}", dict(members), options)
                 images.append(image)
                 places[split].append(label)
@@ -55,7 +55,7 @@ def read(path: Path, splits: dict[str, list[Path]], class_list: Path | None, opt
 
 def _begins_with_sample(file: Path, options: ReadOptions) -> bool:
     try:
-        first = islice(tar_parts(Container(file)), _PEEKED)
+        first = islice(tar_parts(Container(file, decompress=True, limit=_PEEKED_BYTES)), _PEEKED)
         return any(_is_sample(dict(members), options) for _, members in _samples(first))
     except InputError:  # it is reported where it is read as a shard or an archive
         return False
