@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from flatout.cli import main
+from flatout.lr.range_test import suggest
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -68,8 +69,21 @@ def test_the_rates_rise_and_the_loss_ends_the_test(
     assert result["steps"] == len(rates) < 140
     assert rates[-1] < result["diverged"] <= 1
     assert smoothed[-1] < 4 * smoothed.min()
-    assert result["rate"] == pytest.approx(rates[smoothed.argmin()] / 10)
+    least = smoothed.argmin()
+    noise = (losses - smoothed)[: least + 1].std() * (0.1 / 1.9) ** 0.5
+    assert result["rate"] == pytest.approx(rates[smoothed <= smoothed[least] + 2 * noise][-1] / 10)
     assert losses[0] > 2 > losses.min()
+
+
+def test_where_the_loss_stays_low_the_highest_rate_counts() -> None:
+    """The lowest point of a wide valley is anywhere in it, as the noise has it."""
+    rates, draws = np.geomspace(1e-7, 1e-2, 100), np.random.default_rng(0)
+    clean = 1.2 + 0.5 * (rates < 1e-5) + 2 * np.clip(np.log10(rates / 1e-3), 0, None)
+    for _ in range(20):
+        losses = clean + draws.normal(0, 0.3, 100)
+        smoothed = [np.average(losses[: n + 1], weights=0.9 ** np.arange(n, -1, -1)) for n in range(100)]
+        assert 4e-5 < (suggest(rates.tolist(), losses.tolist(), smoothed) or 0) < 4e-4
+    assert suggest(rates.tolist(), [1.0] * 100, [1.0] * 100) is None
 
 
 def test_a_rate_for_the_base_batch(digits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

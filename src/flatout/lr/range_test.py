@@ -72,7 +72,7 @@ def _test(console: Console, world: "World", session: Session) -> dict[str, Any]:
         recipe = session.recipe
         train = session.place(engine, {"train": splits["train"]})["train"]
         points, diverged = _measure(engine, train, recipe, world, console)
-        rate = suggest([p[0] for p in points], [p[2] for p in points])
+        rate = suggest(*zip(*points, strict=True))
         current = scaled_rate(recipe)
         result = {
             **{key: getattr(recipe, key) for key in ("job", "model", "batch_size")},
@@ -122,22 +122,31 @@ def _measure(
     return points, rates[len(points)] if len(points) < STEPS else None
 
 
-def suggest(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Return a tenth of the rate with the lowest smoothed loss; None where the loss does not decrease.
+def suggest(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float]) -> float | None:
+    """Return a tenth of the highest rate with the lowest loss; None where the loss does not decrease.
 
     At the minimum the rate is already about to be too high, and an order of magnitude below it training is both fast
     and stable: Gugger, "How do you find a good learning rate" (2018), and Howard and Gugger, "Deep Learning for Coders
     with fastai and PyTorch" (2020), chapter 5. Of fastai's other rules, the steepest descent depends on the noise of
     single steps, and the middle of the longest descent ("valley") lies several times lower here.
 
+    Losses that differ by less than their noise are the same: where the loss stays low over decades, its lowest point
+    is anywhere.
+
     Args:
         rates: of each step, rising.
-        losses: the smoothed loss of each step.
+        losses: of each step.
+        smoothed: the losses, smoothed.
     """
-    lowest = int(np.argmin(losses))
+    least = int(np.argmin(smoothed))
     # The first tenth of the steps changes next to nothing: its median is the loss before training.
-    before = float(np.median(losses[: max(1, STEPS // 10)]))
-    return rates[lowest] / 10 if losses[lowest] < (1 - LEAST_DECREASE) * before else None
+    before = float(np.median(smoothed[: max(1, STEPS // 10)]))
+    if not smoothed[least] < (1 - LEAST_DECREASE) * before:
+        return None
+    of_a_step = np.std(np.subtract(losses, smoothed)[: least + 1])
+    # The variance of an exponential average of independent numbers.
+    noise = of_a_step * math.sqrt((1 - SMOOTHING) / (1 + SMOOTHING))
+    return rates[np.flatnonzero(np.array(smoothed) <= smoothed[least] + 2 * noise)[-1]] / 10
 
 
 def lines_of(result: Mapping[str, Any]) -> list[str]:
