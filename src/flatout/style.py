@@ -151,6 +151,11 @@ def number(value: float, decimals: int = 3) -> str:
     return f"{value:.4g}" if size < 999.95 else f"{value:,.0f}"
 
 
+def plain(value: float) -> str:
+    """Return a figure as text with four digits, or as a whole number; never with an exponent because it is large."""
+    return f"{value:.4g}" if abs(value) < 9999.5 else f"{value:,.0f}"
+
+
 def columns_of(text: str) -> int:
     """Return the width of a text in columns; a Chinese character takes two."""
     return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)

@@ -310,8 +310,14 @@ def test_a_thousand_runs(browser: Any, tmp_path: Path, serve: Callable[..., Serv
     page.click("thead .c-name button")
     page.wait_for_selector('tr[data-id="run-0000"]')
     assert len(names(page)) < 60
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    assert page.evaluate("document.activeElement.dataset.id") == "run-0002"
     page.keyboard.press("End")
     page.wait_for_selector('tr[data-id="run-0999"]')
+    # Columns that a phone does not show take no room, with rows above and below that do not exist.
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.locator("td.c-name").first.bounding_box()["width"] > 100
     context.close()
     assert board.end(signal.SIGTERM)[0] == 143
 

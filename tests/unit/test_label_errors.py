@@ -1,6 +1,7 @@
 """Wrong labels, found by confident learning."""
 
 import csv
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,14 @@ def test_files_of_a_check(found: LabelErrors, photos: Path, tmp_path: Path):
     before, after = (dict(zip(map(str, s.files or ()), s.labels, strict=True)) for s in (found.source, fixed))
     assert {Path(name).name for name in before if before[name] != after[name]} == {"cats03.png", "dogs02.png"}
     assert sorted(p.name for p in photos.rglob("*.csv")) == []
+
+
+def test_networks_that_know_little_are_named(found: LabelErrors):
+    labels = np.array([[1, 0, 1], [0, 1, 0]] * 24, np.uint8)
+    source = dataclasses.replace(found.source, labels=labels, task="multi-label", classes=("a", "b", "c"))
+    for right, remarks in ((0.9, 0), (0.4, 1)):
+        several = dataclasses.replace(found, source=source, probabilities=np.where(labels, right, 1 - right))
+        assert len(label_files.remarks(several)) == remarks
 
 
 def test_chosen_suggestions_are_applied_without_training(found: LabelErrors, photos: Path, tmp_path: Path):

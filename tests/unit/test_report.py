@@ -283,12 +283,14 @@ def test_a_failed_run_still_has_a_page(tmp_path: Path):
     run = write_run(
         tmp_path / "run", ["a", "b"], metrics=metrics, test_accuracy=None, test_correct=None, valid_accuracy=math.nan,
         stopped="the loss was not a number in epoch 2", images_per_second=math.nan, time_seconds=None,
+        epochs_trained=2,
     )  # fmt: skip
     replace_predictions(run, probabilities=np.full((60, 2), np.nan, np.float32))
     draw_all(run)
     page = Page(run / "report.html")
     assert "Stopped: the loss was not a number in epoch 2" in page.sections[""]
     assert "training accuracy, epoch 2" in page.sections[""]
+    assert "2 of 4" in page.sections[""]
     assert "For 60 images the model's answer was not a number" in page.sections["Verdict"]
     assert "a / none" in page.sections["25 predictions"]
     assert "nan" not in page.sections[""]
@@ -300,8 +302,10 @@ def test_a_failed_run_still_has_a_page(tmp_path: Path):
         ("predictions.npz", None, "Predictions", "There was no test data"),
         ("predictions.npz", b"PK garbage", "Predictions", "predictions.npz cannot be read"),
         ("metrics.jsonl", None, "Curves", "There is no metrics.jsonl"),
+        ("metrics.jsonl", None, "Verdict", "Without a finished epoch the run cannot be judged"),
         ("metrics.jsonl", b'{"epoch": 1, "train_loss": 0.5}\n{"epo', "Curves", "Line 2 of metrics.jsonl is damaged"),
         ("summary.json", None, "", "the run did not finish"),
+        ("summary.json", None, "", "validation accuracy, epoch 4"),
         ("summary.json", b"{", "", "summary.json cannot be read"),
     ],
 )

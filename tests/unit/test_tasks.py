@@ -57,6 +57,7 @@ def test_numbers_are_measured_as_scikit_learn_does() -> None:
     predicted = (labels + rng.normal(0, 3, 300)).astype(np.float32)
     found = NUMBERS.metrics(predicted, labels)
     assert found == pytest.approx({"mae": mean_absolute_error(labels, predicted), "r2": r2_score(labels, predicted)})
+    assert [NUMBERS.text(value, ()) for value in (5.0, 0.25, 1234567.0)] == ["5", "0.25", "1,234,567"]
 
 
 def test_classes_are_measured_as_scikit_learn_does() -> None:

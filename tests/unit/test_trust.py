@@ -206,6 +206,8 @@ def test_two_runs_are_compared(digits: Path, capsys: pytest.CaptureFixture[str],
     assert found["differ"] == (found["p_value"] < 0.05)
     assert main(["compare", first, second]) == 0
     assert "McNemar test: p = " in capsys.readouterr().out
+    assert main(["compare", first, f"{first}/../first"]) == 2
+    assert "are the same run" in capsys.readouterr().err
     other = tmp_path / "other"
     other.mkdir()
     for name in ("recipe.toml", "summary.json", "metrics.jsonl"):

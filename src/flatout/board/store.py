@@ -228,6 +228,7 @@ def _row(name: str, path: Path) -> dict[str, Any]:
     except (InputError, OSError) as error:
         # The path is on the page already.
         problem = str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/")
+        problem = f"It {problem}" if problem.startswith("has ") else problem
         is_running = _is_alive(path, process)
         recipe = run_files.read_recipe(path)[1]
         row |= {"status": "running" if is_running else "broken", "date": path.stat().st_mtime, "spark": []}
@@ -239,7 +240,7 @@ def _row(name: str, path: Path) -> dict[str, Any]:
         if not is_running and no_epoch:
             row["status"] = "incomplete"
         if not (is_running and no_epoch):
-            row["problems"] = [problem[0].upper() + problem[1:] + "."]
+            row["problems"] = [f"{problem}."]
         return row
     summary, recipe = files.summary, files.recipe
     row["status"] = status = _status(files, process)

@@ -43,10 +43,11 @@ class LabelErrors:
     recipe: Recipe
 
     @property
-    def agreement(self) -> float | None:
-        """The share of labels that are the networks' answers too; None for several labels of an image."""
+    def agreement(self) -> float:
+        """The share of labels that are the networks' answers too; of several labels, twice the common ones of both."""
         if self.source.task == "multi-label":
-            return None
+            given, answers = self.source.labels > 0, self.probabilities >= 0.5
+            return float(2 * (given & answers).sum() / max(1, given.sum() + answers.sum()))
         return float((self.probabilities.argmax(axis=1) == self.source.labels).mean())
 
 

@@ -62,7 +62,8 @@ def check_labels(
     if suggestions:
         if apply is None:
             raise InputError("--suggestions needs --apply OUT.csv, the file to write")
-        _, found = resolve(job, data, changes, accelerated=False, console=console, fetch=False)
+        # Nothing is trained: how a generated recipe came about is of no interest.
+        _, found = resolve(job, data, changes, accelerated=False, console=Console(), fetch=False)
         source = found.read() if isinstance(found, DataRef) else found
         _check_kind(apply, source)
         count = apply_file(source, suggestions, apply)
@@ -126,12 +127,11 @@ def suggestions(found: LabelErrors) -> list[dict[str, Any]]:
 
 def remarks(found: LabelErrors) -> list[str]:
     """Return a sentence about how far the suggestions can be believed, where that is not far."""
-    agreement = found.agreement
-    if agreement is None or agreement >= LEAST_AGREEMENT:
+    if found.agreement >= LEAST_AGREEMENT:
         return []
     return [
-        f"The networks agree with {100 * agreement:.0f} % of the labels only, so that many suggestions are mistakes of "
-        "theirs: start from published weights, or train for more epochs."
+        f"The networks agree with {100 * found.agreement:.0f} % of the labels only, so that many suggestions are "
+        "mistakes of theirs: start from published weights, or train for more epochs."
     ]
 
 
@@ -266,9 +266,9 @@ def _content(found: LabelErrors, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "remarks": remarks(found),
         "facts": [
             ("images", f"{len(source):,}"),
-            ("share", f"{100 * len(rows) / len(source):.1f} %"),
+            ("share of images", f"{100 * len(rows) / len(source):.1f} %"),
             ("median confidence", f"{np.median(confidences):.2f}" if len(rows) else "—"),
-            ("networks agree with", "—" if found.agreement is None else f"{100 * found.agreement:.1f} %"),
+            ("networks agree with", f"{100 * found.agreement:.1f} %"),
             ("model", found.recipe.model),
             ("folds × epochs", f"{found.recipe.data.folds} × {found.recipe.epochs}"),
         ],

@@ -85,7 +85,7 @@ def data_uri(kind: str, content: bytes) -> str:
 
 
 def _breakable(text: str) -> Any:
-    """Return the text escaped; a line may end after the characters that join words in names of files and classes."""
+    """Return the text escaped; a line may end after characters that join words in names, but not within numbers."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r"(?<=[_/.-])(?=\w)", "<wbr>", str(escape(text))))
+    return Markup(re.sub(r"(?<=\S[_/-])(?=\w)|(?<=\.)(?=[^\W\d])", "<wbr>", str(escape(text))))

@@ -6,6 +6,7 @@ Missing or damaged files are named in their place.
 import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from flatout.report import pictures, trust
 from flatout.report.html import SMOOTH_FROM_PIXELS, data_uri, thumbnail, write_page
 from flatout.report.run_files import METRICS, REPORT, SUMMARY, Predictions, RunFiles, read_run
 from flatout.report.verdict import CHECKED
-from flatout.style import finite, number
+from flatout.style import finite, number, plain
 from flatout.tasks import task_named
 from flatout.tasks.base import Task
 from flatout.tasks.single_label import NUMBERS_UP_TO_CLASSES
@@ -154,6 +155,9 @@ def _headline(files: RunFiles) -> tuple[str, str, str] | None:
     if valid is not None:
         return number(valid), f"validation {name}", "there is no test result"
     for line in reversed(files.metrics):
+        for split, words in SPLIT_NAMES.items():
+            if not summary and (value := finite(line.get(f"{split}_{metric}"))) is not None:
+                return number(value), f"{words} {name}, epoch {line['epoch']}", ""
         train = finite(line.get(f"train_{task.step_metric}"))
         if train is not None:
             name = task.step_metric.replace("_", " ")
@@ -164,7 +168,7 @@ def _headline(files: RunFiles) -> tuple[str, str, str] | None:
 def _spread(summary: Mapping[str, Any], key: str) -> str:
     """Return the mean of a metric over the folds and its standard deviation, as text."""
     mean, std = (finite((summary.get(part) or {}).get(key)) for part in ("mean", "std"))
-    return "—" if mean is None or std is None else f"{number(mean)} ± {std:.2g}"
+    return "—" if mean is None or std is None else f"{number(mean)} ± {plain(float(f'{std:.2g}'))}"
 
 
 def _folds(summary: Mapping[str, Any], task: Task) -> list[tuple[str, str, list[str]]]:
@@ -189,11 +193,19 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("images per second", "images_per_second", "{:,.0f}".format),
         ("training time", "train_seconds", duration),
         ("everything included", "wall_seconds", duration),
-        ("epoch" if summary.get("epochs") == 1 else "epochs", "epochs", "{:,.0f}".format),
+        (
+            "epoch" if summary.get("epochs") == 1 else "epochs",
+            "epochs",
+            partial(_epochs, summary.get("epochs_trained")),
+        ),
         ("parameters", "parameters", "{:,.0f}".format),
     ]
     known = [(name, text(value)) for name, key, text in facts if (value := finite(summary.get(key))) is not None]
     return [*known, ("devices", _text(summary["devices"]))] if summary.get("devices") else known
+
+
+def _epochs(trained: object, wanted: float) -> str:
+    return f"{wanted:,.0f}" if trained is None or trained == wanted else f"{trained:,} of {wanted:,.0f}"
 
 
 def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Task) -> list[dict[str, Any]]:

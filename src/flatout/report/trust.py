@@ -1,6 +1,7 @@
 """The part of the report on how far answers can be trusted: figures and charts."""
 
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def sets(summary: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     found = (summary.get("trust") or {}).get("prediction_sets") or ()
     keys = {"coverage", "covered", "single", "mean_size"}
     return [
-        (f"{100 * row['coverage']:g}\u00a0%", row["covered"], row["single"], f"{row['mean_size']:.2f}")
+        (f"{100 * row['coverage']:g}\u00a0%", row["covered"], row["single"], Decimal(f"{row['mean_size']:.2f}"))
         for row in found
         if keys <= row.keys()
     ]

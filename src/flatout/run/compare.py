@@ -9,6 +9,7 @@ import numpy as np
 from flatout.errors import InputError
 from flatout.numerics.calibration import mcnemar, smaller_errors, wilson
 from flatout.report.run_files import PREDICTIONS, Predictions, RunFiles, read_run
+from flatout.style import plain
 from flatout.tasks import task_named
 
 # Runs differ if chance alone gives such a difference less often.
@@ -27,6 +28,8 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
         InputError: a folder is no run, has no predictions, or has those of other images.
     """
     runs = (first, second)
+    if first.resolve() == second.resolve():
+        raise InputError(f"{first} and {second}: are the same run; name two")
     files = [read_run(run) for run in runs]
     saved = [_predictions(one) for one in files]
     _check_same(runs, files, saved)
@@ -87,9 +90,10 @@ def _look_alike(a: np.ndarray, b: np.ndarray) -> bool:
 def lines_of(result: dict[str, Any]) -> list[str]:
     """Return the result of `compare` in words."""
     names, values = result["runs"], result["values"]
-    metric, images = result["metric"].replace("_", " "), f"{result['count']:,} {result['split']} images"
+    metric = task_named(result["task"]).metric_title.lower() if result["metric"] == "mae" else result["metric"]
+    metric, images = metric.replace("_", " "), f"{result['count']:,} {result['split']} images"
     if result["only_right"] is None:
-        lines = [f"{n}: {metric} {v:.4g}" for n, v in zip(names, values, strict=True)]
+        lines = [f"{n}: {metric} {plain(v)}" for n, v in zip(names, values, strict=True)]
         counts = [
             f"the errors of {n} are smaller on {c:,}" for n, c in zip(names, result["smaller_errors"], strict=True)
         ]

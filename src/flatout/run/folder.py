@@ -13,7 +13,7 @@ import numpy as np
 from flatout.errors import InputError
 from flatout.recipe import Data, Recipe, load_recipe, of_run
 from flatout.report.html import framed
-from flatout.report.run_files import FOLD, KNOWN, RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
+from flatout.report.run_files import FOLD, KNOWN, LOGS, RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
 from flatout.run import answers
 from flatout.run.predict import Outputs, Prediction, predict
 from flatout.run.published import download_run, is_published
@@ -46,6 +46,10 @@ class Run:
             if not (self.path / name).is_file():
                 missing = f"not a run folder with weights: {name} is missing"
                 what = missing if self.path.is_dir() else "no such run folder"
+                if (self.path / LOGS).is_dir() and name == WEIGHTS:
+                    raise InputError(
+                        f"{self.path}: has not finished; flatout train --resume --out {self.path} continues it"
+                    )
                 raise InputError(f"{self.path}: {what}; give the folder that `flatout train` wrote")
 
     @property

@@ -101,11 +101,9 @@ def _train_all(recipe: Recipe, pack: "Pack", options: Options, console: Console,
     """Train the folds that have not finished, in this process or in one for each device."""
     from flatout.data.shared_pack import share
     from flatout.dist.launcher import spawn
-    from flatout.engine.devices import parse_devices
     from flatout.engine.eager.device_setup import cpu_threads
 
-    devices = parse_devices(options.devices, options.engine)
-    specs = [options.devices] if options.engine == "xla" else list(devices.names[: recipe.data.folds])
+    specs = _specs(recipe, options)
     if len(specs) == 1 and not options.restarts:
         _train_share(console, recipe, pack, options, module, specs)
         return
@@ -115,6 +113,14 @@ def _train_all(recipe: Recipe, pack: "Pack", options: Options, console: Console,
         threads = cpu_threads(len(specs))
         restarts = options.restarts or 0
         spawn(_train_share, call, names=specs, threads=threads, console=console, restarts=restarts)
+
+
+def _specs(recipe: Recipe, options: Options) -> list[str]:
+    """Return the SPEC of each process that trains folds."""
+    from flatout.engine.devices import parse_devices
+
+    devices = parse_devices(options.devices, options.engine)
+    return [options.devices] if options.engine == "xla" else list(devices.names[: recipe.data.folds])
 
 
 def _train_share(
@@ -223,9 +229,9 @@ def _read_predictions(folder: Path) -> dict[str, np.ndarray]:
 
 def _summary(session: Session, pack: "Pack", folds: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     """Return what `summary.json` says beside the results on all images together; `folds` are the folds' summaries."""
-    from flatout.engine.devices import machine
+    from flatout.engine.devices import machine, spec_of
 
-    recipe, task = session.recipe, task_of(session.recipe)
+    recipe, task, specs = session.recipe, task_of(session.recipe), _specs(session.recipe, session.options)
     metrics = [f"{split}_{name}" for split in ("valid", "test") for name in ("loss", *task.metric_names, "count")]
     metrics = [key for key in metrics if all(fold.get(key) is not None for fold in folds)]
     spread = [key for key in metrics if not key.endswith(("_correct", "_count"))]
@@ -236,7 +242,9 @@ def _summary(session: Session, pack: "Pack", folds: list[dict[str, Any]], second
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "model": recipe.model,
         "engine": session.options.engine,
-        "devices": session.options.devices,
+        # One device trains a fold; XLA's train one together.
+        "devices": spec_of(specs) if len(specs) > 1 else folds[0]["devices"],
+        "world_size": len(specs) if len(specs) > 1 else folds[0]["world_size"],
         "batch_size": recipe.batch_size,
         "epochs": recipe.epochs,
         "tta": recipe.tta,

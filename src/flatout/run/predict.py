@@ -56,7 +56,7 @@ class Prediction:
 
     def __str__(self) -> str:
         if self.value is not None:
-            return f"{self.file}: {self.value:.6g}"
+            return f"{self.file}: {self.value:.6g}" if abs(self.value) < 1e6 else f"{self.file}: {self.value:.0f}"
         pairs = zip(self.classes, self.probabilities, strict=True)
         classes = ", ".join(f"{name} {probability:.3f}" for name, probability in pairs) or "none"
         text = f"{self.file}: {'unknown; most like ' if self.unknown else ''}{classes}"

@@ -97,7 +97,7 @@ class Regression(Task):
 
     @staticmethod
     def describe(split: str, figures: Mapping[str, Any]) -> str:
-        return f"{split} mean absolute error {figures[f'{split}_mae']:.4g}, R² {figures[f'{split}_r2']:.4f}"
+        return f"{split} mean absolute error {style.plain(figures[f'{split}_mae'])}, R² {figures[f'{split}_r2']:.4f}"
 
     def remark(self, split: str, figures: Mapping[str, Any]) -> str:
         explained = finite(figures.get(f"{split}_r2"))
@@ -115,7 +115,7 @@ class Regression(Task):
         return {"value": float(row[0])}
 
     def text(self, label: Any, classes: Sequence[str]) -> str:
-        return f"{label:.4g}"
+        return style.plain(label)
 
     def is_right(self, answers: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
         return None
@@ -129,7 +129,7 @@ class Regression(Task):
         figure = style.new_figure(5.4, 5.4, dpi=150)
         axes = figure.add_subplot()
         found = self.metrics(answers, labels)
-        style.style_panel(axes, f"Mean absolute error {found['mae']:.4g}, R² {found['r2']:.3f}", "actual")
+        style.style_panel(axes, f"Mean absolute error {style.plain(found['mae'])}, R² {found['r2']:.3f}", "actual")
         axes.set_ylabel("predicted", fontsize=8, color=style.MUTED)
         is_finite = np.isfinite(answers)
         ends = [float(np.min([labels.min(), *answers[is_finite]])), float(np.max([labels.max(), *answers[is_finite]]))]

@@ -34,11 +34,12 @@ export function compareView(main, ids) {
       const field = name === "rate" ? "images_per_second" : `${split(lines, quantity)}_${quantity}`;
       return course(lines, field, label(id), { colour: colour(i), width: 2 });
     });
-    const metrics = new Set(ids.map(id => state.runs.get(id)?.metric).filter(Boolean));
+    const metrics = metricsOf();
     if (metrics.size === 1) charts.metric.caption.textContent = [...metrics][0].replace(/^./, first => first.toUpperCase());
     charts.metric.share = [...metrics].every(name => /accuracy|precision/i.test(name));
     for (const [name, chart] of Object.entries(charts)) chart.update(series(name));
   }
+  const metricsOf = () => new Set(ids.map(id => state.runs.get(id)?.metric).filter(Boolean));
   const label = id => (ids.filter(other => last(other) === last(id)).length > 1 ? id : last(id));
   const last = id => state.runs.get(id)?.name || id.split("/").at(-1);
 
@@ -55,11 +56,13 @@ export function compareView(main, ids) {
       ["loss", run => figure(run.loss), "loss", -1], ["epochs", run => count(run.epochs_trained)], ["images per second", run => count(run.images_per_second), "images_per_second", 1],
       ["training time", run => duration(run.train_seconds), "train_seconds", -1], ["parameters", run => count(run.parameters)], ["model", run => run.model || "–"], ["devices", run => devices(run.devices) || "–"], ["date", run => date(run.date)],
     ];
+    // Results and losses of different tasks have no best.
+    const isOneTask = metricsOf().size < 2;
     const best = (key, sign) => { const known = runs.filter(run => run && isNumber(run[key])).map(run => sign * run[key]); return known.length > 1 ? sign * Math.max(...known) : null; };
     figures.replaceChildren(sideways(rows.map(([name, text, key, sign]) => {
       // Of errors in numbers, less is better.
       const towards = key === "score" && runs.some(run => run && /error|mae/i.test(run.metric || "")) ? -1 : sign;
-      const top = key ? best(key, towards) : null;
+      const top = key && (isOneTask || !["score", "loss"].includes(key)) ? best(key, towards) : null;
       return [name, runs.map(run => (run ? (top !== null && run[key] === top ? h("b", {}, text(run)) : text(run)) : "removed"))];
     })));
     recipes.replaceChildren(found.differences.length ? sideways(found.differences.map(row => [h("code", {}, row.key), ids.map(id => (found.ids.includes(id) ? literal(row.values[found.ids.indexOf(id)]) : "–"))])) : h("p", { class: "quiet" }, ids.length > 1 ? "The recipes are equal." : "Choose another run to compare with."));

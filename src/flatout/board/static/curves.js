@@ -22,7 +22,7 @@ export class Chart {
     this.spiky = spiky;
     this.series = [];
     this.plot = null;
-    this.space = h("div", { class: "plot", style: { height: `${HEIGHT + 34}px` } });
+    this.space = h("div", { class: "plot", style: { minHeight: `${HEIGHT + 34}px` } });
     this.caption = h("figcaption", {}, title);
     this.element = h("figure", { class: "curve", role: "img", "aria-label": title }, this.caption, this.space);
     this.title = title;

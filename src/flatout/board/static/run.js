@@ -70,20 +70,20 @@ export function runView(main, id, tab = "curves") {
     const step = Object.keys(curves.lines.at(-1) || {}).map(name => name.match(/^train_(?!loss)(.+)$/)?.[1]).find(Boolean);
     curves.name(metric[0].toUpperCase() + metric.slice(1), key || step || "accuracy", step);
     const figures = details?.figures || {};
+    const split = run.folds ? "held-out" : run.split === "valid" ? "validation" : run.split || "test";
     const facts = [
-      ["epochs", run.epochs && run.epochs_trained !== run.epochs ? `${count(run.epochs_trained)} of ${count(run.epochs)}` : count(run.epochs_trained)],
+      run.folds ? ["folds × epochs", `${count(run.folds)} × ${count(run.epochs)}`] : [run.epochs === 1 ? "epoch" : "epochs", run.epochs && run.epochs_trained !== run.epochs ? `${count(run.epochs_trained)} of ${count(run.epochs)}` : count(run.epochs_trained)],
       ["images per second", count(run.images_per_second)],
       ["training time", duration(run.train_seconds)],
-      [run.split === "valid" ? "validation loss" : "test loss", figure(run.loss)],
+      [`${split} loss`, figure(run.loss)],
       ["parameters", count(run.parameters)],
       ["devices", devices(run.devices) || "–"],
       ["waiting for images", percent(figures.input_wait_fraction)],
       ["most memory, host", bytes(figures.peak_rss_bytes)],
       ["most memory, device", bytes(figures.peak_device_bytes)],
-    ].slice(0, /^$|cpu/.test(devices(run.devices)) ? -1 : undefined);
+    ].slice(0, /^$|cpu/.test(devices(run.devices)) ? -1 : undefined).filter(([, value]) => value !== "–" || run.status === "running" || !details);
     const isShare = /accuracy|map|precision/i.test(metric);
     const big = isNumber(run.score) ? (isShare ? score(run.score) : figure(run.score)) : "–";
-    const split = run.split === "valid" ? "validation" : run.split;
     head.replaceChildren(
       h("a", { class: "back", href: "#/" }, "All runs"),
       h("div", { class: "title" }, h("h1", {}, run.name, " ", h("span", { class: "quiet" }, [run.job, run.model].filter((part, i, all) => part && all.indexOf(part) === i).join(" · "))), status(run),
@@ -92,7 +92,7 @@ export function runView(main, id, tab = "curves") {
       ...(run.note ? [h("p", { class: "stopped" }, run.note)] : []),
       ...(run.status === "running" ? [progress(run)] : []),
       h("div", { class: "result" },
-        h("div", {}, h("div", { class: "big" }, big), isNumber(run.score) ? `${split} ${metric}` : run.status === "running" ? "no result yet" : "no result",
+        h("div", {}, h("div", { class: `big${big.length > 7 ? " long" : ""}` }, big), isNumber(run.score) ? `${split} ${metric}` : run.status === "running" ? "no result yet" : "no result",
           h("br", {}), h("span", { class: "quiet" }, isNumber(figures[`${run.split}_count`]) ? `${count(figures[`${run.split}_count`])} images · ` : "", date(run.date))),
         h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))))));
   }
@@ -119,11 +119,18 @@ export function runView(main, id, tab = "curves") {
       button.tabIndex = button.dataset.tab === name ? 0 : -1;
     }
     panel.setAttribute("aria-labelledby", `tab-${name}`);
-    if (name === "curves") { panel.replaceChildren(curves.element, verdict()); curves.draw(); }
+    if (name === "curves" && state.runs.get(id).folds) panel.replaceChildren(folds());
+    else if (name === "curves") { panel.replaceChildren(curves.element, verdict()); curves.draw(); }
     if (name === "predictions") ({ close, dialogKeys } = predictions(panel, id, abort.signal));
     if (name === "recipe") recipe();
     if (name === "log") { panel.replaceChildren(logTools(), log.box); drawLog(); }
     if (name === "classify") close = classify(panel, id);
+  }
+
+  function folds() {
+    const names = Array.from({ length: state.runs.get(id).folds }, (_, i) => (id === "." ? "" : `${id}/`) + `fold-${i + 1}`).filter(name => state.runs.has(name));
+    return h("p", {}, "Each fold is a run with curves of its own: ", names.flatMap((name, i) => [i ? ", " : "", h("a", { href: `#/run/${encodeURIComponent(name)}` }, name)]),
+      ". ", h("a", { href: `#/compare/${names.map(encodeURIComponent).join("/")}` }, "Compare them"), ".");
   }
 
   function verdict() {

@@ -114,7 +114,7 @@ export function runsView(main) {
 
   function draw() {
     const [first, last] = visible(body, ROW, rows.length);
-    const space = height => h("tr", { class: "space", "aria-hidden": "true" }, h("td", { colspan: COLUMNS.length + 1, style: { height: `${height}px` } }));
+    const space = height => h("tr", { class: "space", "aria-hidden": "true" }, h("td", { style: { height: `${height}px` } }));
     const focused = document.activeElement?.closest?.("tr[data-id]")?.dataset.id;
     const parts = rows.slice(first, last).map((run, i) => line(run, first + i));
     body.replaceChildren(...(first ? [space(first * ROW)] : []), ...parts, ...(last < rows.length ? [space((rows.length - last) * ROW)] : []));
@@ -174,11 +174,11 @@ export function runsView(main) {
   }
 
   function move(step) {
-    view.at = Math.min(rows.length - 1, Math.max(0, view.at + step));
-    const top = body.getBoundingClientRect().top + view.at * ROW;
+    const at = view.at = Math.min(rows.length - 1, Math.max(0, view.at + step));
+    const top = body.getBoundingClientRect().top + at * ROW;
     if (top < 120 || top + ROW > window.innerHeight) window.scrollBy(0, top < 120 ? top - 120 : top + ROW - window.innerHeight + 12);
-    draw();
-    body.querySelector(`tr[data-index="${view.at}"]`)?.focus({ preventScroll: true });
+    draw(); // it gives the focus back to the row that had it
+    body.querySelector(`tr[data-index="${at}"]`)?.focus({ preventScroll: true });
   }
 
   const keys = { "/": () => search.focus(), ArrowDown: () => move(1), ArrowUp: () => move(-1), j: () => move(1), k: () => move(-1),
