@@ -20,6 +20,7 @@ from flatout.models.convert import Shape, convert
 
 FORMATS = {
     "saved": "SavedModel (Keras {keras})",
+    "exported": "SavedModel of `model.export` (Keras 3)",
     "objects": "checkpoint of objects (Keras 3)",
     "estimator": "checkpoint of names, as Estimator's",
     "checkpoint": "checkpoint of Keras 2",

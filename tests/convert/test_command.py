@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from flatout.cli import main
-from tests.convert.networks import FIXTURES, MODELS, small
+from tests.convert.networks import FIXTURES, MODELS, small, whole_map
 
 pytestmark = pytest.mark.usefixtures("keras_in_this_process")
 SMALL, FASHION = MODELS["small"], "fashion-cnn"
@@ -200,3 +200,61 @@ def test_a_truncated_file_leaves_nothing(run, tmp_path: Path):
     assert code == 2
     assert "a.pdparams: cannot be read" in message
     assert [path.name for path in tmp_path.iterdir()] == ["a.pdparams"]
+
+
+def test_other_tensors_beside_a_model_under_a_prefix_are_left_out(run):
+    """As Lightning writes the weights of a loss; `net` is a usual key."""
+    state = {f"backbone.{name}": tensor for name, tensor in small(3).state_dict().items()}
+    torch.save({"net": {**state, "loss.weight": torch.ones(3)}, "epoch": 3}, "f.ckpt")
+    code, _, message = run("f.ckpt", "--model", SMALL, "--size", "12", "--out", "w.safetensors")
+    assert code == 0, message
+    assert torch.equal(load_file("w.safetensors")["8.weight"], state["backbone.8.weight"])
+    torch.save({**state, "backbone.9.weight": torch.ones(3), "loss.weight": torch.ones(3)}, "g.ckpt")
+    code, _, message = run("g.ckpt", "--model", SMALL, "--size", "12", "--out", "x.safetensors")
+    assert code == 2
+    assert "9.weight [3]" in message
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_layers_are_found_by_shape_and_as_convolutions(run, tmp_path: Path, is_mapped: bool):
+    """Keras's layouts: a depthwise kernel, a linear layer over a flattened map, in an order that is not the model's."""
+    h5py = pytest.importorskip("h5py")
+    net = whole_map(5).eval()
+    depthwise, whole, head = (net.state_dict()[f"{name}.weight"].numpy() for name in ("0", "2", "5"))
+    kernels = {"b": depthwise.transpose(2, 3, 0, 1), "c": whole.transpose(2, 3, 1, 0).reshape(-1, 4), "a": head.T}
+    with h5py.File("f.weights.h5", "w") as file:
+        for name, own in (("b", "0"), ("c", "2"), ("a", "5")):
+            file[f"{name}/vars/0"], file[f"{name}/vars/1"] = kernels[name], net.state_dict()[f"{own}.bias"].numpy()
+    images = torch.randn(4, 3, 4, 5)
+    np.savez("a.npz", images=images, logits=net(images).detach())
+    (tmp_path / "m.toml").write_text('"0" = "b"\n"2" = "c"\n5.weight = "a/kernel"\n5.bias = "a/bias"\n')
+    words = ("f.weights.h5", "--model", MODELS["whole-map"], "--check", "a.npz", "--out", "w.safetensors")
+    code, said, message = run(*words, *(("--mapping", "m.toml") if is_mapped else ()))
+    assert code == 0, message
+    assert "0 = b, 2 = c, 5 = a" in said
+
+
+def test_variables_of_no_layer_are_mapped_one_by_one(run, tmp_path: Path):
+    h5py = pytest.importorskip("h5py")
+    net = small(3).eval()
+    with h5py.File("f.weights.h5", "w") as file:
+        pairs = []
+        for number, (name, tensor) in enumerate(net.state_dict().items()):
+            if "num_batches" not in name:
+                axes = {4: (2, 3, 1, 0), 2: (1, 0)}.get(tensor.ndim, (0,))
+                file[f"mine/vars/{number}"] = tensor.numpy().transpose(axes)
+                pairs.append((name, f"mine/variable_{len(pairs)}"))
+    (tmp_path / "m.toml").write_text("".join(f'"{own}" = "{theirs}"\n' for own, theirs in pairs))
+    words = ("f.weights.h5", "--model", SMALL, "--size", "12", "--mapping", "m.toml", "--epsilon", "1e-5")
+    code, _, message = run(*words, "--out", "w.safetensors")
+    assert code == 0, message
+    found = load_file("w.safetensors")
+    assert torch.equal(found["0.weight"], net.state_dict()["0.weight"])
+    assert torch.equal(found["4.weight"], net.state_dict()["4.weight"])
+
+
+def test_a_program_of_paddle_is_named(run, tmp_path: Path):
+    (tmp_path / "inference.pdiparams").write_bytes(b"\0" * 64)
+    code, _, message = run("inference.pdiparams", "--model", SMALL, "--out", "w.safetensors")
+    assert code == 2
+    assert "save paddle's model.state_dict() as .pdparams" in message

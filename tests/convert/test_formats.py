@@ -32,7 +32,16 @@ def matched(name: str) -> re.Match[str]:
 
 def test_every_format_has_fixtures():
     forms = {matched(name)["form"] for name in FILES}
-    wanted = {".pdparams", "-protocol2.pdparams", "-nested.pdparams", "-checkpoint", "-estimator", "-objects", "-saved"}
+    wanted = {
+        ".pdparams",
+        "-protocol2.pdparams",
+        "-nested.pdparams",
+        "-checkpoint",
+        "-estimator",
+        "-objects",
+        "-saved",
+        "-exported",
+    }
     assert forms >= wanted | {".h5", "-weights.h5", ".weights.h5", ".keras", ".pth", ".ckpt", ".safetensors"}
 
 

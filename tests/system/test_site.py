@@ -39,7 +39,7 @@ class _Fetched(HTMLParser):
         given = dict(attrs)
         if tag in ("script", "img", "iframe", "source", "video", "audio"):
             self.found.append(given.get("src") or "")
-        if tag == "link" and given.get("rel") not in ("canonical", "alternate", "next", "prev"):
+        if tag == "link" and (given.get("rel") or "").strip() not in ("canonical", "alternate", "next", "prev"):
             self.found.append(given.get("href") or "")
 
 

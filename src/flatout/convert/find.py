@@ -73,6 +73,8 @@ def _reader(path: Path) -> Callable[[Path], Foreign]:
             end = file.read(8)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    if path.suffix in (".pdiparams", ".pdmodel"):
+        raise InputError(f"{path}: is part of a program for inference; save paddle's model.state_dict() as .pdparams")
     if path.suffix == ".index" or end == MAGIC:
         return tensorflow.read
     if start.startswith(_HDF5) or path.suffix in (".h5", ".hdf5"):

@@ -12,12 +12,13 @@ Kind = Literal["conv", "linear", "norm", "other"]
 
 # What frameworks call the tensors of a layer, and torch's names. Paddle's static graphs number them: w_0, b_0, w_1.
 _ROLES = {
-    **dict.fromkeys(("weight", "kernel", "_kernel", "weights", "gamma", "w_0"), "weight"),
+    **dict.fromkeys(("weight", "kernel", "_kernel", "depthwise_kernel", "weights", "gamma", "w_0"), "weight"),
     **dict.fromkeys(("bias", "biases", "beta", "b_0"), "bias"),
     **dict.fromkeys(("running_mean", "moving_mean", "_mean", "w_1"), "running_mean"),
     **dict.fromkeys(("running_var", "moving_variance", "moving_var", "_variance", "w_2"), "running_var"),
-    "depthwise_kernel": "depthwise",
 }
+# Under which of these, other things beside them, programs save the weights of a model.
+NESTED_KEYS = ("state_dict", "model", "model_state_dict", "model_state", "net", "network", "params")
 # Added to the variance by batch normalisation, where a file does not have it: the defaults of the frameworks.
 _EPSILON = {"keras": 1e-3, "paddle": 1e-5, "torch": 1e-5}
 # Keras's own ResNets, whose names no other network has.
@@ -68,28 +69,26 @@ def layers_of(foreign: Foreign, epsilon: float | None = None) -> list[Layer]:
 
 
 def _layer(foreign: Foreign, name: str, tensors: dict[str, torch.Tensor], epsilon: float | None) -> Layer:
-    weight = tensors.get("weight", tensors.get("depthwise"))
+    weight = tensors.get("weight")
     if "running_mean" in tensors or (weight is not None and weight.ndim == 1):
         kind: Kind = "norm"
     elif weight is None or weight.ndim < 2:
         kind = "other"
     else:
         kind = "linear" if weight.ndim == 2 else "conv"
-    return Layer(name, kind, dict(_in_torchs_layout(foreign, kind, tensors)), epsilon or _epsilon(foreign, name))
+    return Layer(name, kind, dict(in_torchs_layout(foreign, kind, tensors)), epsilon or _epsilon(foreign, name))
 
 
-def _in_torchs_layout(
+def in_torchs_layout(
     foreign: Foreign, kind: Kind, tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a layer of a kind by torch's names, laid out as torch's."""
     for role, tensor in tensors.items():
         if kind == "linear" and role == "weight" and foreign.framework != "torch":
             yield role, tensor.t()
         elif kind == "conv" and role == "weight" and foreign.framework == "keras":
             # [H, W, in, out] to [out, in, H, W], in any number of dimensions.
             yield role, tensor.permute(-1, -2, *range(tensor.ndim - 2))
-        elif kind == "conv" and role == "depthwise":
-            height, width, channels, multiplier = tensor.shape
-            yield "weight", tensor.permute(2, 3, 0, 1).reshape(channels * multiplier, 1, height, width)
         else:
             yield role, tensor
 

@@ -93,7 +93,7 @@ def _read_h5(path: Path) -> Arrays:
         weights = file.get("model_weights") or file
         assert isinstance(weights, Group)
         names = weights.texts("layer_names")
-        return _arrays(path, dict(_legacy(weights, names, about)) if names else dict(_numbered(file, about)), about)
+        return _arrays(path, dict(_legacy(weights, names)) if names else dict(_numbered(file, about)), about)
 
 
 def _read_keras(path: Path) -> Arrays:
@@ -153,10 +153,6 @@ class _About:
             for item in value.values():
                 self._collect(item, depth + 1)
 
-    def is_depthwise(self, layer: str) -> bool:
-        """Return whether a layer is a depthwise convolution."""
-        return "depthwise_conv" in layer or "depth_multiplier" in self.configs.get(layer, {})
-
     @property
     def epsilons(self) -> dict[str, float]:
         found = {name: config.get("epsilon") for name, config in self.configs.items()}
@@ -172,11 +168,8 @@ def _arrays(path: Path, arrays: dict[str, np.ndarray], about: _About) -> Arrays:
     return Arrays(arrays, about.epsilons, about.channels_first, image)
 
 
-def _legacy(weights: Group, names: list[str], about: _About) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the weights that the attributes `layer_names` and `weight_names` list, in that order.
-
-    Keras 3 calls the kernel of a depthwise convolution as that of others.
-    """
+def _legacy(weights: Group, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the weights that the attributes `layer_names` and `weight_names` list, in that order."""
     for name in names:
         layer = weights.get(name)
         if not isinstance(layer, Group):
@@ -186,8 +179,6 @@ def _legacy(weights: Group, names: list[str], about: _About) -> Iterator[tuple[s
             if not isinstance(array, np.ndarray):
                 raise damaged(weights.path, _WHAT, f"the weight {weight!r:.80} is missing")
             own, _, role = weight.partition(":")[0].rpartition("/")
-            if role == "kernel" and about.is_depthwise(own.rpartition("/")[2]):
-                role = "depthwise_kernel"
             if "seed_generator" not in weight:
                 yield f"{own}/{role}".strip("/").replace("/", "."), array
 
@@ -203,7 +194,7 @@ def _numbered(file: Group, about: _About) -> Iterator[tuple[str, np.ndarray]]:
         if len(arrays) in (2, 3, 4) and set(shapes) == {1}:
             roles = _NORM_OF_THREE[bool(config.get("scale"))] if len(arrays) == 3 else _NORM[len(arrays)]
         elif len(arrays) <= 2 and shapes[0] >= 2:
-            roles = ("depthwise_kernel" if about.is_depthwise(last) else "kernel", "bias")
+            roles = ("kernel", "bias")
         else:
             roles = tuple(f"variable_{i}" for i in range(len(arrays)))
         yield from ((f"{name}.{role}", array) for role, array in zip(roles, arrays, strict=False))
@@ -220,8 +211,9 @@ def _layers(group: Group) -> Iterator[tuple[str, list[np.ndarray]]]:
         if name == "vars":
             arrays = [array for key in inner.names() if isinstance(array := inner.get(key), np.ndarray)]
             parts = [part for part in group.name.split("/") if part not in ("layers", "_layer_checkpoint_dependencies")]
-            # Recent versions of Keras write the name of the layer, too.
-            own = inner.attribute("name")
+            # Recent versions of Keras write the name of the layer, too; attributes of a user's class have better ones.
+            is_numbered = group.name.rpartition("/")[0].rpartition("/")[2] == "layers"
+            own = inner.attribute("name") if is_numbered else None
             last = own if isinstance(own, str) and own else (parts or ["layer"])[-1]
             if arrays:
                 yield ".".join([*parts[:-1], last.replace(".", "_")]), arrays

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from flatout.convert.families import in_kerass_order, is_keras_resnet, is_resnet, resnet_namer
-from flatout.convert.foreign import Foreign, Layer, layers_of, role_of
+from flatout.convert.foreign import Foreign, Layer, in_torchs_layout, layers_of, role_of
 from flatout.convert.trace import Trace
 from flatout.errors import InputError
 from flatout.settings import nearest
@@ -49,7 +49,7 @@ def candidates(
         InputError: the mapping names something that the file or the model does not have.
     """
     layers = {layer.name: layer for layer in layers_of(foreign, epsilon)}
-    fixed = _mapped(layers, trace, mapping or {})
+    fixed = _mapped(foreign, layers, trace, mapping or {})
     used = {name for layer in fixed.values() for name in layer.name.split(" + ")}
     free = [layer for name, layer in layers.items() if name not in used]
     adapter = _Adapter(foreign, model, trace)
@@ -75,9 +75,14 @@ def candidates(
             rest.remove(linear[0])
         yield adapter.candidate("by name", {**fixed, **by_name}, rest)
     if 2 * len(by_name) >= len(free) > 0:
-        return  # where most names are the model's, the others are of something else
-    ordered, rest = _in_order(free, fixed, trace, heads)
-    yield adapter.candidate("by order and shape", {**fixed, **ordered}, rest)
+        # Where most names are the model's, an order says nothing of the others.
+        fixed, free = {**fixed, **by_name}, rest
+    else:
+        ordered, rest = _in_order(free, fixed, trace, heads)
+        yield adapter.candidate("by order and shape", {**fixed, **ordered}, rest)
+    shaped, rest = _by_shape(free, fixed, trace, model, heads)
+    if trace.layers.keys() <= {*shaped, *fixed, *heads} and all(layer.kind == "linear" for layer in rest):
+        yield adapter.candidate("by shape: verify the result with --check", {**fixed, **shaped}, rest)
 
 
 def _own_name(name: str, trace: Trace) -> str | None:
@@ -88,7 +93,7 @@ def _own_name(name: str, trace: Trace) -> str | None:
     return None
 
 
-def _mapped(layers: dict[str, Layer], trace: Trace, mapping: Mapping[str, str]) -> Pairs:
+def _mapped(foreign: Foreign, layers: dict[str, Layer], trace: Trace, mapping: Mapping[str, str]) -> Pairs:
     """Return the pairs of a mapping file: layers, or single tensors put together to layers."""
     pairs: Pairs = {}
     for target, source in mapping.items():
@@ -103,9 +108,13 @@ def _mapped(layers: dict[str, Layer], trace: Trace, mapping: Mapping[str, str]) 
         if own not in trace.layers:
             raise InputError(f"--mapping: the model has no layer or tensor {target!r}; {_near(target, trace.layers)}")
         known = layers.get(layer)
-        tensor = known.tensors.get("weight" if role == "depthwise_kernel" else role_of(role)) if known else None
+        tensor = known.tensors.get(role_of(role)) if known else None
         if known is None or tensor is None:
             raise InputError(f"--mapping: {target} = {source!r}: the file has no such tensor; {_near(layer, layers)}")
+        if role_of(role) not in ("weight", "bias", "running_mean", "running_var"):
+            # Variables that are not a layer's, as those of a tf.Module, are laid out as what they become.
+            kind = "linear" if tensor.ndim == 2 else "conv" if tensor.ndim > 2 else "other"
+            tensor = dict(in_torchs_layout(foreign, kind, {own_role: tensor}))[own_role]
         before = pairs.get(own, Layer(known.name, trace.layers[own], {}, known.epsilon))
         names = before.name if known.name in before.name.split(" + ") else f"{before.name} + {known.name}"
         pairs[own] = Layer(names, before.kind, {**before.tensors, own_role: tensor}, known.epsilon)
@@ -130,6 +139,45 @@ def _in_order(free: list[Layer], fixed: Pairs, trace: Trace, heads: Mapping[str,
         pairs |= dict(zip(own, theirs, strict=False))
         rest += theirs[len(own) :]
     return pairs, rest
+
+
+def _by_shape(
+    free: list[Layer], fixed: Pairs, trace: Trace, model: nn.Module, heads: Mapping[str, object]
+) -> tuple[Pairs, list[Layer]]:
+    """Return for each layer the first of the file's that has its shape, and those that are left."""
+    pairs: Pairs = {}
+    rest = list(free)
+    for name, kind in trace.layers.items():
+        if name not in fixed and (found := next((one for one in rest if _fits(model, name, kind, one)), None)):
+            pairs[name] = found
+            rest.remove(found)
+    # A head of another size.
+    linear = [layer for layer in rest if layer.kind == "linear"]
+    if len(heads) == len(linear) == 1 and not heads.keys() & {*pairs, *fixed}:
+        pairs[next(iter(heads))] = linear[0]
+        rest.remove(linear[0])
+    return pairs, rest
+
+
+def _fits(model: nn.Module, name: str, kind: str, layer: Layer) -> bool:
+    """Return whether a layer has a shape; a linear layer is also a convolution as large as the feature map."""
+    module = model.get_submodule(name)
+    own, theirs = (next(iter(tensors.values())) for tensors in (module.state_dict(), layer.tensors))
+    weight = _as_convolution(module, layer.tensors.get("weight", theirs), False)
+    return kind in (layer.kind, "conv") and own.shape == weight.shape
+
+
+def _as_convolution(module: nn.Module, weight: torch.Tensor, is_channels_last: bool) -> torch.Tensor:
+    """Return a weight in the shape of a convolution's: one of Keras's depthwise, or linear over a whole feature map."""
+    if not isinstance(module, nn.Conv2d):
+        return weight
+    outputs, inputs, height, width = module.weight.shape
+    if inputs == 1 and weight.ndim == 4 and weight.shape[:2] == (outputs // module.groups, module.groups):
+        return weight.transpose(0, 1).reshape(outputs, 1, *weight.shape[2:])
+    if weight.shape != (outputs, inputs * height * width):
+        return weight
+    maps = weight.reshape(outputs, height, width, inputs).permute(0, 3, 1, 2)
+    return maps if is_channels_last else weight.reshape(module.weight.shape)
 
 
 class _Adapter:
@@ -163,6 +211,8 @@ class _Adapter:
             if weight.shape[1] == channels * height * width:
                 maps = weight.reshape(len(weight), height, width, channels)
                 tensors["weight"] = maps.permute(0, 3, 1, 2).reshape(weight.shape)
+        if weight is not None and layer.kind in ("conv", "linear"):
+            tensors["weight"] = _as_convolution(module, tensors["weight"], self._foreign.is_channels_last)
         if self._foreign.framework == "torch":
             pass
         elif layer.kind == "norm":

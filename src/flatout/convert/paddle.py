@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.convert.foreign import Foreign, tensor_of
+from flatout.convert.foreign import NESTED_KEYS, Foreign, tensor_of
 from flatout.convert.pickles import finished, load
 from flatout.convert.problems import damaged
 from flatout.errors import InputError
@@ -20,7 +20,6 @@ _WHAT = "Paddle parameters"
 _NAMES = "StructuredToParameterName@@"
 # Protocols 2 and 3 take parameters of over 4 GB in parts: name -> {"OriginShape": (...), "slices": [names]}.
 _PARTS = "UnpackBigParamInfor@@"
-_NESTED_KEYS = ("state_dict", "model", "model_state_dict", "params", "network")
 
 
 def read(path: Path) -> Foreign:
@@ -38,7 +37,7 @@ def read(path: Path) -> Foreign:
             raise
         raise damaged(path, _WHAT, getattr(error, "strerror", None) or "it is empty") from None
     if isinstance(loaded, dict):
-        nested = (loaded[key] for key in _NESTED_KEYS if isinstance(loaded.get(key), dict))
+        nested = (loaded[key] for key in NESTED_KEYS if isinstance(loaded.get(key), dict))
         loaded = next(nested, loaded)
     try:
         arrays = _arrays(loaded)

@@ -22,7 +22,9 @@ _DTYPES = {1: "f4", 2: "f8", 3: "i4", 4: "u1", 5: "i2", 6: "i1", 9: "i8", 10: "?
 _STRING, _BFLOAT16 = 7, 14
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
-_OPTIMIZERS = re.compile(r"(^|/)(_?optimizer|training|\.OPTIMIZER_SLOT|seed_generator|metrics|keras_api)(/|$)", re.I)
+_OPTIMIZERS = re.compile(
+    r"(^|/)(_?optimizer|training|\.OPTIMIZER_SLOT|seed_generator|metrics|keras_api)(/|$)", re.I | re.M
+)
 
 
 class _Entry(NamedTuple):
@@ -58,27 +60,27 @@ def read(path: Path) -> Foreign:
     if is_big_endian or not 0 < shards < 100_000:
         raise damaged(path, WHAT, "it has numbers of another byte order" if is_big_endian else "it has no shards")
     files = _Shards(path, shards)
-    names = _full_names(path, files, entries)
-    tensors: dict[str, torch.Tensor] = {}
-    for key in sorted(entries, key=lambda name: natural(name)):
-        name, entry = names.get(key, key.removesuffix(_VALUE)), entries[key]
-        parent = key.removesuffix(_VALUE).rpartition("/")[0]
-        is_slot = parent in entries or _OPTIMIZERS.search(key) or _OPTIMIZERS.search(name)
-        if entry.dtype != _STRING and entry.shape and not is_slot:
-            tensors[_unused(name.replace("/", "."), tensors)] = files.tensor(key, entry)
-    if not tensors:
+    names = _names(_full_names(path, files, entries), entries)
+    if not names:
         raise InputError(f"{path}: holds no variables but {', '.join(list(entries)[:6])!r:.200}")
-    return Foreign("keras", tensors)
+    return Foreign("keras", {name.replace("/", "."): files.tensor(key, entries[key]) for key, name in names.items()})
 
 
-def _unused(name: str, tensors: dict[str, torch.Tensor]) -> str:
-    """Return a name that no other variable has; those of layers made alike may be equal."""
-    layer, _, role = name.rpartition(".")
-    number = 1
-    while name in tensors:
-        number += 1
-        name = f"{layer}~{number}.{role}"
-    return name
+def _names(full_names: dict[str, str], entries: dict[str, _Entry]) -> dict[str, str]:
+    """Return key -> name of the variables of a model, in the order of the keys.
+
+    Where layers made alike have equal names, variables are named by their places among the objects, which differ.
+    """
+    places: dict[str, str] = {}
+    for key in sorted(entries, key=natural):
+        place, entry = key.removesuffix(_VALUE), entries[key]
+        is_slot = place.rpartition("/")[0] in entries or _OPTIMIZERS.search(f"{key}\n{full_names.get(key, '')}")
+        if entry.dtype != _STRING and entry.shape and not is_slot:
+            places[key] = place
+    # Keras's `model.export` lists them twice, once without an order.
+    once = {key: place for key, place in places.items() if not key.startswith("_all_variables/")} or places
+    names = {key: full_names.get(key, place) for key, place in once.items()}
+    return names if len({*names.values()}) == len(names) else once
 
 
 def _entry(path: Path, name: str, value: bytes) -> _Entry:

@@ -6,10 +6,9 @@ import warnings
 import zipfile
 from pathlib import Path
 
-from flatout.convert.foreign import Foreign
+from flatout.convert.foreign import NESTED_KEYS, Foreign
 from flatout.errors import InputError, one_line
 
-_NESTED_KEYS = ("state_dict", "model", "model_state_dict")
 # What torch raises where a file holds code.
 _OF_CODE = (pickle.UnpicklingError, RuntimeError)
 
@@ -38,7 +37,7 @@ def read(path: Path) -> Foreign:
                 "refused; save the tensors alone, as safetensors or with torch.save(model.state_dict(), FILE)"
             )
         raise InputError(f"{path}: {reason}") from None
-    nested = (content[key] for key in _NESTED_KEYS if isinstance(content, dict) and isinstance(content.get(key), dict))
+    nested = (content[key] for key in NESTED_KEYS if isinstance(content, dict) and isinstance(content.get(key), dict))
     state = next(nested, content)
     if not isinstance(state, dict) or not state or not all(isinstance(t, torch.Tensor) for t in state.values()):
         found = f"the keys {list(state)[:6]}" if isinstance(state, dict) else f"a {type(state).__name__}"

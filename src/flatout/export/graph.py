@@ -167,25 +167,30 @@ class Member(nn.Module):
         seen: list[torch.Tensor] = []
         head = self.network.get_submodule(self.head) if self.novelty is not None and self.head else None
         hook = head and head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-        views = [view(torch, images, *each) for each in self.views] or [images]
-        logits = self.averaged([self.network(each.to(self.dtype)).float() for each in views])
+        # All views are one batch: a file then has the network once.
+        views = [view(torch, images, *each) for each in self.views]
+        logits = self.network((torch.cat(views) if views else images).to(self.dtype)).float()
         if hook:
             hook.remove()
+        if views:
+            logits = self.averaged(self.by_view(logits, images))
         score = None
         if self.novelty is not None:
-            score = self.novelty(logits, torch.stack([compact(one) for one in seen]).mean(dim=0) if seen else logits)
+            features = compact(seen[-1]) if seen else logits
+            score = self.novelty(logits, self.by_view(features, images).mean(dim=0) if views and seen else features)
         return self.answers(logits), score
 
-    def averaged(self, logits: list[torch.Tensor]) -> torch.Tensor:
-        """Return logits whose probabilities, or numbers, are the mean of those of several views."""
-        if len(logits) == 1:
-            return logits[0]
-        stacked = torch.stack(logits)
+    def by_view(self, rows: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        """Return what a network found in the views of N images, [V * N, ...], as [V, N, ...]."""
+        return rows.reshape(len(self.views), images.shape[0], *rows.shape[1:])
+
+    def averaged(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits [N, K] whose probabilities, or numbers, are the mean of those of several views, [V, N, K]."""
         if self.task == "regression":
-            return stacked.mean(dim=0)
-        if self.task == "multi-label" or stacked.shape[2] == 1:
-            return averaged_sigmoid(stacked)
-        return stacked.log_softmax(2).logsumexp(0) - math.log(len(stacked))
+            return logits.mean(dim=0)
+        if self.task == "multi-label" or logits.shape[2] == 1:
+            return averaged_sigmoid(logits)
+        return logits.log_softmax(2).logsumexp(0) - math.log(len(self.views))
 
     def answers(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the probability of each class, or the number of a regression."""

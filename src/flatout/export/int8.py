@@ -37,11 +37,8 @@ def quantized(model: Any, calibration: Sequence[np.ndarray], network_of: Callabl
             return None if images is None else {"images": images}
 
     layers = [node for node in model.graph.node if network_of(node) and node.op_type in _OPERATIONS]
-    # By their weights: a network that sees several views of an image has several nodes for a layer.
-    first = {network_of(node): node.input[1] for node in reversed(layers)}.values()
-    left_out = [
-        n.name for n in model.graph.node if not network_of(n) or (n.op_type in _OPERATIONS and n.input[1] in first)
-    ]
+    first = {network_of(node): node.name for node in reversed(layers)}.values()
+    left_out = [node.name for node in model.graph.node if not network_of(node) or node.name in first]
     with tempfile.TemporaryDirectory() as folder, quietly():
         whole, small = (Path(folder) / name for name in ("whole.onnx", "small.onnx"))
         onnx.save(model, whole)

@@ -101,7 +101,7 @@ def convert(
 
 def lines_of(result: Mapping[str, Any]) -> list[str]:
     """Return what is printed of the result of `convert`."""
-    pairs = [f"{own} = {theirs}" for own, theirs in result["layers"].items() if own != theirs]
+    pairs = [f"{own} = {theirs}" for own, theirs in result["layers"].items() if theirs not in (own, "")]
     lines = [f"layers, of the model and of the file: {', '.join(pairs)}"] if pairs else []
     head = f"{result['classes']} outputs" if result["classes"] else "without a head"
     built = f"{result['model']} for {shown(result['image_size'])} pixels, {result['channels']} channels, {head}"
@@ -272,6 +272,7 @@ class _Answers(NamedTuple):
             raise InputError(
                 f"--check {self.path}: the logits differ by {difference:.1e} of the largest logit (limit "
                 f"{TOLERANCE:g}; {agree:.0%} of the classes agree), so nothing was written; layers may be matched "
-                "wrongly (--mapping), epsilon of batch normalisation differ (--epsilon), or logits be probabilities"
+                "wrongly (--mapping), epsilon of batch normalisation (--epsilon), activations or padding differ, or logits "
+                "be probabilities"
             )
         return difference, absolute

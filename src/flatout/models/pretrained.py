@@ -5,7 +5,7 @@ other frameworks, read by `flatout.convert`.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -164,7 +164,7 @@ def _ways(
     """Yield how the file's tensors may be the model's: those of torch first as they are."""
     own = model.state_dict()
     if foreign.framework == "torch" and not mapping:
-        yield "by name", _strip_prefixes(foreign.tensors, own), {}
+        yield "by name", _strip_prefixes(foreign.tensors, own, _without_head(own, model)), {}
     heads = head_modules(model)
     channels = next((w.shape[1] for w in own.values() if w.ndim == 4), 3)
     yield from candidates(foreign, model, trace(model, channels, *sides), heads, mapping=mapping, epsilon=epsilon)
@@ -179,12 +179,18 @@ def _loadable(model: "nn.Module", tensors: Tensors) -> dict[str, Any]:
     return {name: tensor for name, tensor in tensors.items() if head_fits or name in body}
 
 
-def _strip_prefixes(tensors: Tensors, own: Iterable[str]) -> Tensors:
+def _strip_prefixes(tensors: Tensors, own: Iterable[str], body: Collection[str]) -> Tensors:
     """Undo what torch.compile, data-parallel wrappers and Lightning modules did to names that the model lacks.
 
-    Where all weights of the model lie under one such prefix, other tensors (of a loss, of metrics) are left out.
+    Where all weights of the model, or of its body, lie under one prefix, other tensors (of a loss, of metrics) are left
+    out.
     """
     known = set(own)
+    first = next(iter(body), "")
+    prefixes = [name.removesuffix(first) for name in tensors if name.endswith(f".{first}")]
+    prefixes = [prefix for prefix in prefixes if all(f"{prefix}{name}" in tensors for name in body)]
+    if len(prefixes) == 1 and not known & tensors.keys():
+        return {n.removeprefix(prefixes[0]): t for n, t in tensors.items() if n.startswith(prefixes[0])}
     stripped, others = {}, {}
     for name, tensor in tensors.items():
         plain = name if name in known else name.replace("_orig_mod.", "")
