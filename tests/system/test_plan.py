@@ -69,6 +69,7 @@ def check_step(result: dict[str, Any]) -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_step_is_compiled_and_its_figures_are_kept(small: tuple[dict[str, Any], str, Path]) -> None:
     result, errors, folder = small
     check_step(result)
@@ -81,6 +82,7 @@ def test_a_step_is_compiled_and_its_figures_are_kept(small: tuple[dict[str, Any]
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_the_second_time_nothing_is_compiled_nor_imported(small: tuple[dict[str, Any], str, Path]) -> None:
     first, _, folder = small
     code = (

@@ -113,6 +113,7 @@ def test_the_tables_of_data_are_those_of_the_readers() -> None:
     assert kinds == {kind for module in FORMATS for kind in module.ABOUT}
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_first_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a few small pictures in place of photos, and a single epoch."""
     monkeypatch.chdir(tmp_path)
