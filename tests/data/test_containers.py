@@ -445,6 +445,17 @@ def test_a_truncated_batch_is_named(tmp_path: Path):
         read(tmp_path)
 
 
+def test_names_of_classes_in_lists_as_older_versions_of_datasets_write_them(tmp_path: Path):
+    import pyarrow.parquet
+
+    about = {"info": {"features": {"label": [{"_type": "ClassLabel", "names": ["cat", "dog"]}]}}}
+    content = pyarrow.table({"image": [png(), png()], "label": [[0], [0, 1]]})
+    pyarrow.parquet.write_table(
+        content.replace_schema_metadata({"huggingface": json.dumps(about)}), tmp_path / "train.parquet"
+    )
+    assert read(tmp_path).classes == ("cat", "dog")
+
+
 def test_files_that_name_other_classes_are_refused(tmp_path: Path):
     import pyarrow.parquet
 

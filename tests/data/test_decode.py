@@ -246,6 +246,10 @@ def test_a_jpeg_with_lost_data_is_refused(tmp_path):
         (b"", "is empty"),
         (b"\n<!DOCTYPE html><html><body>404</body></html>", "is HTML, not an image"),
         (b"\xef\xbb\xbf<HTML>", "is HTML, not an image"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "is a pointer of Git LFS, not an image: run git lfs pull",
+        ),
         (b"<?xml version='1.0'?><svg/>", "is XML or SVG, which is not supported"),
         (b"PK\3\4 and so on", "is not an image of a known format (it begins with b'PK\\x03\\x04 and')"),
     ],

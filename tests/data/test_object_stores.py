@@ -136,13 +136,13 @@ def test_a_folder_is_downloaded_once(bucket: Bucket, cache: Path, capfd: pytest.
     assert folder.name == "pets"
     assert folder.is_relative_to(cache)
     assert contents(folder) == PHOTOS
-    assert fetch("s3://photos/sets/pets/", output) == folder
+    assert fetch("s3://photos/sets/pets", output) == folder
     assert main(["check", "s3://photos/sets/pets/", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["images"]["train"] == 6
     assert bucket.server.sent == sum(map(len, PHOTOS.values()))
     assert [line.partition(": ")[0] for line in output.getvalue().splitlines()] == [
-        "downloading s3://photos/sets/pets/ (0.0 MB)",
-        "s3://photos/sets/pets/",
+        "downloading s3://photos/sets/pets (0.0 MB)",
+        "s3://photos/sets/pets",
     ]
     bucket.put({"sets/pets/cat/4.png": photo(4)})
     assert contents(fetch("s3://photos/sets/pets/")) == {**PHOTOS, "cat/4.png": photo(4)}
@@ -160,7 +160,7 @@ def test_a_file_continues(bucket: Bucket, monkeypatch: pytest.MonkeyPatch):
     output = io.StringIO()
     with pytest.raises(InputError, match="holds nothing recognisable"):
         fetch("s3://photos/set/", output)
-    assert output.getvalue().startswith("continuing at 0.0 MB: s3://photos/set/")
+    assert output.getvalue().startswith("continuing at 0.0 MB: s3://photos/set")
     assert bucket.server.sent == len(content) + len(b"cat\ndog\n")
 
 

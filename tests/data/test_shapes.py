@@ -197,6 +197,8 @@ def test_arrays_that_are_no_images_are_refused(tmp_path) -> None:
     assert refusal(file) == "holds Python objects, which could run code when read; save plain numbers"
     assert refusal(npy(BANDS.astype(np.float32), file)) == "holds float32 values; save uint8 or uint16"
     assert refusal(npy(BANDS[0, 0], file)).startswith("holds an array of shape (5,); save one image")
+    channels_first = "holds an array of shape (5, 12, 20), channels first by its looks; save it as [height, width, C]"
+    assert refusal(npy(BANDS.transpose(2, 0, 1), file)) == channels_first
     whole = npy(BANDS, file).read_bytes()
     file.write_bytes(whole[:-1])
     assert refusal(file) == "is a damaged NumPy file: its header promises 2,400 bytes, and 2,399 are there"

@@ -15,6 +15,8 @@ NPY_START = b"\x93NUMPY"
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 # Arrays that would take more bytes are refused before they take memory.
 MAX_BYTES = 2**31
+# Fewer rows than columns and channels, and no more than these, are channels that come first; patches are square.
+_MOST_ROWS_OF_CHANNELS = 16
 # Tags of TIFF 6.0, and the values that make the bands a picture: grey or RGB, and the kinds of an alpha band.
 _WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC, _ORIENTATION, _SAMPLES, _EXTRA, _FORMAT = 256, 257, 258, 262, 274, 277, 338, 339
 _GREY, _RGB, _ALPHA, _UNSIGNED = (0, 1), 2, (1, 2), 1
@@ -84,6 +86,8 @@ def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
         raise BadImage(f"holds {dtype} values; save uint8 or uint16")
     if len(shape) not in (2, 3) or min(shape) < 1:
         raise BadImage(f"holds an array of shape {shape}; save one image as [height, width] or [height, width, C]")
+    if len(shape) == 3 and shape[0] < min(shape[1:]) and shape[0] <= _MOST_ROWS_OF_CHANNELS < shape[2]:
+        raise BadImage(f"holds an array of shape {shape}, channels first by its looks; save it as [height, width, C]")
     return shape, is_fortran, dtype
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -11,6 +12,7 @@ from flatout.data.transfer import Chunks, RemoteFile, SourceChanged, TransferErr
 from flatout.errors import InputError, first_line
 
 _CHUNK_BYTES = 1 << 23
+_SILENT = logging.NullHandler()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,8 @@ def stored_files(url: str) -> list[RemoteFile]:
         files, path = url_to_fs(url, **copy.deepcopy(store.options))  # s3fs changes them
     except ImportError:
         raise InputError(f"{url}: needs the package {store.package}") from None
+    # What the libraries log about errors, with tracebacks, is in the message.
+    logging.getLogger(type(files).__module__.partition(".")[0]).addHandler(_SILENT)
     try:
         files.invalidate_cache()  # of an earlier call in this process
         path = files.info(path)["name"].rstrip("/")

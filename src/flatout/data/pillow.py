@@ -115,7 +115,7 @@ def _to_array(image, target: Target, *, is_large: bool) -> np.ndarray:
     if image.mode.startswith("I"):
         lowest, highest = image.getextrema()
         if lowest < 0 or highest > 0xFFFF:
-            raise BadImage("has 32-bit pixels, which have no agreed range; convert it to 8 or 16 bits")
+            raise BadImage("has 32-bit or negative pixels, which have no agreed range; convert it to 8 or 16 bits")
         if target.bits == 16:
             return np.asarray(image).astype(np.uint16)[..., None]
     if not is_large:
@@ -150,6 +150,8 @@ def _what_it_is(start: bytes) -> str:
         return "is HTML, not an image"
     if text.startswith((b"<svg", b"<?xml")):
         return "is XML or SVG, which is not supported"
+    if text.startswith(b"version https://git-lfs"):
+        return "is a pointer of Git LFS, not an image: run git lfs pull"
     if start[4:8] == b"ftyp" and start[8:12] in HEIF_BRANDS:
         return "is HEIC, which needs the package pillow-heif: pip install pillow-heif"
     if start[4:12] in (b"ftypavif", b"ftypavis"):

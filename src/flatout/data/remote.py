@@ -44,6 +44,7 @@ def download(url: str, report: "Progress") -> tuple[Path, int]:
         InputError: the source cannot be read, has changed meanwhile, or the cache cannot be written.
         DiskFull: the disk is full.
     """
+    url = url if url.startswith(_WEB) else url.rstrip("/")
     shown = url.partition("?")[0]
     try:
         name, files = _list(url)

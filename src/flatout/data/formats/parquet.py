@@ -330,7 +330,11 @@ def _features(schema: Any) -> dict[str, dict[str, Any]]:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
     except (LookupError, ValueError, TypeError, RecursionError):
         return {}
-    return {name: f for name, f in features.items() if isinstance(f, dict)} if isinstance(features, dict) else {}
+    if not isinstance(features, dict):
+        return {}
+    # Versions before 4 of the library write a list of one feature for lists.
+    items = {name: f[0] if isinstance(f, list) and f else f for name, f in features.items()}
+    return {name: f for name, f in items.items() if isinstance(f, dict)}
 
 
 def _of_items(feature: dict[str, Any]) -> dict[str, Any]:
