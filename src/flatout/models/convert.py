@@ -272,7 +272,7 @@ class _Answers(NamedTuple):
             raise InputError(
                 f"--check {self.path}: the logits differ by {difference:.1e} of the largest logit (limit "
                 f"{TOLERANCE:g}; {agree:.0%} of the classes agree), so nothing was written; layers may be matched "
-                "wrongly (--mapping), epsilon of batch normalisation (--epsilon), activations or padding differ, or logits "
-                "be probabilities"
+                "wrongly (--mapping), epsilon of batch normalisation (--epsilon), activations or padding differ, or "
+                "logits be probabilities"
             )
         return difference, absolute
