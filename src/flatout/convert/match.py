@@ -198,7 +198,7 @@ class _Adapter:
         heads = [own for own, kind in self._trace.layers.items() if kind == "linear"][-1:]
         for layer in rest:
             prefix = f"{heads[0]}.{layer.name}" if heads and layer.kind == "linear" else layer.name
-            tensors |= {f"{prefix}.{role}": tensor for role, tensor in layer.tensors.items()}
+            tensors |= {f"{prefix}.{role}".removeprefix("."): tensor for role, tensor in layer.tensors.items()}
         return Candidate(how, tensors, {own: layer.name for own, layer in pairs.items()})
 
     def _tensors(self, own: str, layer: Layer) -> dict[str, torch.Tensor]:
