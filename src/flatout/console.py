@@ -120,8 +120,8 @@ class Console:
         self._last_shown = now
         rate = (done - self._first_done) / max(now - self._started, 1e-9)
         parts = [text] if text else []
-        parts += [f"{duration((total - done) / rate)} left"] if rate > 0 else []
-        parts += [f"{rate:,.0f}/s", f"{done:,} of {total:,} {unit}"]
+        parts += [f"{duration((total - done) / rate)} left", f"{rate:,.0f}/s"] if rate > 0 else []
+        parts += [f"{done:,} of {total:,} {unit}"]
         if self.has_bar:
             self._show("show", parts, done, total)
         else:
@@ -224,6 +224,9 @@ class _TerminalBar(Display):
         room, fitting = self._console.width - bar_width - len(" 100%  "), list(parts)
         while len("  ".join(fitting)) > room and len(fitting) > 1:
             fitting.pop()
+        # The bar may shrink to three columns, and the share of the work stays.
+        most = max(1, self._console.width - 9)
+        fitting[0] = textwrap.shorten(fitting[0], most, placeholder="", break_long_words=False) or fitting[0]
         if self._progress is None:
             text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
             columns = (BarColumn(bar_width=bar_width), TaskProgressColumn(), text)

@@ -1,5 +1,6 @@
 """The Python interface: modules, arrays and data sets of the user's."""
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -99,10 +100,13 @@ def test_images_of_every_form_are_classified(run: flatout.Run, tmp_path: Path) -
         "a tensor": torch.from_numpy(images)[:, None] / 255,
         "channels last": images[..., None],
         "a generator": (image for image in images),
+        "open files": [io.BytesIO(file.read_bytes()) for file in files],
     }
     for form, given in forms.items():
         assert [p.probabilities for p in run.predict(given)] == expected, form
-    for one in (pictures[0], files[0], str(files[0]), files[0].read_bytes(), images[0], torch.from_numpy(images[0])):
+    content = files[0].read_bytes()
+    ones = (pictures[0], files[0], str(files[0]), content, memoryview(content), images[0], torch.from_numpy(images[0]))
+    for one in ones:
         (prediction,) = run.predict(one)
         # A batch of one is rounded otherwise than one of six.
         assert prediction.probabilities == pytest.approx(expected[0], rel=1e-5)
@@ -127,8 +131,9 @@ def test_images_are_decoded_batch_by_batch(run: flatout.Run, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        (3, "a int; give files, folders, PIL images, arrays or tensors"),
-        ([3], "item 0 is a int"),
+        (3, "int given; give files, folders, PIL images, arrays or tensors"),
+        ({"a": 3}, "dict given"),
+        ([3], "item 0 is of int"),
         (b"no image", "0: is not an image"),
         (np.full((2, 10, 10), 300.0), "0..1 or 0..255"),
         ([], "no image to classify"),

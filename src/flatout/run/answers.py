@@ -93,14 +93,14 @@ def top_losses(run: "Run", count: int) -> Answers:
     """See `Run.top_losses`."""
     found = _predictions(run)
     losses = run.task.losses_of(found.probabilities.astype(np.float64), found.labels)
-    worst = np.argsort(-np.nan_to_num(losses, nan=np.inf), kind="stable")[:count]
+    worst = np.argsort(-np.nan_to_num(losses, nan=np.inf), kind="stable")[: max(0, count)]
     images = _images(run, found, worst)
     return Answers(
         Answer(
             index=int(i),
             actual=run.task.text(found.labels[i], run.classes),
             predicted=run.task.text(found.predicted[i], run.classes),
-            loss=float(losses[i]),
+            loss=float(losses[i]) + 0.0,  # no -0.0
             probability=run.task.confidence(found.predicted[i], found.probabilities[i]),
             image=image,
         )

@@ -172,9 +172,9 @@ class Run:
         """Return the `top` most probable classes of each image; all that reach their thresholds; or its number.
 
         Args:
-            images: a file, a folder, a PIL image, the bytes of a file, an array or tensor [H, W], [H, W, C] or
-                [C, H, W], or a list of these; or one array or tensor of many images, [N, ...]. Values are uint8, or
-                numbers in 0..1 or 0..255. Images of another size are resized.
+            images: a file, a folder, a PIL image, the bytes of a file, an open file, an array or tensor [H, W],
+                [H, W, C] or [C, H, W], or a list of these; or one array or tensor of many images, [N, ...]. Values are
+                uint8, or numbers in 0..1 or 0..255. Images of another size are resized.
             top: how many classes.
             tta: as for `evaluate`.
             coverage: add the set of classes that contains the right one with this probability, such as 0.95.

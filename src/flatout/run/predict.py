@@ -2,7 +2,7 @@
 
 import io
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -159,20 +159,28 @@ def _more(run: "Run", outputs: Outputs, coverage: float | None) -> list[dict[str
 
 def _named(images: Any, recipe: "Recipe") -> Iterator[tuple[str, Any]]:
     """Yield every image with its name: the file's, or its position."""
+    images = _content(images)
     if isinstance(images, np.ndarray) or hasattr(images, "detach"):
         yield from _rows(images, recipe)
         return
     if isinstance(images, str | bytes | Path) or hasattr(images, "convert"):
         images = [images]
-    if not isinstance(images, Iterable):
-        raise InputError(f"images: a {type(images).__name__}; give files, folders, PIL images, arrays or tensors")
-    for i, image in enumerate(images):
+    if not isinstance(images, Iterable) or isinstance(images, Mapping):
+        raise InputError(f"images: {type(images).__name__} given; give files, folders, PIL images, arrays or tensors")
+    for i, image in enumerate(map(_content, images)):
         if isinstance(image, str | Path):
             yield from ((str(file), file) for file in _files(Path(image)))
         elif isinstance(image, bytes | np.ndarray) or hasattr(image, "convert") or hasattr(image, "detach"):
             yield str(i), image
         else:
-            raise InputError(f"images: item {i} is a {type(image).__name__}; give a file, a PIL image or an array")
+            raise InputError(f"images: item {i} is of {type(image).__name__}; give a file, a PIL image or an array")
+
+
+def _content(image: Any) -> Any:
+    """Return the bytes of an open file or a buffer; anything else as it is."""
+    if isinstance(image, bytearray | memoryview):
+        return bytes(image)
+    return image.read() if isinstance(image, io.IOBase) or hasattr(image, "readinto") else image
 
 
 def _rows(images: Any, recipe: "Recipe") -> Iterator[tuple[str, np.ndarray]]:

@@ -57,7 +57,8 @@ class NetworkInput:
             images = functional.interpolate(images, size=source.size, mode="area")
         for transform in self._batch_transforms:
             shape, images = images.shape, transform(images)
-            if images.shape != shape:
+            found = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
+            if found != tuple(shape):
                 name = getattr(transform, "__name__", type(transform).__name__)
-                raise InputError(f"batch_transforms: {name} returned {tuple(images.shape)} for {tuple(shape)}")
+                raise InputError(f"batch_transforms: {name} returned {found} for {tuple(shape)}")
         return images
