@@ -1,10 +1,10 @@
 # Both commands do all the set-up on a fresh machine with Python >= 3.11.
 PYTHON ?= python3
 BIN := .venv/bin
-# Each file is tested by one process: its fixtures and compiled programs are made once. The largest files are not at the
-# end. The slow tests run in .ci/run alone; they often wait for other processes, which leaves time for a third.
-BY_FILE := --dist loadfile --no-loadscope-reorder
-TESTS ?= -n 2 $(BY_FILE) -m 'not slow'
+# Two test processes, one for each file: its fixtures and compiled programs are made once. The largest files are not at
+# the end. The slow tests run in .ci/run alone.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+TESTS ?= $(WORKERS) -m 'not slow'
 
 .PHONY: demo test test-slow docs lint clean
 
@@ -19,7 +19,7 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest $(TESTS)
 
 test-slow: .venv/installed-dev
-	$(BIN)/python -m pytest -n 3 $(BY_FILE) -m slow
+	$(BIN)/python -m pytest $(WORKERS) -m slow
 
 # Warnings, such as those of dead links, are errors. The site is build/site.
 docs: .venv/installed-dev
