@@ -16,10 +16,14 @@ PAGES = ("*.md", "docs/**/*", "benchmarks/README.md", "benchmarks/results/*.json
 LANGUAGE_LINKS = re.compile(r"^(\*\*English\*\*|\[English\]\(.*?\)) · .*\n\n?", re.M)
 CSS = """
 .md-grid { max-width: 70rem; }
+/* The hidden menu of languages would widen the page where it is last: search needs a server and is absent elsewhere. */
+.md-header .md-select__inner { left: auto; right: 0; transform: translateY(.3rem); }
+.md-header .md-select:is(:hover, :focus-within) .md-select__inner { transform: none; }
+.md-header .md-select__inner::after { left: auto; right: .6rem; }
 .md-typeset table:not([class]) { font-size: .68rem; }
 .md-typeset table:not([class]) :is(th, td) { min-width: 0; }
 .md-typeset table:not([class]) th { word-break: keep-all; } /* Chinese, too, between words only */
-.md-typeset pre > code { font-size: .65rem; }
+.md-typeset pre > code { font-size: .6rem; }
 /* Names and commands stay in one line where there is room, and break anywhere where there is none; tables scroll before
    words and numbers break. */
 @media (min-width: 76.25em) { .md-typeset table:not([class]) td:first-child code { white-space: nowrap; } }

@@ -64,11 +64,16 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
 
 
 def test_both_languages_have_each_page(site: Path) -> None:
-    english = {str(p.relative_to(site)) for p in site.rglob("index.html") if p.relative_to(site).parts[0] != "zh"}
-    chinese = {str(p.relative_to(site / "zh")) for p in (site / "zh").rglob("index.html")}
+    pages = {str(path.relative_to(site)) for path in site.rglob("*.html")} - {"404.html"}
+    english = {page for page in pages if not page.startswith("zh/")}
+    chinese = {page.removeprefix("zh/") for page in pages - english}
     assert english == chinese
-    for name, words in (("", "在任意硬件上"), ("docs/from/paddle/", "百度"), ("docs/tutorials/first-model/", "第一个")):
-        text = (site / "zh" / name / "index.html").read_text(encoding="utf-8")
+    for name, words in (
+        ("index", "在任意硬件上"),
+        ("docs/from/paddle", "百度"),
+        ("docs/tutorials/first-model", "第一个"),
+    ):
+        text = (site / "zh" / f"{name}.html").read_text(encoding="utf-8")
         assert '<html lang="zh"' in text
         assert words in text, name
 
@@ -77,7 +82,7 @@ def test_the_reference_has_all_names_and_commands(site: Path) -> None:
     import flatout
     from flatout.parser import COMMANDS
 
-    python = (site / "docs" / "reference" / "python" / "index.html").read_text(encoding="utf-8")
+    python = (site / "docs" / "reference" / "python.html").read_text(encoding="utf-8")
     assert not [name for name in flatout.__all__ if f'id="flatout.{name}"' not in python]
-    commands = (site / "docs" / "reference" / "commands" / "index.html").read_text(encoding="utf-8")
+    commands = (site / "docs" / "reference" / "commands.html").read_text(encoding="utf-8")
     assert not [name for name in COMMANDS if f'id="flatout-{name}"' not in commands]
