@@ -24,12 +24,9 @@ CSS = """
 .md-typeset table:not([class]) :is(th, td) { min-width: 0; }
 .md-typeset table:not([class]) th { word-break: keep-all; } /* Chinese, too, between words only */
 .md-typeset pre > code { font-size: .6rem; }
-/* Names and commands stay in one line where there is room, and break anywhere where there is none; tables scroll before
-   words and numbers break. */
-@media (min-width: 76.25em) {
-  .md-typeset table:not([class]) td:not(:last-child) code { word-break: normal; }
-  .md-typeset table:not([class]) td:first-child code { white-space: nowrap; }
-}
+/* Names stay whole where there is room, and break anywhere where there is none; tables scroll before words and numbers
+   break. */
+@media (min-width: 76.25em) { .md-typeset table:not([class]) td:not(:last-child) code { word-break: normal; } }
 @media (max-width: 44.98em) {
   .md-typeset table:not([class]) :is(th, td) { padding: .5em .6em; }
   .md-typeset table:not([class]) :is(th, td):first-child { min-width: 5rem; }
