@@ -6,6 +6,8 @@ import uPlot from "./uplot/uPlot.esm.js";
 const HEIGHT = 230;
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const charts = new Set();
+// Short curves show their points; a single one would be invisible without.
+const areMarked = one => one.x.length === 1 || (one.points ?? one.x.length <= 12);
 // The colours of a canvas do not follow the page by themselves.
 theme.watch(() => charts.forEach(chart => chart.redraw()));
 
@@ -57,7 +59,7 @@ export class Chart {
 
   dress() {
     // Points only where there are few; of a plot that exists, uPlot wants a function.
-    this.series.forEach((one, i) => { this.plot.series[i + 1].points.show = () => one.points ?? one.x.length <= 12; });
+    this.series.forEach((one, i) => { this.plot.series[i + 1].points.show = () => areMarked(one); });
   }
 
   redraw() {
@@ -88,7 +90,7 @@ export class Chart {
         { label: this.unit, value: (_, x) => (x === null ? "–" : Number.isInteger(x) ? x : x.toFixed(2)) },
         ...this.series.map(one => ({
           label: one.label, stroke: one.raw || colour(one.colour || "valid"), width: one.width || 1.6, dash: one.dash, spanGaps: true,
-          points: { show: one.points ?? one.x.length <= 12, size: 5, fill: colour("paper") },
+          points: { show: areMarked(one), size: 5, fill: colour("paper") },
           value: (plot, value, series, index) => text(value ?? (index === null ? lastOf(plot.data[series]) : near(plot.data[series], index))),
         })),
       ],

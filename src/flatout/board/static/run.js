@@ -92,7 +92,7 @@ export function runView(main, id, tab = "curves") {
       ...(run.note ? [h("p", { class: "stopped" }, run.note)] : []),
       ...(run.status === "running" ? [progress(run)] : []),
       h("div", { class: "result" },
-        h("div", {}, h("div", { class: `big${big.length > 7 ? " long" : ""}` }, big), isNumber(run.score) ? `${split} ${metric}` : run.status === "running" ? "no result yet" : "no result",
+        h("div", {}, h("div", { class: `big${big.length > 6 ? " long" : ""}` }, big), isNumber(run.score) ? `${split} ${metric}` : run.status === "running" ? "no result yet" : "no result",
           h("br", {}), h("span", { class: "quiet" }, isNumber(figures[`${run.split}_count`]) ? `${count(figures[`${run.split}_count`])} images · ` : "", date(run.date))),
         h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))))));
   }
