@@ -136,6 +136,10 @@ class Regression(Task):
         axes.plot(ends, ends, color=style.FAINT, linewidth=1.2, zorder=1)
         axes.scatter(labels[is_finite], answers[is_finite], s=8, alpha=0.5, color=style.RIGHT, linewidths=0, zorder=2)
         axes.set_aspect("equal", adjustable="datalim")
+        if max(map(abs, ends)) >= 10_000:  # 400,000 in place of 0.4 and a factor of 1e6 at the end of the axis
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_formatter("{x:,.0f}")
+            axes.locator_params(axis="x", nbins=5)
         style.write_png(figure, path)
 
 
