@@ -11,6 +11,7 @@ import pytest
 from flatout.cli import main
 from flatout.data.order import steps_per_epoch
 from flatout.models.weights import read_weights
+from flatout.numerics.schedule import learning_rate
 from flatout.recipe import Recipe, load_recipe
 from flatout.run import budget
 from flatout.run.budget import Budget, Rates
@@ -42,10 +43,12 @@ def test_the_recipe_has_the_steps_that_were_trained(run: Path) -> None:
 
 @pytest.mark.slow
 def test_the_recipe_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the length was not corrected on the way, the weights are the same."""
-    monkeypatch.setattr(budget, "TOLERANCE", 1e9)
+    """The weights are the same, although the length was corrected on the way."""
+    monkeypatch.setattr(budget, "TOLERANCE", 0.0)
     first, second = tmp_path / "first", tmp_path / "second"
-    assert main(["train", "digits", "--minutes", "0.25", *ON_CPU, "--out", str(first)]) == 0
+    schedule = ("--set", "schedule.name=one-cycle")
+    assert main(["train", "digits", "--minutes", "0.25", *schedule, *ON_CPU, "--out", str(first)]) == 0
+    assert len(load_recipe(first / "recipe.toml").schedule.earlier_lengths) > 2
     assert main(["train", str(first / "recipe.toml"), "--devices", "cpu", "--out", str(second)]) == 0
     ours, theirs = (read_weights(out / "weights.safetensors")[0] for out in (first, second))
     assert all(np.array_equal(ours[name].numpy(), theirs[name].numpy()) for name in ours)
@@ -117,3 +120,25 @@ def test_a_steady_run_keeps_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Budget(300.0, 90.0, Rates(step=0.25, evaluate=3.0, watch=0.0), RECIPE, 100)
     recipe = plan.plan(RECIPE, 0)
     assert train(clock, plan, recipe, lambda step: 0.251) == recipe
+
+
+def test_the_last_recipe_has_the_rates_of_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the run was interrupted before the last correction, and was given a budget again."""
+    clock, rates = Clock(monkeypatch), list[float]()
+    recipe = RECIPE.override({"schedule.name": "one-cycle"})
+
+    def seconds_at(step: int) -> float:
+        return 0.1 + 0.3 * (step // 40 % 3)
+
+    for stop_at in (230, 10_000):
+        plan = Budget(120.0, clock.now, Rates(step=0.2, evaluate=3.0, watch=0.0), recipe, 100)
+        recipe = plan.plan(recipe, len(rates))
+        while len(rates) < min(stop_at, recipe.total_steps(10)):
+            rates.append(learning_rate(recipe, len(rates), 10))
+            clock.now += seconds_at(len(rates))
+            if plan.is_due():
+                recipe = plan.replan(recipe, len(rates))
+        if stop_at == 230:
+            del rates[205:]  # back to a checkpoint
+    assert len(recipe.schedule.earlier_lengths) > 5
+    assert rates == [learning_rate(recipe, step, 10) for step in range(len(rates))]

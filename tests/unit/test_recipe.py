@@ -109,6 +109,8 @@ def test_defaults_of_a_librarys_optimizer_stay_its_own(tmp_path) -> None:
 
 
 WRONG = [
+    ({"schedule.corrections": "204"}, "schedule.corrections = '204': must be pairs STEP:STEPS"),
+    ({"schedule.corrections": "204:9 100:8"}, "in the order of the first"),
     ({"epoch": 3}, "unknown recipe key 'epoch'; did you mean 'epochs'?"),
     ({"lr": 0.1}, "did you mean 'optimizer.lr'?"),
     ({"optimizer.learning_rate": 0.1}, "unknown recipe key 'optimizer.learning_rate'; did you mean 'optimizer.lr'?"),
@@ -164,6 +166,13 @@ def test_wrong_values_are_refused_by_name(changes: dict[str, object], message: s
         BASE.override(changes)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"epochs": 77}, {"max_steps": 5}, {"batch_size": 7}, {"schedule.name": "step"}])
+def test_another_length_resets_its_corrections(changes: dict[str, object]) -> None:
+    corrected = BASE.override({"schedule.corrections": "204:1171 409:1290"})
+    assert corrected.override({"seed": 9}).schedule.earlier_lengths == ((204, 1171), (409, 1290))
+    assert corrected.override(changes).schedule.corrections == ""
 
 
 def test_missing_keys_and_files(tmp_path) -> None:

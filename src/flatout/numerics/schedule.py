@@ -19,10 +19,10 @@ def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int, valid_losses:
     monitored loss of every finished epoch, for the plateau schedule.
     """
     schedule, lr = recipe.schedule, scaled_rate(recipe)
-    total = recipe.total_steps(steps_per_epoch)
+    epochs, total = recipe.length_at(step, steps_per_epoch)
     if schedule.name == "one-cycle":
         return lr * _one_cycle(step / max(1, total - 1), schedule.rise, schedule.start_factor)
-    warmup_epochs, start = warm_up(recipe)
+    warmup_epochs, start = warm_up(recipe, epochs)
     warmup = warmup_epochs * steps_per_epoch
     if step < warmup:
         return start + (lr - start) * (step + 1) / (warmup + 1)
@@ -48,8 +48,8 @@ def scaled_rate(recipe: Recipe) -> float:
     return optimizer.lr * (ratio if optimizer.lr_scaling == "linear" else math.sqrt(ratio))
 
 
-def warm_up(recipe: Recipe) -> tuple[float, float]:
-    """Return the number of warm-up epochs and the learning rate at their start.
+def warm_up(recipe: Recipe, run_epochs: int) -> tuple[float, float]:
+    """Return the number of warm-up epochs in a run of so many, and the learning rate at their start.
 
     Warm-up rises from 0 over `warmup_epochs`. With a batch larger than `lr_base_batch` it rises from `lr`, and has a
     default length where `warmup_epochs` is 0.
@@ -57,7 +57,7 @@ def warm_up(recipe: Recipe) -> tuple[float, float]:
     epochs, lr = recipe.schedule.warmup_epochs, recipe.optimizer.lr
     if scaled_rate(recipe) <= lr:
         return epochs, 0.0
-    return epochs or min(LARGE_BATCH_WARMUP_EPOCHS, recipe.epochs * LARGE_BATCH_WARMUP_SHARE), lr
+    return epochs or min(LARGE_BATCH_WARMUP_EPOCHS, run_epochs * LARGE_BATCH_WARMUP_SHARE), lr
 
 
 def describe_scaling(recipe: Recipe) -> str:
@@ -65,7 +65,7 @@ def describe_scaling(recipe: Recipe) -> str:
     optimizer, rate = recipe.optimizer, scaled_rate(recipe)
     base = f"{optimizer.lr:g} for batches of {optimizer.lr_base_batch}, scaled ({optimizer.lr_scaling})"
     sentence = f"learning rate {rate:.4g} for batches of {recipe.batch_size}: {base}"
-    epochs, start = warm_up(recipe)
+    epochs, start = warm_up(recipe, recipe.epochs)
     if start and recipe.schedule.name != "one-cycle":
         sentence += f"; warm-up from {start:g} over {epochs:g} {'epoch' if epochs == 1 else 'epochs'}"
     return sentence

@@ -21,6 +21,7 @@ KEPT_OF_OPTIMIZER = ("lr", "lr_base_batch", "layer_decay", "weight_decay")
 FREE_KEYS = (
     "epochs",
     "max_steps",
+    "schedule.corrections",
     "early_stopping",
     "log_every",
     "micro_batch",
@@ -129,6 +130,13 @@ class Recipe(Checked):
         every = self.epochs * steps_per_epoch
         return min(every, self.max_steps or every)
 
+    def length_at(self, step: int, steps_per_epoch: int) -> tuple[int, int]:
+        """Return the epochs and steps that the whole run was to have when it took a step, counted from 0."""
+        for end, total in self.schedule.earlier_lengths:
+            if step < end:
+                return -(-total // steps_per_epoch), total
+        return self.epochs, self.total_steps(steps_per_epoch)
+
     @property
     def image_sides(self) -> tuple[int, int]:
         """Height and width of the images that the model is trained on."""
@@ -164,7 +172,8 @@ class Recipe(Checked):
         """Return a recipe with dotted keys changed, such as `{"epochs": 3, "optimizer.lr": 0.1}`.
 
         Another `optimizer.name` or `schedule.name` resets the rest of that section to its defaults, except the learning
-        rate, its base batch, its decay by layer and weight decay.
+        rate, its base batch, its decay by layer and weight decay. Another length or batch size resets
+        `schedule.corrections`.
 
         Raises:
             InputError: a key is unknown, or a value has the wrong type or is impossible.
@@ -175,6 +184,8 @@ class Recipe(Checked):
             if name != table[key]["name"]:
                 kept = {k: v for k, v in table[key].items() if k in KEPT_OF_OPTIMIZER}
                 table[key] = {"name": name, **kept}
+        if any(table[key] != changes.get(key, table[key]) for key in ("epochs", "max_steps", "batch_size")):
+            table["schedule"].pop("corrections", None)
         for key, value in changes.items():
             section, _, name = key.partition(".")
             if name and isinstance(table.get(section), dict):

@@ -85,7 +85,11 @@ AdamW = functools.partial(Optimizer, name="adamw")
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Checked):
-    """The learning rate over time; the formulas are in `numerics/schedule.py`."""
+    """The learning rate over time; the formulas are in `numerics/schedule.py`.
+
+    corrections: where `--minutes` changed the length of the run: `STEP:STEPS` for the steps that the whole run was to
+        have before that step, such as `204:1171 409:1290`.
+    """
 
     section = "schedule."
     name: Literal["constant", "cosine", "step", "one-cycle", "plateau"] = "constant"
@@ -97,6 +101,20 @@ class Schedule(Checked):
     final_factor: Annotated[float, "[0, 1]"] = 0.0
     rise: Annotated[float, "(0, 1)"] = 0.3
     start_factor: Annotated[float, "(0, 1]"] = 0.04
+    corrections: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        need = "must be pairs STEP:STEPS in the order of the first, such as 204:1171 409:1290"
+        self._require((bool(re.fullmatch(r"([1-9]\d*:[1-9]\d*( |$))*", self.corrections)), "corrections", need))
+        ends = [end for end, _ in self.earlier_lengths]
+        self._require((ends == sorted(set(ends)), "corrections", need))
+
+    @functools.cached_property
+    def earlier_lengths(self) -> tuple[tuple[int, int], ...]:
+        """Steps, and those that the whole run was to have before each."""
+        pairs = (pair.split(":") for pair in self.corrections.split())
+        return tuple((int(end), int(total)) for end, total in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,7 @@ class Budget:
                 f"--minutes {self._seconds / 60:g}: an epoch takes {duration(self._steps * self._rates.step)} here and "
                 f"does not fit; give at least --minutes {needed / 60 + 0.05:.1f}, fewer images or a smaller model"
             )
-        return self._with_steps(recipe, total)
+        return self._with_steps(recipe, total, done)
 
     def is_due(self) -> bool:
         """Return whether to plan again; for the main process."""
@@ -79,7 +79,7 @@ class Budget:
         self._planned_at = now
         total, planned = done + self._fitting(), recipe.total_steps(self._steps)
         is_off = abs(total - planned) > TOLERANCE * planned and self._first_done != done
-        return self._with_steps(recipe, max(total, done + 1)) if is_off else recipe
+        return self._with_steps(recipe, max(total, done + 1), done) if is_off else recipe
 
     def _each(self) -> float:
         """Return the seconds of a step and its part of the evaluation after each epoch."""
@@ -88,8 +88,14 @@ class Budget:
     def _fitting(self) -> int:
         return max(0, int((self._ends - time.perf_counter()) / self._each()))
 
-    def _with_steps(self, recipe: Recipe, total: int) -> Recipe:
-        return recipe.override({"max_steps": total, "epochs": -(-total // self._steps)})
+    def _with_steps(self, recipe: Recipe, total: int, done: int) -> Recipe:
+        """Return the recipe with another length from a step on; with the lengths before it, which repeat the run."""
+        earlier = [pair for pair in recipe.schedule.earlier_lengths if pair[0] < done]
+        if done:
+            earlier.append((done, recipe.length_at(done - 1, self._steps)[1]))
+        corrections = " ".join(f"{end}:{steps}" for end, steps in earlier)
+        length = {"max_steps": total, "epochs": -(-total // self._steps)}
+        return recipe.override({**length, "schedule.corrections": corrections})
 
 
 def measure(
