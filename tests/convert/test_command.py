@@ -1,5 +1,6 @@
 """`flatout convert`: what it prints and writes, and what it refuses in one message."""
 
+import argparse
 import json
 import shutil
 from pathlib import Path
@@ -203,9 +204,10 @@ def test_a_truncated_file_leaves_nothing(run, tmp_path: Path):
 
 
 def test_other_tensors_beside_a_model_under_a_prefix_are_left_out(run):
-    """As Lightning writes the weights of a loss; `net` is a usual key."""
+    """As Lightning writes the weights of a loss, and settings; `net` is a usual key."""
     state = {f"backbone.{name}": tensor for name, tensor in small(3).state_dict().items()}
-    torch.save({"net": {**state, "loss.weight": torch.ones(3)}, "epoch": 3}, "f.ckpt")
+    settings = {"root": Path("data"), "flags": argparse.Namespace(lr=0.1)}
+    torch.save({"net": {**state, "loss.weight": torch.ones(3)}, "hyper_parameters": settings}, "f.ckpt")
     code, _, message = run("f.ckpt", "--model", SMALL, "--size", "12", "--out", "w.safetensors")
     assert code == 0, message
     assert torch.equal(load_file("w.safetensors")["8.weight"], state["backbone.8.weight"])

@@ -11,6 +11,14 @@ from flatout.errors import InputError, one_line
 
 # What torch raises where a file holds code.
 _OF_CODE = (pickle.UnpicklingError, RuntimeError)
+# Frequent among the settings that Lightning keeps beside the weights. They are not needed, and nothing is made of them.
+_IGNORED = ("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath", "pathlib._local.WindowsPath")
+_IGNORED += ("argparse.Namespace",)
+
+
+class _Ignored:
+    def __new__(cls, *_: object) -> "_Ignored":
+        return super().__new__(cls)
 
 
 def read(path: Path) -> Foreign:
@@ -23,7 +31,8 @@ def read(path: Path) -> Foreign:
 
     _refuse_bomb(path)
     try:
-        with warnings.catch_warnings():
+        ignored = torch.serialization.safe_globals([(_Ignored, name) for name in _IGNORED])
+        with warnings.catch_warnings(), ignored:
             warnings.simplefilter("ignore")  # what it cannot read ends in an error
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # on damaged files, it raises whatever the parts of torch find first
