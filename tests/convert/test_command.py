@@ -260,3 +260,16 @@ def test_a_program_of_paddle_is_named(run, tmp_path: Path):
     code, _, message = run("inference.pdiparams", "--model", SMALL, "--out", "w.safetensors")
     assert code == 2
     assert "save paddle's model.state_dict() as .pdparams" in message
+
+
+def test_a_model_for_one_size_alone_asks_for_its_flags(run, tmp_path: Path):
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\ndef net(**_):\n    return nn.Sequential(nn.Flatten(), nn.Linear(300, 3))\n"
+    )
+    torch.save({"1.weight": torch.ones(3, 300), "1.bias": torch.ones(3)}, "f.pt")
+    words = ("f.pt", "--model", "net.py:net", "--out", "w.safetensors")
+    code, _, message = run(*words)
+    assert code == 2
+    assert "224x224 pixels" in message
+    assert "--size N or HxW, --channels C and --classes K" in message
+    assert run(*words, "--size", "10", "--classes", "3")[0] == 0

@@ -130,7 +130,12 @@ def _model(foreign: Foreign, name: str, known: Shape, mapping: Mapping[str, str]
     usual = default_shape(name)
     classes, size, channels = known.classes or usual[0], known.size or usual[1], known.channels or usual[2]
     tried = classes, size, channels
-    model, recipe = _build(name, *tried)
+    try:
+        model, recipe = _build(name, *tried)
+    except InputError as error:
+        if known.size and known.channels and known.classes:
+            raise
+        raise InputError(f"{error}; --size N or HxW, --channels C and --classes K say what it is for") from None
     found = trace(model, channels, *sides(size))
     layers = {layer.name: layer for layer in layers_of(foreign)}
     *_, (_, _, pairs) = candidates(foreign, model, found, head_modules(model), mapping=mapping)
