@@ -145,7 +145,7 @@ def _model(foreign: Foreign, name: str, known: Shape, mapping: Mapping[str, str]
         for name, _ in own
         if (theirs := layers[pairs[name]].tensors.get("weight") if pairs[name] in layers else None) is not None
     }
-    if not known.channels and own and own[0][0] in weights:
+    if not known.channels and own and own[0][1] == "conv" and own[0][0] in weights:
         channels = weights[own[0][0]][1][1]
     if not known.classes and (last := next(iter(head_modules(model)))) in weights:
         classes = weights[last][1][0]
