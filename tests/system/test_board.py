@@ -15,8 +15,8 @@ import pytest
 
 from flatout.cli import main
 from flatout.report import run_files
+from tests.unit.runs import epoch_line, write_run
 from tests.unit.test_board import CLASSES, HOSTILE, with_pack
-from tests.unit.test_report import epoch_line, write_run
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("starlette")

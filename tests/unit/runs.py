@@ -1,6 +1,10 @@
-"""The figures of a run, as its folder has them."""
+"""The figures of a run, and a run folder that has them."""
 
+import json
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from flatout.recipe import Optimizer, Recipe
 
@@ -22,3 +26,35 @@ def summary_of(classes: list[str], **values: Any) -> dict[str, Any]:
         "time_seconds": {"train": 60.0, "evaluate": 2.0}, "versions": {"torch": "2.15"}, "skipped_images": {},
     }  # fmt: skip
     return summary | values
+
+
+def write_run(
+    run: Path,
+    classes: list[str],
+    *,
+    size: int = 28,
+    channels: int = 1,
+    count: int = 60,
+    metrics: list[dict[str, Any]] | None = None,
+    **values: Any,
+) -> Path:
+    """Write a run folder in which every third answer is wrong."""
+    rng = np.random.default_rng(0)
+    K = len(classes)
+    labels = np.arange(count) % K
+    answers = np.where(np.arange(count) % 3 == 0, (labels + 1) % K, labels)
+    probabilities = np.full((count, K), 0.1 / K, np.float32)
+    probabilities[np.arange(count), answers] += 0.9
+    sample = np.arange(min(count, 50))
+    wrong = np.flatnonzero(answers[sample] != labels[sample])
+    run.mkdir()
+    (run / "recipe.toml").write_text(RECIPE.to_toml(), encoding="utf-8")
+    metrics = metrics if metrics is not None else [epoch_line(e) for e in range(1, 5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics), encoding="utf-8")
+    (run / "summary.json").write_text(json.dumps(summary_of(classes, **values)), encoding="utf-8")
+    images = rng.integers(0, 256, (len(sample), size, size, channels), dtype=np.uint8)
+    np.savez(
+        run / "predictions.npz", split="test", probabilities=probabilities, labels=labels, sample=sample,
+        images=images, grid=sample[:25], mistakes=wrong,
+    )  # fmt: skip
+    return run

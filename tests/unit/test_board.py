@@ -29,7 +29,7 @@ from flatout.errors import InputError
 from flatout.report import run_files
 from flatout.run import live
 from flatout.run.progress import Progress
-from tests.unit.test_report import epoch_line, write_run
+from tests.unit.runs import epoch_line, write_run
 
 CLASSES = ["cat", "<script>alert(1)</script>", "dog"]
 HOSTILE = "<script>alert(1)"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from flatout.console import Console
+from flatout.console import Console, duration
 
 
 @pytest.fixture
@@ -130,3 +130,11 @@ def test_no_color_is_respected_and_a_dumb_terminal_gets_lines(monkeypatch: pytes
     assert not colour.search(shown)
     monkeypatch.setenv("TERM", "dumb")
     assert "\x1b" not in show_progress()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (3.14, "3.1 s"), (9.97, "10 s"), (99.4, "99 s"), (269, "4 min 29 s"), (3720, "1 h 02 min")],
+)
+def test_duration(seconds: float, text: str):
+    assert duration(seconds) == text

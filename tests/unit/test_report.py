@@ -1,4 +1,4 @@
-"""The pictures, the verdict and the page of a run folder."""
+"""The page of a run folder. Its pictures: `test_pictures`; its verdict: `test_verdict`."""
 
 import base64
 import gzip
@@ -13,15 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flatout import style
 from flatout.cli import main
-from flatout.console import duration
 from flatout.errors import InputError
 from flatout.report import pictures
 from flatout.report.page import TIME_PARTS, draw_all
 from flatout.tasks import single_label
-from flatout.tasks.single_label import SingleLabel
-from tests.unit.runs import RECIPE, epoch_line, summary_of
+from tests.unit.runs import RECIPE, epoch_line, write_run
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -30,38 +27,6 @@ HOSTILE = [
     'quote"&amp;',
     "a_very_long_name_that_goes_on_and_on_one",
 ]
-
-
-def write_run(
-    run: Path,
-    classes: list[str],
-    *,
-    size: int = 28,
-    channels: int = 1,
-    count: int = 60,
-    metrics: list[dict[str, Any]] | None = None,
-    **values: Any,
-) -> Path:
-    """Write a run folder in which every third answer is wrong."""
-    rng = np.random.default_rng(0)
-    K = len(classes)
-    labels = np.arange(count) % K
-    answers = np.where(np.arange(count) % 3 == 0, (labels + 1) % K, labels)
-    probabilities = np.full((count, K), 0.1 / K, np.float32)
-    probabilities[np.arange(count), answers] += 0.9
-    sample = np.arange(min(count, 50))
-    wrong = np.flatnonzero(answers[sample] != labels[sample])
-    run.mkdir()
-    (run / "recipe.toml").write_text(RECIPE.to_toml(), encoding="utf-8")
-    metrics = metrics if metrics is not None else [epoch_line(e) for e in range(1, 5)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics), encoding="utf-8")
-    (run / "summary.json").write_text(json.dumps(summary_of(classes, **values)), encoding="utf-8")
-    images = rng.integers(0, 256, (len(sample), size, size, channels), dtype=np.uint8)
-    np.savez(
-        run / "predictions.npz", split="test", probabilities=probabilities, labels=labels, sample=sample,
-        images=images, grid=sample[:25], mistakes=wrong,
-    )  # fmt: skip
-    return run
 
 
 def replace_predictions(run: Path, **changes: Any) -> None:
@@ -114,25 +79,6 @@ class Page(HTMLParser):
             self.sections[self._current] += data
 
 
-def pixels(path: Path) -> np.ndarray:
-    from PIL import Image
-
-    with Image.open(path) as image:
-        return np.asarray(image.convert("RGB")).astype(int)
-
-
-def coloured(image: np.ndarray, colour: str) -> int:
-    """Return how many pixels are within a small distance of a colour."""
-    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-    return int((np.abs(image - wanted).max(axis=-1) < 12).sum())
-
-
-def blue_and_red(image: np.ndarray) -> tuple[int, int]:
-    """Return how many pixels are clearly blue and how many clearly red; letters have soft edges."""
-    difference = image[..., 2] - image[..., 0]
-    return int((difference > 60).sum()), int((difference < -60).sum())
-
-
 def test_page_holds_every_section_in_order_and_is_self_contained(tmp_path: Path):
     extras = {"skipped_images": {"a/b.jpg": "truncated"}, "verdict": ["Too low."]}
     run = write_run(tmp_path / "run", ["cat", "dog", "owl"], size=128, channels=3, **extras)
@@ -180,89 +126,6 @@ def test_class_table_is_worst_first_and_short(tmp_path: Path):
     assert "All 30 classes" in table
     assert re.search(r"class 00 \| 3 \|\s+0\.000 \|\s+0\.000 \|\s+0\.000 \|\s+class 01 \(3\s×\)", table)
     assert re.search(r"class 01 \| 3 \|\s+0\.500 \|\s+1\.000 \|\s+0\.667 \|\s+—", table)
-
-
-@pytest.mark.parametrize(("size", "channels"), [(8, 1), (28, 3), (128, 3)])
-def test_prediction_titles_are_blue_where_right_and_red_where_wrong(tmp_path: Path, size: int, channels: int):
-    images = np.full((2, size, size, channels), 128, np.uint8)
-    for name, predicted in (("right", [0, 1]), ("wrong", [1, -1])):
-        pictures.draw_predictions(
-            tmp_path / f"{name}.png", images, np.array([0, 1]), np.array(predicted), ["cat", "dog"], SingleLabel()
-        )
-    right, wrong = pixels(tmp_path / "right.png"), pixels(tmp_path / "wrong.png")
-    assert blue_and_red(right)[0] > 50
-    assert blue_and_red(right)[1] == 0
-    assert blue_and_red(wrong)[0] == 0
-    assert blue_and_red(wrong)[1] > 50
-    assert (right[0, 0] == 255).all()
-
-
-def test_tiny_images_are_enlarged_by_whole_pixels(tmp_path: Path):
-    board = (np.indices((8, 8)).sum(0) % 2 * 255).astype(np.uint8)[None, :, :, None]
-    pictures.draw_predictions(tmp_path / "p.png", board, np.array([0]), np.array([0]), ["a", "b"], SingleLabel())
-    row = pixels(tmp_path / "p.png")
-    picture = row[row.shape[0] // 2 :, : row.shape[1] // 5].mean(axis=-1)
-    assert np.isin(picture, (0, 255)).mean() > 0.97  # no grey between the fields
-
-
-def test_long_titles_stay_in_their_columns(tmp_path: Path):
-    names = ["W" * 60, "狗" * 40]
-    images = np.zeros((25, 8, 8, 1), np.uint8)
-    pictures.draw_predictions(tmp_path / "p.png", images, np.zeros(25, int), np.ones(25, int), names, SingleLabel())
-    image = pixels(tmp_path / "p.png")
-    width = image.shape[1]
-    for column in range(1, 5):
-        gap = image[:, round(width * column / 5) - 1 : round(width * column / 5) + 2]
-        assert blue_and_red(gap) == (0, 0)
-
-
-def test_shorten_keeps_both_ends():
-    assert style.shorten("crocodile_head", 40) == "crocodile_head"
-    short = style.shorten("crocodile_head", 9)
-    assert len(short) == 9
-    assert (short[0], short[-1]) == ("c", "d")
-    assert style.shorten("two\nlines", 40) == "two lines"
-
-
-@pytest.mark.parametrize("count", [2, 10, 101, pytest.param(300, marks=pytest.mark.slow)])
-def test_confusion_shows_right_in_blue_and_wrong_in_red(tmp_path: Path, count: int):
-    classes = [f"a rather long name {i}" for i in range(count)]
-    path = tmp_path / "c.png"
-    single_label.draw_confusion(path, np.eye(count, dtype=int) * 5, classes)
-    assert coloured(pixels(path), style.RIGHT) > 500
-    assert coloured(pixels(path), style.WRONG) == 0
-    single_label.draw_confusion(path, np.roll(np.eye(count, dtype=int), 1, axis=1) * 5, classes)
-    assert coloured(pixels(path), style.WRONG) > 500
-    assert coloured(pixels(path), style.RIGHT) == 0
-    assert path.stat().st_size < 400_000
-
-
-@pytest.mark.parametrize(
-    "metrics",
-    [
-        pytest.param([], id="none"),
-        pytest.param([epoch_line(1)], id="one epoch"),
-        pytest.param([epoch_line(1, train_loss=math.nan, train_accuracy=None, valid_loss=math.inf)], id="all broken"),
-        pytest.param([epoch_line(1), epoch_line(2, train_loss=math.nan), {"epoch": 3}], id="broken later"),
-        pytest.param([epoch_line(e, train_loss=10.0 ** (9 * e), learning_rate=0.1 / e) for e in (1, 2)], id="huge"),
-        pytest.param([epoch_line(e, train_loss=0.0, test_accuracy=0.5) for e in range(1, 400)], id="many"),
-    ],
-)
-def test_curves_draw_whatever_happened(tmp_path: Path, metrics: list[dict[str, Any]]):
-    pictures.draw_curves(tmp_path / "curves.png", metrics, {})
-    assert pixels(tmp_path / "curves.png").min() < 100
-
-
-def test_learning_rate_panel_only_where_it_changes(tmp_path: Path):
-    pictures.draw_curves(tmp_path / "constant.png", [epoch_line(e) for e in (1, 2)], {})
-    pictures.draw_curves(tmp_path / "moving.png", [epoch_line(e, learning_rate=0.1 / e) for e in (1, 2)], {})
-    assert pixels(tmp_path / "moving.png").shape[0] > pixels(tmp_path / "constant.png").shape[0]
-
-
-def test_a_chart_is_the_same_text_each_time():
-    metrics = [epoch_line(e) for e in range(1, 5)]
-    one, other = (pictures.curve_svg(metrics, summary_of(["a", "b"]), "loss") for _ in range(2))
-    assert one == other
 
 
 def test_drawing_leaves_pyplot_and_settings_alone(tmp_path: Path):
@@ -347,16 +210,7 @@ def test_page_of_real_images(tmp_path: Path, shared_data: Path):
         images = np.frombuffer(file.read(16 + 50 * 784), np.uint8, offset=16).reshape(50, 28, 28, 1)
     replace_predictions(run, images=images)
     draw_all(run)
-    assert (run / "predictions.png").stat().st_size < 300_000
     assert (run / "report.html").stat().st_size < 1_000_000
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.04, "0.0 s"), (3.14, "3.1 s"), (9.97, "10 s"), (99.4, "99 s"), (269, "4 min 29 s"), (3720, "1 h 02 min")],
-)
-def test_duration(seconds: float, text: str):
-    assert duration(seconds) == text
 
 
 @pytest.mark.usefixtures("page_alone")
@@ -432,35 +286,6 @@ def test_every_part_of_the_time_has_a_colour_of_its_own():
     parts = {"start", "pack", "launch", "read", "model", "place", "compile", "train", "evaluate", "pictures", "other"}
     assert parts <= TIME_PARTS.keys()
     assert len({colour for _, colour in TIME_PARTS.values()}) == len(TIME_PARTS)
-
-
-def panel(metrics: list[dict[str, Any]], quantity: str, **summary: Any) -> Any:
-    """Return the axes of a panel of curves."""
-    axes = style.new_figure(4, 3).add_subplot()
-    pictures.draw_panel(axes, metrics, summary, quantity)
-    return axes
-
-
-def test_axes_do_not_dramatise_noise():
-    noise = [epoch_line(e, train_accuracy=0.51, valid_accuracy=0.51 + 0.01 * (e % 2), train_loss=0.690 + 0.001 * e,
-                        valid_loss=0.69) for e in range(1, 6)]  # fmt: skip
-    low, high = panel(noise, "accuracy").get_ylim()
-    assert high - low >= 0.1
-    low, high = panel(noise, "loss").get_ylim()
-    assert high - low >= 0.17
-
-
-def test_a_run_of_one_epoch_shows_the_loss_by_steps_and_accuracies_as_bars():
-    losses = [[step, 2.0 / step] for step in range(1, 11)]
-    loss = panel([epoch_line(1)], "loss", train_loss_by_step=losses)
-    assert len(loss.lines[0].get_xdata()) == 10
-    assert len(panel([epoch_line(1)], "accuracy").patches) == 2
-
-
-def test_the_legend_names_the_kept_epoch_and_its_score():
-    metrics = [epoch_line(e, valid_accuracy=0.8 + 0.01 * e) for e in (1, 2, 3)]
-    labels = [text.get_text() for text in panel(metrics, "accuracy", kept_epoch=2).get_legend().get_texts()]
-    assert "kept: epoch 2, valid 0.820" in labels
 
 
 @pytest.mark.usefixtures("page_alone")
