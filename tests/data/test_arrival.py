@@ -19,7 +19,7 @@ from flatout.data.pack import Pack, open_pack
 from flatout.data.shared_pack import share
 from flatout.data.source import Source
 from flatout.errors import InputError
-from tests.data.test_pack import SMALL_BLOCK, Recorder, class_folders, expected_images, settings
+from tests.data.packs import SMALL_BLOCK, Recorder, class_folders, expected_images, settings
 
 pytestmark = pytest.mark.skipif(not arrival.is_available(), reason="needs /proc")
 

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from flatout.cli import main
 from flatout.data import pack_files
 from flatout.data.build import build_pack, load_pack
-from flatout.data.decode import BadImage, decode_image, read_header
+from flatout.data.decode import decode_image, read_header
 from flatout.data.load import find, measure, splits_of
 from flatout.data.pack import open_pack
 from flatout.data.pixels import channels_last
@@ -20,17 +20,11 @@ from flatout.data.resize import resize_images
 from flatout.errors import InputError
 from flatout.recipe import Data
 from flatout.run.facts import look
-from tests.data.test_decode import saved, smooth_picture
-from tests.data.test_pack import Recorder, settings
+from tests.data.packs import Recorder, settings
+from tests.data.pictures import refusal, saved, smooth_picture
 
 RNG = np.random.default_rng(4)
 BANDS = RNG.integers(0, 65536, (12, 20, 5)).astype(np.uint16)
-
-
-def refusal(path: Path, **wanted) -> str:
-    with pytest.raises(BadImage) as caught:
-        decode_image(path, **{"size": 8, "channels": 3, "resize": "squash", **wanted})
-    return str(caught.value)
 
 
 def npy(array: np.ndarray, path: Path) -> Path:
@@ -84,7 +78,7 @@ def test_orientation_counts_before_the_shape(tmp_path, orientation, resize, suff
     found = decode_image(file, size=(16, 32), channels=3, resize=resize)
     assert (np.abs(found - expected).max(axis=2) > 8).mean() < 0.1
     header = read_header(file)
-    assert (header.width, header.height) == upright.size
+    assert (header.width, header.height, header.mode) == (*upright.size, "RGB")
 
 
 def test_padding_is_black(tmp_path) -> None:
