@@ -19,20 +19,15 @@ from huggingface_hub import HfFileSystem, close_session, constants
 from PIL import Image
 
 from flatout.cli import main
-from flatout.console import Console
 from flatout.data import object_stores
-from flatout.data.load import find
-from flatout.data.source import DataRef
 from flatout.errors import InputError
+from tests.data.downloads import fetch, message
 
-# Of the libraries, in their use of each other and of sockets.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = [
+    pytest.mark.usefixtures("cache"),
+    # Of the libraries, in their use of each other and of sockets.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
 
 
 def photo(grey: int) -> bytes:
@@ -44,20 +39,8 @@ def photo(grey: int) -> bytes:
 PHOTOS = {f"{name}/{i}.png": photo(grey + i) for name, grey in (("cat", 0), ("dog", 100)) for i in range(3)}
 
 
-def fetch(url: str, stream: io.StringIO | None = None) -> Path:
-    found = find(url, console=Console(stream))
-    assert isinstance(found, DataRef)
-    return found.path
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def message(url: str) -> str:
-    with pytest.raises(InputError) as caught:
-        fetch(url)
-    return str(caught.value)
 
 
 # --- S3 ---

@@ -1,0 +1,30 @@
+"""What tests of downloads share."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flatout.data import web
+from tests.data.web_server import Server
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.ended.set()
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty cache, in a process without passwords that waits half a second for web servers."""
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr(web, "_TIMEOUT_SECONDS", 0.5)
+    return tmp_path / "cache"
