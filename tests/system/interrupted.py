@@ -1,7 +1,6 @@
 """A small run, a way to interrupt it, and what an equal run is."""
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 import torch
 
 from flatout.cli import main
-from flatout.models.weights import read_weights
 from flatout.run import monitor
+from tests.system.run_files import metrics, summary, weights
 
 EPOCHS = 3
 
@@ -34,16 +33,8 @@ def resume(out: Path, *changes: str) -> int:
     return main(["train", "--resume", "--out", str(out), "--devices", "cpu", *changes])
 
 
-def summary(run: Path) -> dict[str, Any]:
-    return json.loads((run / "summary.json").read_text())
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def assert_same(first: Path, second: Path) -> None:
-    tensors = [read_weights(run / "weights.safetensors")[0] for run in (first, second)]
+    tensors = [weights(run) for run in (first, second)]
     assert tensors[0].keys() == tensors[1].keys()
     assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
     figures = [summary(run) for run in (first, second)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flatout.cli import main
-from flatout.models.weights import read_weights
+from tests.system.run_files import metrics, summary, weights
 
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
@@ -70,18 +70,6 @@ def runs(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     return {spec: folder / spec for spec in SPECS}
 
 
-def summary(run: Path) -> dict[str, Any]:
-    return json.loads((run / "summary.json").read_text())
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return read_weights(run / "weights.safetensors")[0]
-
-
-def epochs(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def recorded(run: Path) -> list[tuple[int, int, list[int], dict[str, list[Any]]]]:
     """Return what all ranks together took in each step: epoch, step, samples, transforms."""
     paths = sorted((run / "logs").glob("rank-*.samples.jsonl"))
@@ -116,13 +104,13 @@ def test_the_result_is_the_same(runs: dict[str, Path]) -> None:
     assert expected["test_count"] == TEST_IMAGES
     assert expected["images_trained"] == EPOCHS * expected["train_images"]
     assert expected["test_correct"] > TEST_IMAGES / 5
-    assert [line["learning_rate"] for line in epochs(runs["cpu"])] == [0.05, 0.05, 0.025]
+    assert [line["learning_rate"] for line in metrics(runs["cpu"])] == [0.05, 0.05, 0.025]
     for number, spec in zip((1, 3), SPECS, strict=True):
         found = summary(runs[spec])
         assert {key: found[key] for key in SAME} == {key: expected[key] for key in SAME}
         assert (found["world_size"], found["devices"]) == (number, spec)
         assert found["test_correct"] == expected["test_correct"]
-        for line, other in zip(epochs(runs[spec]), epochs(runs["cpu"]), strict=True):
+        for line, other in zip(metrics(runs[spec]), metrics(runs["cpu"]), strict=True):
             assert (line["epoch"], line["learning_rate"]) == (other["epoch"], other["learning_rate"])
             assert line["train_loss"] == pytest.approx(other["train_loss"], rel=1e-3)
             assert line["valid_loss"] == pytest.approx(other["valid_loss"], rel=1e-3)

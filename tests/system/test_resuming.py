@@ -11,7 +11,8 @@ import pytest
 
 from flatout.cli import main
 from flatout.models.weights import read_weights
-from tests.system.interrupted import assert_same, at_image, command, resume, summary, write_images
+from tests.system.interrupted import assert_same, at_image, command, resume, write_images
+from tests.system.run_files import metrics, summary
 
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
@@ -61,10 +62,7 @@ def test_more_epochs_continue_the_schedule_of_the_longer_run(
     assert resume(tmp_path / "run", "--epochs", "8") == 0
     assert ("the learning rate rises from" in capsys.readouterr().out) == (schedule != "step")
     assert main(command(data, tmp_path / "whole", *chosen, "--epochs", "8")) == 0
-    rates = [
-        [json.loads(line)["learning_rate"] for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
-        for run in ("run", "whole")
-    ]
+    rates = [[line["learning_rate"] for line in metrics(tmp_path / run)] for run in ("run", "whole")]
     assert rates[0][4:] == rates[1][4:]
     assert (rates[0] == rates[1]) == (schedule == "step")
 

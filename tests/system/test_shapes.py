@@ -1,6 +1,5 @@
 """Whole runs on images of 24x40 pixels with four channels of 16 bits, on both engines."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import flatout
 from flatout.cli import main
 from flatout.errors import InputError
 from flatout.models.weights import read_weights
+from tests.system.run_files import summary
 
 ENGINES = {"cpu": ("cpu", "torch"), "2xcpu": ("2xcpu", "torch"), "xla": ("8xcpu", "xla")}
 AUGMENT = {"rotate": 15.0, "flip": True, "crop": 0.5, "color_jitter": 0.2}
@@ -37,10 +37,6 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory, no_pictures_in_mo
         keys = KEYS | {"model": "fast-cnn-16", "augment": AUGMENT, "epochs": 2}
         flatout.fit(data=data, out=folder / name, devices=devices, engine=engine, quiet=True, **keys)
     return {name: folder / name for name in ENGINES}
-
-
-def summary(run: Path) -> dict[str, Any]:
-    return json.loads((run / "summary.json").read_text())
 
 
 def test_results_are_those_of_one_device(runs: dict[str, Path]) -> None:

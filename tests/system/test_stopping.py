@@ -15,9 +15,9 @@ from torch import nn
 
 import flatout
 from flatout.cli import main
-from flatout.models.weights import read_weights
 from flatout.run import monitor
-from tests.system.interrupted import Killed, assert_same, at_image, command, kill, resume, summary, write_images
+from tests.system.interrupted import Killed, assert_same, at_image, command, kill, resume, write_images
+from tests.system.run_files import summary, weights
 
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
 
@@ -178,7 +178,7 @@ def test_ranks_write_a_checkpoint_after_the_same_step(tmp_path: Path) -> None:
         each.load_state_dict(start)
     flatout.fit(resumed, images(), devices="cpu", out=out, resume=True, **settings)
     flatout.fit(whole, images(), devices="cpu", out=tmp_path / "whole", **settings)
-    first, second = (read_weights(run / "weights.safetensors")[0] for run in (out, tmp_path / "whole"))
+    first, second = weights(out), weights(tmp_path / "whole")
     for name, value in first.items():
         torch.testing.assert_close(value, second[name])
 

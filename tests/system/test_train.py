@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from PIL import Image
 import flatout
 from flatout.cli import main
 from flatout.models.weights import read_weights
-from flatout.report.run_files import read_run
+from tests.system.run_files import metrics, summary, weights
 
 FOLDER = {
     "recipe.toml",
@@ -67,14 +66,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def summary(run: Path) -> dict:
-    return json.loads((run / "summary.json").read_text())
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return read_weights(run / "weights.safetensors")[0]
-
-
 def make_folders(root: Path, per_class: int = 12, size: int = 20, parts: tuple[str, ...] = ("",)) -> Path:
     """Pictures of two classes that any net tells apart: dark and bright."""
     rng = np.random.default_rng(0)
@@ -95,7 +86,7 @@ def test_the_run_folder_is_complete(digits: Path) -> None:
     assert figures["test_accuracy"] == figures["test_correct"] / figures["test_count"] >= 0.9
     assert figures["images_trained"] == 6 * figures["train_images"]
     assert figures["images_per_second"] == pytest.approx(figures["images_trained"] / figures["train_seconds"])
-    lines = [json.loads(line) for line in (digits / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(digits)
     assert [line["epoch"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert all(isinstance(value, int | float) for line in lines for value in line.values())
     assert "epoch 6/6" in (digits / "logs" / "rank-0.log").read_text()
@@ -241,31 +232,6 @@ def test_the_same_seed_gives_the_same_bits_with_dropout(tmp_path: Path) -> None:
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_a_diverging_loss_ends_with_1_and_keeps_the_last_good_weights(tmp_path: Path, capsys) -> None:
-    out = tmp_path / "run"
-    arguments = ["train", "digits", "--epochs", "4", "--devices", "cpu", "--out", str(out)]
-    changes = ["--set", "optimizer.name=sgd", "--lr", "1e30", "--set", "schedule.name=constant"]
-    assert main([*arguments, *changes]) == 1
-    message = capsys.readouterr().err
-    assert "training diverged in epoch 1: the loss is not finite in step" in message
-    assert all(torch.isfinite(value).all() for value in weights(out).values())
-    assert "failed" in summary(out)["stopped"]
-    assert (out / "report.html").is_file()
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_early_stopping_and_plateau(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    changes = ["--set", "early_stopping=2", "--set", "schedule.name=plateau", "--set", "schedule.patience=0"]
-    assert main(["train", "digits", "--lr", "0.02", *changes, "--devices", "cpu", "--out", str(out)]) == 0
-    figures = summary(out)
-    assert figures["epochs_trained"] < 30
-    assert "early stopping" in figures["stopped"]
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert figures["best_epoch"] == max(lines, key=lambda r: (r["valid_accuracy"], -r["valid_loss"]))["epoch"]
-    assert lines[-1]["learning_rate"] < lines[0]["learning_rate"]
-
-
 INPUT_ERRORS = [
     (["train", "digts"], "did you mean 'digits'"),
     (["train", "digits", "--set", "optimzer.lr=1"], "optimizer.lr"),
@@ -296,14 +262,6 @@ def test_wrong_input_gets_one_message_and_2(arguments: list[str], message: str, 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", [["train", "digits", "--epochs", "many"], ["fly"], [], ["predict"]])
-def test_wrong_words_get_2(arguments: list[str], capsys) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
 @pytest.mark.usefixtures("no_pictures")
 def test_bad_images_stop_with_all_their_names_or_are_skipped(tmp_path: Path, capsys) -> None:
     data = make_folders(tmp_path / "data", per_class=20)
@@ -323,16 +281,6 @@ def test_bad_images_stop_with_all_their_names_or_are_skipped(tmp_path: Path, cap
     assert figures["train_images"] + figures["valid_images"] + figures["test_images"] == 37
     assert main([*arguments, "--on-bad-image", "skip", "--out", str(tmp_path / "run2")]) == 2
     assert "0.05" in capsys.readouterr().err or "5" in capsys.readouterr().err
-
-
-def test_idx_with_a_wrong_length_is_named(tmp_path: Path, capsys) -> None:
-    for part, count in (("train", 20), ("t10k", 5)):
-        header = struct.pack(">IIII", 0x803, count, 4, 4)
-        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(header + bytes(16 * count - (part == "t10k")))
-        labels = bytes(i % 2 for i in range(count))
-        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels)
-    assert main(["train", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
-    assert "t10k-images-idx3-ubyte" in capsys.readouterr().err
 
 
 def test_importing_flatout_does_not_import_torch() -> None:
@@ -358,16 +306,6 @@ def test_a_run_goes_on_only_as_it_began(digits: Path, changes: list[str], messag
     assert (digits / "recipe.toml").read_bytes() == recipe
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_weights_that_blow_up_in_the_last_step_are_a_failure(tmp_path: Path, capsys) -> None:
-    data = make_folders(tmp_path / "data")
-    changes = ["--model", "parallel-cnn", "--set", "optimizer.name=sgd", "--lr", "1e30", "--batch-size", "64"]
-    arguments = ["train", str(data), "--epochs", "1", *changes, "--set", "schedule.name=constant", "--devices", "cpu"]
-    assert main([*arguments, "--out", str(tmp_path / "run")]) == 1
-    assert "not finite" in capsys.readouterr().err
-    assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
-
-
 def test_evaluating_leaves_the_model_as_it_was(digits: Path) -> None:
     run = flatout.load(digits)
     pixels = np.random.default_rng(0).integers(0, 256, (4, 8, 8), dtype=np.uint8)
@@ -375,18 +313,6 @@ def test_evaluating_leaves_the_model_as_it_was(digits: Path) -> None:
     run.evaluate(devices="cpu")
     assert not run.model.training
     assert run.predict(pixels) == before
-
-
-def test_equal_weights_are_equal_files(tmp_path: Path) -> None:
-    from flatout.models.weights import save_tensors
-
-    metadata = {f"key {i}": str(i) for i in range(20)}
-    for name in ("a", "b"):
-        save_tensors(tmp_path / name, {"w": torch.arange(3.0)}, metadata)
-    first = (tmp_path / "a").read_bytes()
-    assert first == (tmp_path / "b").read_bytes()
-    keys = [part.split('"')[0] for part in first.decode(errors="replace").split('"key ')[1:]]
-    assert keys == sorted(keys)
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -399,74 +325,3 @@ def test_a_lone_last_sample_with_batch_norm_trains(tmp_path: Path) -> None:
     run = flatout.fit(net, data, epochs=1, batch_size=13, devices="cpu", quiet=True, out=tmp_path / "run")
     assert run.summary["train_images"] == 14
     assert run.summary["stopped"] is None
-
-
-# --- which weights are kept, and which labels are predicted ----------------------------------------------------------
-
-
-class Scripted(torch.nn.Module):
-    """Gives the logits of a script, [epochs, 3, K]: in each epoch those for dark, grey and bright images."""
-
-    def __init__(self, script: Any) -> None:
-        super().__init__()
-        self.script = torch.as_tensor(script, dtype=torch.float32)
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.epoch = torch.nn.Buffer(torch.tensor(0))
-        self.spoilt = torch.nn.Buffer(torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        level = x.mean((1, 2, 3)).round().long() + 1
-        if self.training:
-            self.epoch += 1
-        return self.script[(self.epoch - 1).clamp(min=0)][level] + 0 * self.weight
-
-
-def fit_scripted(net: Scripted, out: Path, **changes: Any) -> flatout.Run:
-    """Train one step an epoch on 24 dark, 12 grey and 4 bright images, of a class each."""
-    labels = np.repeat([0, 1, 2], [24, 12, 4])
-    pixels = np.broadcast_to(np.array([0, 127, 255], np.uint8)[labels][:, None, None, None], (40, 4, 4, 1)).copy()
-    splits = dict.fromkeys(("train", "valid", "test"), (pixels, labels))
-    settings = {"epochs": len(net.script), "batch_size": 40, "devices": "cpu", "quiet": True, "out": out}
-    return flatout.fit(net, splits, **settings, **{"data.mean": (0.5,), "data.std": (0.5,)}, **changes)
-
-
-def answers(*epochs: list[int]) -> torch.Tensor:
-    return 2.0 * torch.nn.functional.one_hot(torch.tensor(epochs), 3)
-
-
-@pytest.mark.parametrize(("weights", "best"), [("none", 1), ("balanced", 2)])
-@pytest.mark.usefixtures("no_pictures")
-def test_the_best_epoch_goes_by_balanced_accuracy_where_the_loss_is_balanced(
-    weights: str, best: int, tmp_path: Path
-) -> None:
-    run = fit_scripted(Scripted(answers([0, 0, 0], [1, 1, 2])), tmp_path / "run", class_weights=weights)
-    assert [line["valid_accuracy"] for line in run.epochs] == [0.6, 0.4]
-    assert [line["valid_balanced_accuracy"] for line in run.epochs] == pytest.approx([1 / 3, 2 / 3])
-    assert run.summary["best_epoch"] == best
-    assert run.summary["test_correct"] == (24, 16)[best - 1]
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_weights_that_are_not_finite_are_never_the_best(tmp_path: Path) -> None:
-    class Spoilt(Scripted):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.training and self.epoch == 1:
-                self.spoilt.fill_(torch.nan)
-            return super().forward(x)
-
-    with pytest.raises(flatout.TrainingFailed, match="diverged in epoch 2: a weight is not finite"):
-        fit_scripted(Spoilt(answers([0, 0, 0], [0, 1, 2], [0, 1, 2])), tmp_path / "run")
-    assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
-    assert summary(tmp_path / "run")["best_epoch"] == 1
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_headline_and_confusion_matrix_agree_where_probabilities_are_equal(tmp_path: Path) -> None:
-    # The logits of the grey and the bright images differ, their probabilities in 32 bits do not.
-    almost = [0.0, 1e-9, -20.0]
-    script = torch.tensor([[[20.0, 0.0, 0.0], almost, almost]])
-    assert script.softmax(-1)[0, 1, 0] == script.softmax(-1)[0, 1, 1]
-    run = fit_scripted(Scripted(script), tmp_path / "run")
-    shown = read_run(run.path).predictions
-    assert shown is not None
-    assert (shown.predicted == shown.labels).sum() == run.summary["test_correct"] == 36

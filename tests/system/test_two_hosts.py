@@ -1,6 +1,5 @@
 """One run on two hosts: network namespaces joined by a cable, each with packs and a working folder of its own."""
 
-import json
 import os
 import shutil
 import signal
@@ -18,8 +17,8 @@ import pytest
 import torch
 
 from flatout.cli import main
-from flatout.models.weights import read_weights
 from tests.system.launchers import START_SECONDS, eventually
+from tests.system.run_files import metrics, summary, weights
 
 pytestmark = pytest.mark.slow
 
@@ -123,12 +122,8 @@ def outputs(processes: list[subprocess.Popen[str]], timeout: float = 120) -> lis
     return [process.communicate(timeout=deadline - time.monotonic())[0] for process in processes]
 
 
-def summary(run: Path) -> dict:
-    return json.loads((run / "summary.json").read_text())
-
-
 def losses(run: Path) -> list[float]:
-    return [json.loads(line)["train_loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["train_loss"] for line in metrics(run)]
 
 
 def listening_on(process: subprocess.Popen[str]) -> set[str]:
@@ -165,9 +160,9 @@ def test_two_hosts_give_the_answer_of_one_process(hosts: tuple[Host, Host], tmp_
     for key in ("images_trained", "test_count", "test_correct", "batch_size"):
         assert figures[key] == expected[key], key
     assert losses(together) == pytest.approx(losses(alone), rel=1e-4)
-    weights, theirs = (read_weights(run / "weights.safetensors")[0] for run in (alone, together))
-    for name, tensor in weights.items():
-        torch.testing.assert_close(theirs[name], tensor, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    found = weights(together)
+    for name, tensor in weights(alone).items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
     # Packs and logs are local to each host; the run itself is written once, by rank 0.
     assert all(list((host.folder / "cache" / "packs").glob("*/images.npy")) for host in hosts)

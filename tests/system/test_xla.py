@@ -15,7 +15,7 @@ import torch
 
 import flatout
 from flatout.cli import main
-from flatout.models.weights import read_weights
+from tests.system.run_files import summary, weights
 
 FLATOUT = [sys.executable, "-m", "flatout"]
 NET = ("--model", "fashion-cnn", "--set", "image_size=16", "--batch-size", "50", "--set", "keep=last", "--lr", "0.01")
@@ -32,12 +32,8 @@ def run(*arguments: str, **environment: str) -> str:
     return printed.getvalue()
 
 
-def summary(out: Path) -> dict[str, object]:
-    return json.loads((out / "summary.json").read_text())
-
-
 def assert_same_weights(a: Path, b: Path, rtol: float = 1e-3, atol: float = 1e-4) -> None:
-    first, second = (read_weights(out / "weights.safetensors")[0] for out in (a, b))
+    first, second = weights(a), weights(b)
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")

@@ -46,6 +46,8 @@ def test_data_is_a_flag_too() -> None:
         ("train digits --learning-rate 0.1", "did you mean '--lr'?"),
         ("train digits --bs 3", "did you mean '--batch-size'?"),
         ("train digits more", "unexpected argument 'more'"),
+        ("train digits --epochs many", "argument --epochs: invalid int value: 'many'"),
+        ("fly", "flatout: 'fly': "),
         ("evaluate", "RUN is missing"),
         ("predict R", "FILE... is missing"),
         ("check", "DATA is missing"),

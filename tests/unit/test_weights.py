@@ -74,6 +74,16 @@ def test_saving_replaces_the_older_file(tmp_path: Path):
     assert torch.equal(read_weights(path)[0]["classifier.2.weight"], make(seed=2).get_parameter("classifier.2.weight"))
 
 
+def test_equal_weights_are_equal_files(tmp_path: Path):
+    metadata = {f"key {i}": str(i) for i in range(20)}
+    for name in ("a", "b"):
+        save_tensors(tmp_path / name, {"w": torch.arange(3.0)}, metadata)
+    first = (tmp_path / "a").read_bytes()
+    assert first == (tmp_path / "b").read_bytes()
+    keys = [part.split('"')[0] for part in first.decode(errors="replace").split('"key ')[1:]]
+    assert keys == sorted(keys)
+
+
 def test_every_kind_of_tensor_survives(tmp_path: Path):
     shared = torch.rand(4, 4)
     tensors = {

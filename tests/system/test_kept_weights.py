@@ -1,0 +1,115 @@
+"""Which weights a run keeps: those of the best epoch, or the last that were finite; and which labels they predict."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flatout
+from flatout.cli import main
+from flatout.report.run_files import read_run
+from tests.system.run_files import metrics, summary, weights
+
+
+class Scripted(torch.nn.Module):
+    """Gives the logits of a script, [epochs, 3, K]: in each epoch those for dark, grey and bright images."""
+
+    def __init__(self, script: Any) -> None:
+        super().__init__()
+        self.script = torch.as_tensor(script, dtype=torch.float32)
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.epoch = torch.nn.Buffer(torch.tensor(0))
+        self.spoilt = torch.nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        level = x.mean((1, 2, 3)).round().long() + 1
+        if self.training:
+            self.epoch += 1
+        return self.script[(self.epoch - 1).clamp(min=0)][level] + 0 * self.weight
+
+
+def fit_scripted(net: Scripted, out: Path, **changes: Any) -> flatout.Run:
+    """Train one step an epoch on 24 dark, 12 grey and 4 bright images, of a class each."""
+    labels = np.repeat([0, 1, 2], [24, 12, 4])
+    pixels = np.broadcast_to(np.array([0, 127, 255], np.uint8)[labels][:, None, None, None], (40, 4, 4, 1)).copy()
+    splits = dict.fromkeys(("train", "valid", "test"), (pixels, labels))
+    settings = {"epochs": len(net.script), "batch_size": 40, "devices": "cpu", "quiet": True, "out": out}
+    return flatout.fit(net, splits, **settings, **{"data.mean": (0.5,), "data.std": (0.5,)}, **changes)
+
+
+def answers(*epochs: list[int]) -> torch.Tensor:
+    return 2.0 * torch.nn.functional.one_hot(torch.tensor(epochs), 3)
+
+
+@pytest.mark.parametrize(("weights", "best"), [("none", 1), ("balanced", 2)])
+@pytest.mark.usefixtures("no_pictures")
+def test_the_best_epoch_goes_by_balanced_accuracy_where_the_loss_is_balanced(
+    weights: str, best: int, tmp_path: Path
+) -> None:
+    run = fit_scripted(Scripted(answers([0, 0, 0], [1, 1, 2])), tmp_path / "run", class_weights=weights)
+    assert [line["valid_accuracy"] for line in run.epochs] == [0.6, 0.4]
+    assert [line["valid_balanced_accuracy"] for line in run.epochs] == pytest.approx([1 / 3, 2 / 3])
+    assert run.summary["best_epoch"] == best
+    assert run.summary["test_correct"] == (24, 16)[best - 1]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_early_stopping_and_plateau(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    changes = ["--set", "early_stopping=2", "--set", "schedule.name=plateau", "--set", "schedule.patience=0"]
+    assert main(["train", "digits", "--lr", "0.02", *changes, "--devices", "cpu", "--out", str(out)]) == 0
+    figures = summary(out)
+    assert figures["epochs_trained"] < 30
+    assert "early stopping" in figures["stopped"]
+    lines = metrics(out)
+    assert figures["best_epoch"] == max(lines, key=lambda r: (r["valid_accuracy"], -r["valid_loss"]))["epoch"]
+    assert lines[-1]["learning_rate"] < lines[0]["learning_rate"]
+
+
+DIVERGING = ("train", "digits", "--set", "optimizer.name=sgd", "--lr", "1e30", "--set", "schedule.name=constant")
+
+
+def test_a_diverging_loss_ends_with_1_and_keeps_the_last_good_weights(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "run"
+    assert main([*DIVERGING, "--epochs", "4", "--devices", "cpu", "--out", str(out)]) == 1
+    message = capsys.readouterr().err
+    assert "training diverged in epoch 1: the loss is not finite in step" in message
+    assert all(torch.isfinite(value).all() for value in weights(out).values())
+    assert "failed" in summary(out)["stopped"]
+    assert (out / "report.html").is_file()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_weights_that_blow_up_in_the_last_step_are_a_failure(tmp_path: Path, capsys) -> None:
+    out, one_step = tmp_path / "run", ("--epochs", "1", "--batch-size", "2048")
+    assert main([*DIVERGING, *one_step, "--devices", "cpu", "--out", str(out)]) == 1
+    assert "not finite" in capsys.readouterr().err
+    assert all(value.isfinite().all() for value in weights(out).values())
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_weights_that_are_not_finite_are_never_the_best(tmp_path: Path) -> None:
+    class Spoilt(Scripted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training and self.epoch == 1:
+                self.spoilt.fill_(torch.nan)
+            return super().forward(x)
+
+    with pytest.raises(flatout.TrainingFailed, match="diverged in epoch 2: a weight is not finite"):
+        fit_scripted(Spoilt(answers([0, 0, 0], [0, 1, 2], [0, 1, 2])), tmp_path / "run")
+    assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
+    assert summary(tmp_path / "run")["best_epoch"] == 1
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_headline_and_confusion_matrix_agree_where_probabilities_are_equal(tmp_path: Path) -> None:
+    # The logits of the grey and the bright images differ, their probabilities in 32 bits do not.
+    almost = [0.0, 1e-9, -20.0]
+    script = torch.tensor([[[20.0, 0.0, 0.0], almost, almost]])
+    assert script.softmax(-1)[0, 1, 0] == script.softmax(-1)[0, 1, 1]
+    run = fit_scripted(Scripted(script), tmp_path / "run")
+    shown = read_run(run.path).predictions
+    assert shown is not None
+    assert (shown.predicted == shown.labels).sum() == run.summary["test_correct"] == 36
