@@ -15,13 +15,14 @@ from urllib.parse import unquote, urlsplit
 
 import fsspec
 import pytest
-from huggingface_hub import HfFileSystem, close_session, constants
+from huggingface_hub import HfFileSystem
 from PIL import Image
 
 from flatout.cli import main
 from flatout.data import object_stores
 from flatout.errors import InputError
 from tests.data.downloads import fetch, message
+from tests.hubs import using_hub
 
 pytestmark = [
     pytest.mark.usefixtures("cache"),
@@ -288,17 +289,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         server.requests, server.photos = [], dict(PHOTOS)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr(constants, "ENDPOINT", url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-        for name in ("HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-            monkeypatch.delenv(name, raising=False)
-        close_session()
         HfFileSystem.clear_instance_cache()
-        yield server
-        close_session()
+        with using_hub(f"http://127.0.0.1:{server.server_port}", tmp_path, monkeypatch):
+            yield server
         HfFileSystem.clear_instance_cache()
         server.shutdown()
         thread.join()

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from huggingface_hub import close_session, constants
+from huggingface_hub import constants
 from PIL import Image
 
 import flatout
 from flatout.cli import main
 from flatout.models.weights import read_weights, save_tensors
+from tests.hubs import using_hub
 from tests.system import hub_server
 from tests.system.hub_server import TOKEN, Hub, Repository
 
@@ -63,20 +64,10 @@ def run(home: Path) -> flatout.Run:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """Give this process a hub, a token and an empty cache: huggingface_hub has read the environment already."""
-    with hub_server.running() as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf" / "token"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-            monkeypatch.delenv(name, raising=False)
+    """Give this process a hub, a token and an empty cache."""
+    with hub_server.running() as server, using_hub(server.url, tmp_path / "hf", monkeypatch):
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        close_session()
         yield server
-        close_session()
 
 
 def upload(run: flatout.Run, *flags: str, url: str = URL) -> int:

@@ -1,6 +1,6 @@
 """Published weights: where they are found, how they are downloaded, and what is reported if they cannot be had.
 
-A server on loopback answers as the Hugging Face hub does.
+The hub is a server on loopback (`weights_server`).
 """
 
 import hashlib
@@ -8,9 +8,7 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -19,7 +17,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from huggingface_hub import close_session, constants
+from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import save, save_file
 from torch import nn
@@ -30,85 +28,12 @@ from flatout.models import nets
 from flatout.models.hub import find_weights
 from flatout.models.pretrained import load_pretrained
 from flatout.recipe import Recipe
+from tests.hubs import set_endpoint, using_hub
 from tests.nets import build
+from tests.system import weights_server
+from tests.system.weights_server import COMMIT, REPOSITORY, Hub
 
 NAME = "timm:test_resnet.r160_in1k"
-REPOSITORY = "timm/test_resnet.r160_in1k"
-COMMIT = "c0ffee" * 6 + "c0ff"
-
-
-class Hub(ThreadingHTTPServer):
-    """A hub with one file in one repository. `trouble` is what goes wrong; `requests` are the method, URL and token."""
-
-    daemon_threads = True
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.content, self.sent = content, content
-        self.name, self.trouble = "model.safetensors", ""
-        self.digest = hashlib.sha256(content).hexdigest()
-        self.requests: list[tuple[str, str, str | None]] = []
-        self.released = threading.Event()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing about clients that have gone."""
-
-
-class Answer(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Hub
-
-    def do_HEAD(self) -> None:
-        hub, path = self.server, urlsplit(self.path).path
-        if not path.startswith("/api/"):  # what huggingface_hub asks about the tool that uses it
-            hub.requests.append((self.command, self.path, self.headers["Authorization"]))
-        if hub.trouble == "hang":
-            hub.released.wait()
-        elif hub.trouble.isdigit():
-            self.answer(int(hub.trouble), {})
-        elif path.startswith("/cdn/"):
-            self.send_content()
-        elif path != f"/{REPOSITORY}/resolve/main/{hub.name}":
-            self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
-        else:
-            linked = {"X-Linked-Size": str(len(hub.content)), "X-Linked-Etag": f'"{hub.digest}"'}
-            xet = {"X-Xet-Hash": hub.digest, "Link": f'<{hub.url}/xet>; rel="xet-auth"'}
-            # Files are on another host; a proxy gets whole URLs.
-            host = f"localhost:{hub.server_port}" if self.path == path else "cdn.test"
-            location = {"X-Repo-Commit": COMMIT, "Location": f"http://{host}/cdn/{hub.digest}"}
-            self.answer(302, {**linked, **xet, **location})
-
-    def do_GET(self) -> None:
-        self.do_HEAD()
-
-    def send_content(self) -> None:
-        hub = self.server
-        start = int(re.sub(r"\D", "", self.headers["Range"] or "0"))
-        rest = hub.sent[start:]
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(hub.content) - start))
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(hub.content) - 1}/{len(hub.content)}")
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(rest)
-            self.wfile.flush()
-            if hub.trouble == "hang in the file":
-                hub.released.wait()
-            self.close_connection = True
-
-    def answer(self, status: int, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": "0", **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -119,35 +44,17 @@ def published() -> nn.Module:
 
 @pytest.fixture
 def hub(published: nn.Module) -> Iterator[Hub]:
-    server = Hub(save(published.state_dict(), {"format": "pt"}))
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    yield server
-    server.released.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def set_endpoint(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    with weights_server.running(save(published.state_dict(), {"format": "pt"})) as server:
+        yield server
 
 
 @pytest.fixture
 def caches(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Give this process empty caches and the server as its hub: huggingface_hub has read the environment already."""
-    set_endpoint(monkeypatch, hub.url)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf" / "token"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    for name in ("HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
+    """Give this process empty caches and the server as its hub."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "flatout"))
-    close_session()
-    yield tmp_path
-    close_session()
+    with using_hub(hub.url, tmp_path / "hf", monkeypatch):
+        yield tmp_path
 
 
 def load(
@@ -164,7 +71,7 @@ def load(
 def assert_published(model: nn.Module, published: nn.Module, *adapted: str) -> None:
     theirs = published.state_dict()
     for name, tensor in model.state_dict().items():
-        if not name.startswith(("fc.", "head.")):
+        if not name.startswith(("fc.", "head.", "classifier.")):
             assert torch.equal(tensor, theirs[name]) != (name in adapted), name
 
 
@@ -207,9 +114,11 @@ def test_a_torch_checkpoint_is_downloaded_where_there_are_no_safetensors(
 
 def test_grey_images_and_another_head(hub: Hub, caches: Path, published: nn.Module):
     assert_published(load(channels=1)[0], published, "conv1.0.weight")
+    state = torch.get_rng_state()
     model, said = load(classes=1000, size=160)
     assert all(torch.equal(tensor, published.state_dict()[name]) for name, tensor in model.state_dict().items())
     assert "the head included" in said[-1]
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def assert_proxied(hub: Hub) -> None:
@@ -236,11 +145,16 @@ def put(state: dict[str, torch.Tensor], *where: str | Path) -> Path:
     return path
 
 
-def test_transformers_are_adapted_to_the_image_size(hub: Hub, caches: Path):
-    theirs = timm.create_model("test_vit.r160_in1k")
+def test_transformers_are_adapted_to_size_and_channels(hub: Hub, caches: Path):
+    name, theirs = "timm:test_vit.r160_in1k", timm.create_model("test_vit.r160_in1k")
     put(theirs.state_dict(), caches, "flatout", "weights", "test_vit.r160_in1k.safetensors")
-    model, _ = load("timm:test_vit.r160_in1k", size=64, channels=1)
+    model, said = load(name, size=64, channels=1)
+    assert "the head (head) starts fresh" in said[-1]
     assert_published(model, theirs, "pos_embed", "patch_embed.proj.weight")
+    fresh = build(name, num_classes=4, image_size=64, channels=1, seed=1).state_dict()
+    kept = {name for name, tensor in model.state_dict().items() if torch.equal(tensor, fresh[name])}
+    assert kept >= {"head.weight", "head.bias"}
+    assert not kept & {"pos_embed", "patch_embed.proj.weight"}
     assert hub.requests == []
 
 
@@ -375,28 +289,44 @@ def test_another_size_of_the_network_is_refused_with_both_shapes(caches: Path):
         load()
 
 
+@pytest.mark.parametrize("name", ["caltech-cnn", "mine:net", "timm:test_vit4"])
+def test_models_without_published_weights_are_named(name: str):
+    with pytest.raises(InputError, match=f"no weights are published for the model {name}; give --weights FILE"):
+        find_weights(name, report=pytest.fail)
+
+
 # --- URLs ---
 
 
-def test_a_url_is_downloaded_into_torch_hubs_cache(hub: Hub, caches: Path, monkeypatch: pytest.MonkeyPatch):
-    path = put(build("vgg16", num_classes=4, image_size=32, channels=3, seed=3).state_dict(), caches, "vgg16.pth")
-    hub.content = hub.sent = path.read_bytes()
+def test_a_url_is_downloaded_into_torch_hubs_cache(
+    hub: Hub, caches: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    theirs = build("vgg16", num_classes=9, image_size=32, channels=3, seed=3)
+    hub.content = hub.sent = put(theirs.state_dict(), caches, "vgg16.pth").read_bytes()
     name = f"vgg16-{hashlib.sha256(hub.content).hexdigest()[:8]}.pth"
     monkeypatch.setattr(nets, "VGG16_IMAGENET_URL", f"{hub.url}/cdn/{name}")
-    found = find_weights("vgg16", report=lambda sentence: None)
-    assert found == caches / "torch" / "hub" / "checkpoints" / name
+    for sentences in (2, 1):  # the second time from the cache
+        model, said = load("vgg16")
+        assert_published(model, theirs)
+        assert len(said) == sentences
+        assert "starts fresh" in said[-1]
+    found = caches / "torch" / "hub" / "checkpoints" / name
     assert find_weights("vgg16", report=pytest.fail) == found
     assert len(hub.requests) == 1
+    assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("trouble", ["hang", "truncated", "403"])
+@pytest.mark.parametrize(
+    ("trouble", "reason"), [("hang", "timed out"), ("truncated", "invalid hash"), ("403", "HTTP Error 403")]
+)
 def test_a_failed_download_from_a_url_is_reported(
-    hub: Hub, caches: Path, trouble: str, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, caches: Path, trouble: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ):
     hub.trouble, hub.sent = trouble, hub.content[: len(hub.content) // 2]
     monkeypatch.setattr(weights_hub, "_TIMEOUT_SECONDS", 0.2)
     monkeypatch.setattr(nets, "VGG16_IMAGENET_URL", f"{hub.url}/cdn/vgg16-{hub.digest[:8]}.pth")
-    with pytest.raises(WeightsUnavailable, match=r"could not download http.*\.pth for vgg16 \(.*give --weights FILE"):
+    fix = "give --weights FILE, or --no-pretrained to start from random weights"
+    with pytest.raises(WeightsUnavailable, match=rf"could not download http.*\.pth for vgg16 \(.*{reason}.*\); {fix}"):
         find_weights("vgg16", report=lambda sentence: None)
     assert files(caches) == []
 
