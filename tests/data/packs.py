@@ -26,6 +26,16 @@ class Recorder:
         self.notes.append(text)
 
 
+class Silent:
+    """Takes no notes."""
+
+    def update(self, done: int, total: int, unit: str = "images") -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        raise AssertionError(text)
+
+
 def settings(**changes) -> PackSettings:
     values = {"size": 16, "channels": 3, "resize": "squash", "on_bad_image": "stop", "max_bad_share": 0.05}
     return PackSettings(**{**values, **changes})

@@ -13,6 +13,7 @@ from flatout.data.pack import Pack, PackSettings
 from flatout.data.recognise import recognise
 from flatout.recipe import Data
 from tests.data import containers as c
+from tests.data.packs import Silent
 
 SETTINGS = PackSettings(size=c.SIZE, channels=3, resize="stretch", on_bad_image="stop", max_bad_share=0.05)
 FORMATS: dict[str, tuple[Callable[[Path], Path], str]] = {
@@ -52,14 +53,6 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "CIFAR-10 in tar.gz": (c.in_tar("w:gz", c.cifar10), "CIFAR binaries in an archive"),
     "CIFAR-100": (c.cifar100, "CIFAR binaries"),
 }
-
-
-class Silent:
-    def update(self, done: int, total: int, unit: str = "images") -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        raise AssertionError(text)
 
 
 def pack_of(path: Path, cache: Path | None = None) -> Pack:

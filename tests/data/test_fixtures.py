@@ -7,17 +7,10 @@ import pytest
 from flatout.data.build import load_pack
 from flatout.data.pack import Pack, PackSettings
 from flatout.data.recognise import recognise
+from tests.data.packs import Silent
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures"
 NAMES = sorted(folder.name for folder in FIXTURES.iterdir() if folder.is_dir() and folder.name[0].isalpha())
-
-
-class Silent:
-    def update(self, done: int, total: int, unit: str = "images") -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        raise AssertionError(text)
 
 
 def pack_of(name: str) -> Pack:

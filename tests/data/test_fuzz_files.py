@@ -24,7 +24,7 @@ from flatout.errors import InputError
 from flatout.recipe import Data
 from tests.data.containers import write
 from tests.data.damage import EXAMPLES, read_damaged
-from tests.data.test_equal_packs import Silent
+from tests.data.packs import Silent
 
 SIDE, CLASSES = 4, ("cat", "dog")
 PIXELS = np.random.default_rng(0).integers(0, 256, (8, SIDE, SIDE), np.uint8)
