@@ -1,0 +1,111 @@
+"""How far to trust a run: its prediction sets over 20 random halves, and its scores of unknown images; prints JSON.
+
+    python benchmarks/trust.py RUN [--unknown DATA] [--halves 20] [--out FILE]
+
+RUN is a finished run of one class for each image, with validation images. Half of its test images calibrate the sets
+and the other half is tested, time after time. DATA holds images of other classes; the test images of RUN are known.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sklearn.metrics import roc_auc_score
+
+import flatout
+from about import about
+from flatout.numerics import calibration
+
+COVERAGES = (0.9, 0.95, 0.99)
+
+
+def coverage_of_sets(run: flatout.Run, halves: int) -> dict[str, Any]:
+    """Return the share of images whose set holds the right class, and the classes in a set, for each coverage."""
+    with np.load(run.path / "predictions.npz") as found:
+        logits, labels = np.log(np.maximum(found["probabilities"].astype(np.float64), 1e-30)), found["labels"]
+    rows, middle = [], len(labels) // 2
+    for seed in range(halves):
+        order = np.random.default_rng(seed).permutation(len(labels))
+        ours, theirs = order[:middle], order[middle:]
+        thresholds = calibration.set_thresholds(logits[ours], labels[ours])
+        strange = calibration.strangeness(logits[theirs])
+        for coverage in COVERAGES:
+            threshold = calibration.set_threshold(thresholds, coverage)
+            assert threshold is not None, "too few test images"
+            inside = strange <= threshold
+            held = inside[np.arange(len(theirs)), labels[theirs]]
+            rows.append((coverage, float(held.mean()), float(inside.sum(axis=1).mean())))
+    return {
+        f"{coverage:.0%}": {
+            "coverage": float(np.mean(held := [row[1] for row in rows if row[0] == coverage])),
+            "least_and_most": [min(held), max(held)],
+            "classes_in_a_set": float(np.mean([row[2] for row in rows if row[0] == coverage])),
+        }
+        for coverage in COVERAGES
+    }
+
+
+def unknown_images(run: flatout.Run, data: str) -> dict[str, Any]:
+    """Return how well the score tells the images of other classes from the test images of the run."""
+    trust = run.trust
+    assert trust and trust.novelty, "the run has no validation images"
+    with np.load(run.path / "predictions.npz") as found:
+        known = found["unknown"]
+    height, width = run.recipe.stored_sides
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "flatout",
+            "pack",
+            data,
+            "--size",
+            f"{height}x{width}",
+            "--out",
+            f"{folder}/pack",
+        ]
+        command += ["--channels", str(run.recipe.channels), "--set", f"data.resize={run.recipe.data.resize}"]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        outputs = run.outputs(np.load(f"{folder}/pack/images.npy"))
+    assert outputs.logits is not None
+    other = trust.novelty.score(outputs.logits, outputs.features)
+    scores = np.nan_to_num(np.concatenate([known, other]), posinf=np.finfo(np.float64).max)
+    return {
+        "data": Path(data).name,
+        "images": len(other),
+        "auroc": float(roc_auc_score(np.arange(len(scores)) >= len(known), scores)),
+        "unknown_found": float((other > trust.novelty.threshold).mean()),
+        "known_flagged": float((known > trust.novelty.threshold).mean()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--unknown", metavar="DATA", help="images of other classes")
+    parser.add_argument("--halves", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    run = flatout.load(args.run)
+    result = {
+        **about("flatout", "torch", "scikit-learn"),
+        "job": run.recipe.job,
+        "model": run.recipe.model,
+        "test_accuracy": run.summary["test_accuracy"],
+        "test_images": run.summary["test_count"],
+        "prediction_sets": coverage_of_sets(run, args.halves),
+        **({"unknown": unknown_images(run, args.unknown)} if args.unknown else {}),
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
