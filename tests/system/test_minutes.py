@@ -10,6 +10,7 @@ import pytest
 
 from flatout.cli import main
 from flatout.data.order import steps_per_epoch
+from flatout.errors import InputError
 from flatout.models.weights import read_weights
 from flatout.numerics.schedule import learning_rate
 from flatout.recipe import Recipe, load_recipe
@@ -108,7 +109,7 @@ def test_a_run_ends_on_time_whatever_its_steps_take(
     clock = Clock(monkeypatch)
     assert steps_per_epoch(100, 10) == 10
     plan = Budget(300.0, 90.0, Rates(step=0.2, evaluate=3.0, watch=0.5), RECIPE, 100)
-    recipe = plan.plan(RECIPE, 0)
+    recipe, _ = plan.plan(RECIPE, 0)
     assert recipe.max_steps == int((390 - 3 - budget.REPORT_SECONDS - 100) / 0.25)
     recipe = train(clock, plan, recipe, lambda step: 0.25 * (factor if step >= changes_at else 1))
     assert clock.now == pytest.approx(390 - 3 - budget.REPORT_SECONDS, abs=0.03 * 300)
@@ -118,8 +119,32 @@ def test_a_run_ends_on_time_whatever_its_steps_take(
 def test_a_steady_run_keeps_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     plan = Budget(300.0, 90.0, Rates(step=0.25, evaluate=3.0, watch=0.0), RECIPE, 100)
-    recipe = plan.plan(RECIPE, 0)
+    recipe, _ = plan.plan(RECIPE, 0)
     assert train(clock, plan, recipe, lambda step: 0.251) == recipe
+
+
+@pytest.mark.parametrize(
+    ("began", "step", "said"),
+    [
+        (60.0, 0.2, ""),
+        (0.0, 0.2, "--minutes 2: no time is left for training; one epoch ends after 2 min 13 s in all"),
+        (0.0, 5.0, "does not fit; give at least --minutes 3.1"),  # an epoch is long
+        (-60.0, 0.2, "does not fit; give at least --minutes 3.3"),  # the set-up was
+    ],
+)
+def test_a_short_epoch_is_trained_after_a_slow_start(
+    began: float, step: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clock(monkeypatch).now = 120.0
+    plan = Budget(120.0, began, Rates(step=step, evaluate=3.0, watch=0.0), RECIPE, 100)
+    try:
+        recipe, late = plan.plan(RECIPE, 0)
+    except InputError as error:
+        late = str(error)
+    else:
+        assert (recipe.max_steps == 10) == bool(late)
+    assert said in late
+    assert bool(said) == bool(late)
 
 
 def test_the_last_recipe_has_the_rates_of_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +157,7 @@ def test_the_last_recipe_has_the_rates_of_the_whole_run(monkeypatch: pytest.Monk
 
     for stop_at in (230, 10_000):
         plan = Budget(120.0, clock.now, Rates(step=0.2, evaluate=3.0, watch=0.0), recipe, 100)
-        recipe = plan.plan(recipe, len(rates))
+        recipe, _ = plan.plan(recipe, len(rates))
         while len(rates) < min(stop_at, recipe.total_steps(10)):
             rates.append(learning_rate(recipe, len(rates), 10))
             clock.now += seconds_at(len(rates))

@@ -23,6 +23,9 @@ REPORT_SECONDS = 8.0
 FIRST_STEPS, MEASURED_SECONDS, LARGEST_SHARE = 3, 3.0, 0.03
 # The rest of the steps is planned again after every such share of the budget, if it is off by more than TOLERANCE.
 REPLAN_SHARE, TOLERANCE = 0.05, 0.02
+# Where the set-up took longer than planned, as on a busy machine, one epoch that takes at most so large a part of the
+# budget is trained all the same, if everything ends within so many budgets: the user gets a model.
+SHORT_EPOCH, LATEST_END = 0.1, 1.5
 
 
 @dataclass(kw_only=True)
@@ -49,20 +52,24 @@ class Budget:
         self._planned_at = self._first_at = time.perf_counter()
         self._first_done: int | None = None
 
-    def plan(self, recipe: Recipe, done: int) -> Recipe:
-        """Return the recipe with as many steps as fit.
+    def plan(self, recipe: Recipe, done: int) -> tuple[Recipe, str]:
+        """Return the recipe with as many steps as fit, and a sentence about a late end; "" for none.
 
         Raises:
             InputError: not even one epoch fits.
         """
-        total = done + self._fitting()
+        total, late = done + self._fitting(), ""
         if total < self._steps:
-            needed = self._seconds + (self._steps - total) * self._each()
-            raise InputError(
-                f"--minutes {self._seconds / 60:g}: an epoch takes {duration(self._steps * self._rates.step)} here and "
-                f"does not fit; give at least --minutes {needed / 60 + 0.05:.1f}, fewer images or a smaller model"
-            )
-        return self._with_steps(recipe, total, done)
+            epoch = (self._steps - done) * self._each()
+            needed, minutes = self._seconds + time.perf_counter() + epoch - self._ends, f"{self._seconds / 60:g}"
+            if epoch > SHORT_EPOCH * self._seconds or needed > LATEST_END * self._seconds:
+                raise InputError(
+                    f"--minutes {minutes}: an epoch takes {duration(self._steps * self._rates.step)} here and does not "
+                    f"fit; give at least --minutes {needed / 60 + 0.05:.1f}, fewer images or a smaller model"
+                )
+            total = self._steps
+            late = f"--minutes {minutes}: no time is left for training; one epoch ends after {duration(needed)} in all"
+        return self._with_steps(recipe, total, done), late
 
     def is_due(self) -> bool:
         """Return whether to plan again; for the main process."""

@@ -321,10 +321,12 @@ class Session:
         steps = steps_per_epoch(images, self.recipe.batch_size, self.recipe.drop_last)
         done = progress.position(steps)
         # The main process's clock decides for all.
-        self.set_length(self.world.from_main(lambda: budget.plan(self.recipe, done)))
-        total = self.recipe.total_steps(steps)
+        recipe, late = self.world.from_main(lambda: budget.plan(self.recipe, done))
+        self.set_length(recipe)
+        count = self.recipe.total_steps(steps) - done
         self.note(
-            f"--minutes {seconds / 60:g}: {total - done:,} steps fit, {(total - done) / steps:.1f} epochs, at "
+            late
+            or f"--minutes {seconds / 60:g}: {count:,} steps fit, {count / steps:.1f} epochs, at "
             f"{self.recipe.batch_size / rates.step:,.0f} images per second"
         )
         self._time("measure")

@@ -57,8 +57,6 @@ def start_engine(
         # Only the torch engine takes functions of the user's; `check` has refused them elsewhere.
         **own.for_engine(recipe),
     )
-    if fits_head:
-        _fit_head(model, recipe, splits, make, world, note)
     formats = precisions(options.engine, world)
     if recipe.precision == "auto" and "bf16" in formats and not recipe.exact_sums:
         from flatout.run.precision import fastest_precision
@@ -72,6 +70,8 @@ def start_engine(
         )
         note(reason)
         recipe = recipe.override({"precision": chosen})
+    if fits_head:
+        _fit_head(model, recipe, splits, make, world, note)
     engine = make(model, recipe, report=note)
     engine.task = replace(engine.task, own_metrics=own.metrics)
     return engine, recipe
