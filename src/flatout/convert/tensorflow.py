@@ -23,7 +23,7 @@ _STRING, _BFLOAT16 = 7, 14
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _OPTIMIZERS = re.compile(
-    r"(^|/)(_?optimizer|training|\.OPTIMIZER_SLOT|seed_generator|metrics|keras_api)(/|$)", re.I | re.M
+    r"(^|/)(_?optimizer|training|\.OPTIMIZER_SLOT|seed_generator\w*|metrics|keras_api)(/|$)", re.I | re.M
 )
 
 
