@@ -294,3 +294,12 @@ def test_file_is_left_alone(tmp_path: Path):
     source = recognise(tmp_path).read()
     assert source.images is not None
     assert not source.images.flags.writeable  # mapped from the file, not loaded
+
+
+def test_names_with_line_breaks_stay_in_one_line(tmp_path: Path):
+    for names in (["x\ntrain", "y"], ["x\ntrain", "x_train", "y"], ["a\nb"]):
+        np.savez(tmp_path / "a.npz", **{name: np.array([object()]) for name in names})
+        with pytest.raises(InputError) as caught:
+            recognise(tmp_path / "a.npz").read()
+        assert "\n" not in str(caught.value)
+        assert "\\n" in str(caught.value)

@@ -12,7 +12,7 @@ from flatout.data.members import refuse_bomb
 from flatout.data.pixels import channels_last, range_of, to_pixels
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import SPLITS, in_order, split_within, words_of
-from flatout.errors import InputError, first_line
+from flatout.errors import InputError, first_line, one_line
 
 KIND = "NumPy arrays"
 ABOUT = {
@@ -70,15 +70,21 @@ def read_npz(path: Path, class_list: Path | None, options: ReadOptions) -> Sourc
             roles = _roles(archive.files, path)
             member = {key: _array_of(archive, key, path) for pair in roles.values() for key in pair}
             unused = [key for key in archive.files if key not in member]
-    notes = (f"ignored the arrays {', '.join(unused)}",) if unused else ()
+    notes = (f"ignored the arrays {_listed(unused)}",) if unused else ()
     splits = {split: (member[x], member[y]) for split, (x, y) in roles.items()}
     return _source(splits, KIND, path, class_list, notes, options.task)
 
 
 def _array_of(archive: Any, key: str, path: Path) -> np.ndarray:
     info = next(info for info in archive.zip.infolist() if info.filename in (key, f"{key}.npy"))
-    refuse_bomb(f"{path}: {key}", info.compress_size, info.file_size)
-    return _loaded(f"{path}: {key}", lambda: archive[key])
+    where = f"{path}: {one_line(key)}"
+    refuse_bomb(where, info.compress_size, info.file_size)
+    return _loaded(where, lambda: archive[key])
+
+
+def _listed(names: list[str]) -> str:
+    """Return the names of arrays in one line, whatever a file calls them."""
+    return one_line(", ".join(names))
 
 
 def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:
@@ -91,13 +97,14 @@ def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:
         # "image_labels" are labels.
         key = (split_within(name) or "train", "labels" if words & _LABEL_WORDS else "images")
         if key in found:
-            raise InputError(f"{where}: both {found[key]} and {name} could be the {' '.join(key)}; rename one")
+            both = f"{one_line(found[key])} and {one_line(name)}"
+            raise InputError(f"{where}: both {both} could be the {' '.join(key)}; rename one")
         found[key] = name
     if not found:
-        raise InputError(f"{where}: holds {', '.join(names) or 'nothing'}; name the arrays {_NAMES}")
+        raise InputError(f"{where}: holds {_listed(names) or 'nothing'}; name the arrays {_NAMES}")
     for split, role in [(split, role) for split, _ in found for role in ("images", "labels")]:
         if (split, role) not in found:
-            raise InputError(f"{where}: has no {role} for {split} among {', '.join(names)}; name the arrays {_NAMES}")
+            raise InputError(f"{where}: has no {role} for {split} among {_listed(names)}; name the arrays {_NAMES}")
     return {split: (found[split, "images"], found[split, "labels"]) for split in SPLITS if (split, "images") in found}
 
 
