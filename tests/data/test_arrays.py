@@ -298,7 +298,8 @@ def test_file_is_left_alone(tmp_path: Path):
 
 def test_names_with_line_breaks_stay_in_one_line(tmp_path: Path):
     for names in (["x\ntrain", "y"], ["x\ntrain", "x_train", "y"], ["a\nb"]):
-        np.savez(tmp_path / "a.npz", **{name: np.array([object()]) for name in names})
+        arrays: dict[str, Any] = {name: np.array([object()]) for name in names}
+        np.savez(tmp_path / "a.npz", **arrays)
         with pytest.raises(InputError) as caught:
             recognise(tmp_path / "a.npz").read()
         assert "\n" not in str(caught.value)
