@@ -1,6 +1,6 @@
 """How far to trust a run: its prediction sets over 20 random halves, and its scores of unknown images; prints JSON.
 
-    python benchmarks/trust.py RUN [--unknown DATA] [--halves 20] [--out FILE]
+    python benchmarks/trust.py RUN [--unknown DATA] [--halves 20]
 
 RUN is a finished run of one class for each image, with validation images. Half of its test images calibrate the sets
 and the other half is tested, time after time. DATA holds images of other classes; the test images of RUN are known.
@@ -89,7 +89,6 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--unknown", metavar="DATA", help="images of other classes")
     parser.add_argument("--halves", type=int, default=20)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     run = flatout.load(args.run)
     result = {
@@ -101,10 +100,7 @@ def main() -> None:
         "prediction_sets": coverage_of_sets(run, args.halves),
         **({"unknown": unknown_images(run, args.unknown)} if args.unknown else {}),
     }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

@@ -323,12 +323,9 @@ class Session:
         # The main process's clock decides for all.
         recipe, late = self.world.from_main(lambda: budget.plan(self.recipe, done))
         self.set_length(recipe)
-        count = self.recipe.total_steps(steps) - done
-        self.note(
-            late
-            or f"--minutes {seconds / 60:g}: {count:,} steps fit, {count / steps:.1f} epochs, at "
-            f"{self.recipe.batch_size / rates.step:,.0f} images per second"
-        )
+        count, rate = recipe.total_steps(steps) - done, recipe.batch_size / rates.step
+        fit = f"{count:,} steps fit, {count / steps:.1f} epochs, at {rate:,.0f} images per second"
+        self.note(late or f"--minutes {seconds / 60:g}: {fit}")
         self._time("measure")
 
     def _check_sanity(self, engine: "Engine", train: "DeviceSplit", progress: Progress, classes: int) -> None:
