@@ -22,6 +22,12 @@ def test_columns_that_are_unclear_are_named(tmp_path: Path):
     assert source.files[1].read_bytes() == images[1]
 
 
+def test_names_of_columns_with_dots(tmp_path: Path):
+    source = read(table(tmp_path / "a.parquet", **{"the.image": [png(0), png(1)], "image.label": ["a", "b"]}))
+    assert source.files is not None
+    assert (source.classes, source.files[1].read_bytes()) == (("a", "b"), png(1))
+
+
 def test_images_may_be_lists_of_bytes(tmp_path: Path):
     import pyarrow
 
@@ -86,7 +92,7 @@ def test_small_tables_that_expand_are_refused(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(InputError, match=r"pages\.parquet: row group 0: expands from [\d,]+ to 2,\d{3},\d{3} bytes"):
         read(written("pages.parquet", [bytes(1 << 20), bytes(1 << 20) + b"1"], "cat"))
     monkeypatch.undo()
-    monkeypatch.setattr("flatout.data.formats.parquet._FEW_ROWS", 1000)
+    monkeypatch.setattr("flatout.data.parquet_metadata._FEW_ROWS", 1000)
     with pytest.raises(InputError, match=r"rows\.parquet: has 20,000 rows in [\d,]+ bytes"):
         read(written("rows.parquet", [b"x"] * 20_000, "cat"))
     with pytest.raises(InputError, match=r"label\.parquet: row 0: the label 'xxx.* has 100,000 characters"):
@@ -103,6 +109,23 @@ def test_names_of_columns_that_are_damaged(name: bytes, damaged: bytes, tmp_path
     file.write_bytes((start if name == b"path" else start.replace(name, damaged)) + end.replace(name, damaged))
     with pytest.raises(InputError, match=r"a\.parquet: is damaged or cannot be read"):
         read(file)
+
+
+def test_each_byte_of_the_metadata_may_be_damaged(tmp_path: Path):
+    """Some bytes say that a column is required, which its statistics deny: pyarrow aborts where it is asked for it."""
+    cells = [{"bytes": png(i), "path": f"{i}.png"} for i in range(2)]
+    content = table(tmp_path / "whole.parquet", image=cells, label=[0, 1]).read_bytes()
+    file = tmp_path / "a.parquet"
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    refused = 0
+    for place in range(start, len(content)):
+        file.write_bytes(content[:place] + b"\x19" + content[place + 1 :])
+        try:
+            read(file)
+        except InputError as error:
+            assert "a.parquet" in str(error)
+            refused += 1
+    assert refused > (len(content) - start) / 4
 
 
 def test_a_row_group_of_repeated_and_other_images(tmp_path: Path):
@@ -139,6 +162,7 @@ def test_row_groups_in_memory_are_few(limit: int | None, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", counted)
     source = read(tmp_path)
+    reads.clear()
     assert source.files is not None
     order = np.random.default_rng(0).permutation(20)
     assert [source.files[i].read_bytes() for i in order] == [images[i] for i in order]

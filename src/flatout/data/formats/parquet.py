@@ -17,7 +17,8 @@ import numpy as np
 
 from flatout.data.labels import first_few
 from flatout.data.limits import MAX_FILE_BYTES
-from flatout.data.members import Encoded, refuse_bomb
+from flatout.data.members import Encoded
+from flatout.data.parquet_metadata import bytes_of_column, columns_of_groups, refuse_bombs
 from flatout.data.shards import reference, shards
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import split_of
@@ -33,8 +34,6 @@ _LABEL_NAMES = ("label", "labels", "class", "target", "category", "cls")
 # Threads are in as many row groups as their next images lie in: two at least, where one ends and the next begins.
 _KEPT_CHUNKS = 2
 _KEPT_BYTES = 1 << 27
-# More rows than these need a byte each in the file.
-_FEW_ROWS = 1_000_000
 
 
 def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
@@ -178,11 +177,11 @@ class _Table:
                 with pyarrow.parquet.ParquetFile(path) as file:
                     schema, about = file.schema_arrow, file.metadata
                 self._image, label = self._columns(schema, options)
-                self._texts = _refuse_bombs(path, about, {self._image, label})
+                columns = columns_of_groups(path, about, {self._image, label})
+                self._texts = refuse_bombs(path, about.num_rows, columns)
                 with self._open() as file:
-                    groups = [about.row_group(i) for i in range(about.num_row_groups)]
-                    rows = [group.num_rows for group in groups]
-                    self.group_bytes = [_bytes_of_column(group, self._image) for group in groups]
+                    rows = [about.row_group(i).num_rows for i in range(about.num_row_groups)]
+                    self.group_bytes = [bytes_of_column(group, self._image) for group in columns]
                     # Lists that are stored once each can be read from one row group at a time.
                     is_list = pyarrow.types.is_nested(schema.field(label).type)
                     groups = [[i] for i in range(len(rows))] if is_list else [list(range(len(rows)))]
@@ -258,31 +257,6 @@ class _Table:
             return _bytes_of(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
 
 
-def _refuse_bombs(path: Path, about: Any, names: set[str]) -> list[str]:
-    """Return the parts of columns that are text or bytes, from the metadata of a Parquet file.
-
-    Raises:
-        InputError: these columns expand to far more than their size, or have more rows than images can be in the file.
-    """
-    size = path.stat().st_size
-    if about.num_rows > max(_FEW_ROWS, size):
-        raise InputError(f"{path}: has {about.num_rows:,} rows in {size:,} bytes, too few for images; write it again")
-    texts: set[str] = set()
-    for number in range(about.num_row_groups):
-        group = about.row_group(number)
-        columns = [group.column(i) for i in range(group.num_columns)]
-        columns = [column for column in columns if column.path_in_schema.split(".")[0] in names]
-        compressed, expanded = (
-            sum(getattr(c, f"total_{how}_size") for c in columns) for how in ("compressed", "uncompressed")
-        )
-        values = max(column.num_values for column in columns)  # of lists, more than rows
-        if values > max(_FEW_ROWS, 2 * size):
-            raise InputError(f"{path}: row group {number}: has {values:,} values in {size:,} bytes; write it again")
-        refuse_bomb(f"{path}: row group {number}", compressed, expanded)
-        texts |= {column.path_in_schema for column in columns if column.physical_type == "BYTE_ARRAY"}
-    return sorted(texts)
-
-
 def _values(array: Any) -> list[Any]:
     """Return the values of an Arrow array; those of a dictionary are the same objects each time."""
     import pyarrow
@@ -294,12 +268,6 @@ def _values(array: Any) -> list[Any]:
         items = iter(_values(array.flatten()))
         return [None if count is None else list(islice(items, count)) for count in array.value_lengths().to_pylist()]
     return array.to_pylist()
-
-
-def _bytes_of_column(group: Any, name: str) -> int:
-    """Return the size of a column in a row group, decompressed."""
-    columns = (group.column(i) for i in range(group.num_columns))
-    return sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] == name)
 
 
 def _holds_images(type: Any) -> bool:
