@@ -1,7 +1,6 @@
 """The metadata of Parquet files, which are read with care: damaged or hostile ones come before any data."""
 
 import io
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,12 @@ from flatout.errors import InputError
 _FEW_ROWS = 1_000_000
 
 
-class _NoPages(OSError):
-    """Data was asked for where only metadata is there."""
-
-
-class _OnlyMetadata(io.RawIOBase):
-    """A file of `size` bytes that cannot be read."""
+class _Unreadable(io.RawIOBase):
+    """A file of `size` bytes that gives none of them, and says whether it was asked for any."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
+        self.was_read = False
         self._size, self._position = size, 0
 
     def readable(self) -> bool:
@@ -37,7 +33,8 @@ class _OnlyMetadata(io.RawIOBase):
         return self._position
 
     def read(self, size: int | None = -1) -> bytes:
-        raise _NoPages
+        self.was_read = True
+        return b""  # pyarrow keeps the memory of an exception
 
 
 def columns_of_groups(path: Path, about: Any, names: set[str]) -> list[list[Any]]:
@@ -49,15 +46,21 @@ def columns_of_groups(path: Path, about: Any, names: set[str]) -> list[list[Any]
     Raises:
         OSError: the metadata are damaged.
     """
+    import pyarrow
     import pyarrow.parquet
 
     paths = [about.schema.column(i).path for i in range(len(about.schema))]
     wanted = [i for i, part in enumerate(paths) if any(_is_part(part, name) for name in names)]
     columns = []
-    with pyarrow.parquet.ParquetFile(_OnlyMetadata(path.stat().st_size), metadata=about) as file:
+    source = _Unreadable(path.stat().st_size)
+    with pyarrow.parquet.ParquetFile(source, metadata=about) as file:
         for number in range(about.num_row_groups):
-            with suppress(_NoPages):
+            source.was_read = False
+            try:
                 file.read_row_group(number, columns=sorted(names), use_threads=False)
+            except (pyarrow.ArrowException, OSError):
+                if not source.was_read:
+                    raise
             group = about.row_group(number)
             columns.append([group.column(i) for i in wanted])
     return columns
