@@ -1,6 +1,7 @@
 """`precision = "auto"` on a CPU that computes bfloat16, which is simulated: any CPU can compute it, if slowly."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,27 @@ def test_the_format_that_pays_is_used_and_written_down(
     assert main(["train", str(tmp_path / "run/recipe.toml"), "--devices", "cpu", "--out", str(tmp_path / "again")]) == 0
     ours, again = (read_weights(tmp_path / run / "weights.safetensors")[0] for run in ("run", "again"))
     assert all(ours[name].equal(again[name]) for name in ours)
+
+
+def test_all_folds_compute_alike(measured: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one decides, also for those that a later command trains: another measurement may say otherwise."""
+    measured["bf16"] = 0.5
+    real = precision.fastest_precision
+    decided: list[str] = []
+
+    def once(*arguments: Any) -> tuple[str, str]:
+        chosen, reason = real(*arguments)
+        decided.append(chosen)
+        measured["bf16"] = 2.0
+        return chosen, reason
+
+    monkeypatch.setattr(precision, "fastest_precision", once)
+    out = tmp_path / "run"
+    assert main([*ONE_EPOCH, "--folds", "3", "--out", str(out)]) == 0
+    shutil.rmtree(out / "fold-3")
+    assert main([*ONE_EPOCH, "--folds", "3", "--out", str(out), "--resume"]) == 0
+    assert decided == ["bf16"]
+    assert {load_recipe(out / f"fold-{fold}/recipe.toml").precision for fold in (1, 2, 3)} == {"bf16"}
 
 
 @pytest.mark.slow

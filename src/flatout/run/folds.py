@@ -136,6 +136,7 @@ def _train_share(
 
     from flatout.dist.env import launched
     from flatout.dist.world import World
+    from flatout.engine.factory import precisions
 
     process = launched()
     rank = process.rank if process else 0
@@ -153,11 +154,12 @@ def _train_share(
             overwrite=False,
             began=time.perf_counter(),
         )
-        session = Session(recipe.override({"data.fold": fold}), pack, own, module)
-        session.whole = options.out
         world = World(device=torch.device("cpu" if options.engine == "xla" else specs[rank]))
         # They share cores and memory.
         world.local_size = len(specs)
+        alike = recipe if own.resume else _in_one_format(recipe, options.out, precisions(options.engine, world))
+        session = Session(alike.override({"data.fold": fold}), pack, own, module)
+        session.whole = options.out
         try:
             session.run(console, world)
         except (InputError, TrainingFailed) as error:
@@ -165,6 +167,14 @@ def _train_share(
             raise
         finally:
             console.close()  # the next fold has its own log
+
+
+def _in_one_format(recipe: Recipe, folder: Path, formats: Sequence[str]) -> Recipe:
+    """Return the recipe with the number format of a fold that has begun: all compute alike, and one measures which."""
+    begun = (folder / run_files.FOLD.format(fold) / run_files.RECIPE for fold in range(1, recipe.data.folds + 1))
+    path = next((path for path in begun if path.is_file()), None)
+    found = load_recipe(path).precision if path else "auto"
+    return recipe.override({"precision": found}) if recipe.precision == "auto" and found in formats else recipe
 
 
 def _has_finished(out: Path, recipe: Recipe) -> bool:
