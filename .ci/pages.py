@@ -29,6 +29,7 @@ CSS = """
 @media (min-width: 76.25em) { .md-typeset table:not([class]) td:not(:last-child) code { word-break: normal; } }
 @media (max-width: 44.98em) {
   .md-typeset table:not([class]) :is(th, td) { padding: .5em .6em; }
+  .md-typeset table:not([class]) td:first-child { min-width: 3rem; } /* of Chinese, four characters */
   .md-typeset table:not([class]) td:has(code) { min-width: 4rem; }
   .md-typeset table:not([class]) td:first-child:has(code) { min-width: 5rem; }
   .md-typeset table:not([class]) td:nth-child(3):not(:last-child) { min-width: 0; } /* the defaults of recipes */
