@@ -304,3 +304,20 @@ def test_names_with_line_breaks_stay_in_one_line(tmp_path: Path):
             recognise(tmp_path / "a.npz").read()
         assert "\n" not in str(caught.value)
         assert "\\n" in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["no code point", "half of a pair", "no UTF-8", "other byte order"])
+def test_texts_that_are_none_are_named(damage: str, tmp_path: Path):
+    """Found by damaging `.npy` files: Python raised SystemError for a character that does not exist."""
+    labels = np.array(["cat", "dög", "cat", "dög"])
+    if damage == "no UTF-8":
+        labels = np.char.encode(labels, "latin-1")
+    else:
+        labels.view(np.uint32)[3] = 0xD800 if damage == "half of a pair" else 0x20202020
+    if damage == "other byte order":
+        labels = labels.astype(labels.dtype)
+        labels = labels.byteswap().view(labels.dtype.newbyteorder())
+    np.save(tmp_path / "x.npy", np.zeros((4, 4, 4), np.uint8))
+    np.save(tmp_path / "y.npy", labels)
+    with pytest.raises(InputError, match="label 1: the label has characters that do not exist"):
+        recognise(tmp_path).read()

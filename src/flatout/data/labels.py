@@ -8,6 +8,7 @@
 """
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ _FEW = 20
 # What separates several labels in one text, in the order in which they are tried. Lists of labels become lines.
 _LINE = "\n"
 _MARKS = f"{_LINE}|;, "
+# Code points from U+D800 to U+DFFF, which are no characters, divided by 2048.
+_SURROGATES = 0xD800 >> 11
 # Sentences that end messages about labels that could be of several tasks.
 _ARE_CLASSES = "if these are classes, list them in a file, one per line: --set data.classes=FILE"
 _ARE_NUMBERS = "if they are numbers to predict: --set task=regression"
@@ -143,8 +146,13 @@ def flat_labels(labels: Any, where: object, locate: Locate) -> np.ndarray:
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.dtype.kind == "S":
-        labels = np.char.decode(labels, "utf-8")
+        labels = np.char.decode(labels, "utf-8", "surrogateescape")  # refused below
     if labels.dtype.kind == "U" and labels.ndim == 1:
+        if bad := _not_text(labels):
+            fix = "save it again, as UTF-8 or a number"
+            raise InputError(
+                first_few([f"{locate(i)}: the label has characters that do not exist; {fix}" for i in bad])
+            )
         return labels
     if labels.dtype.kind not in "biuf":
         raise InputError(f"{where}: labels of type {labels.dtype}; give numbers or text")
@@ -181,6 +189,14 @@ def _with_lines(labels: list[Any]) -> list[Any]:
     if not all(isinstance(part, (str, int, np.integer)) for part in parts):
         return labels
     return [_LINE.join(map(str, label)) for label in labels]
+
+
+def _not_text(labels: np.ndarray) -> list[int]:
+    """Return which labels `<U` [N] are no text: NumPy takes any 32 bits for a character, where Python fails."""
+    if not labels.dtype.itemsize:
+        return []
+    codes = np.ascontiguousarray(labels).view(f"{labels.dtype.byteorder}u4").reshape(len(labels), -1)
+    return np.flatnonzero(((codes > sys.maxunicode) | (codes >> 11 == _SURROGATES)).any(axis=1)).tolist()
 
 
 def interpret(labels: np.ndarray, names: tuple[str, ...] | None, locate: Locate, subject: str, task: str) -> Labels:
