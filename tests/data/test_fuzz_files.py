@@ -245,9 +245,12 @@ def test_damaged_images_at_length(name: str):
 
 
 def test_a_value_of_a_pack_that_means_nothing(tmp_path: Path) -> None:
-    """Found by `test_damaged_files_at_length`: the message did not name the file."""
+    """Found by `test_damaged_files_at_length`: the message did not name the file, or there was none."""
     file = pack(tmp_path, "pack.json")
     description = json.loads(file.read_text())
     file.write_bytes(with_crc(json.dumps({**description, "size": "squash"}).encode()))
     with pytest.raises(InputError, match=r"pack\.json: is damaged \(size = 'squash'"):
+        recognise(file.parent).read()
+    file.write_bytes(with_crc(json.dumps({**description, "classes": ["0", None]}).encode()))
+    with pytest.raises(InputError, match=r"pack\.json: is damaged .*classes \['0', None\]"):
         recognise(file.parent).read()

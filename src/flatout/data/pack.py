@@ -116,6 +116,8 @@ def _opened(folder: Path, about: dict[str, Any], images: np.ndarray, labels: np.
         raise ValueError(f"splits {splits}")
     if bounds[-1] != len(labels) or "train" not in splits:
         raise ValueError(f"splits {splits} of {len(labels):,} images")
+    if not all(isinstance(text, str) for key in ("classes", "notes") for text in about[key]):
+        raise ValueError(f"classes {about['classes']}, notes {about['notes']}")
     if labels.dtype == np.int64 and (labels.min() < 0 or labels.max() >= len(about["classes"])):
         raise ValueError(f"a label outside the {len(about['classes'])} classes")
     return Pack(
