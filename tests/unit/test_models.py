@@ -4,7 +4,6 @@ import itertools
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -58,34 +57,6 @@ def small(name: str, *, size: int = 0, classes: int = 2, channels: int = 1, seed
 def test_the_names_are_those_of_the_jobs_of_nets_for_small_images_and_of_kerass():
     others = [*(f"fast-cnn-{width}" for width in (16, 32, 64, 128)), *(f"keras-resnet{n}" for n in (50, 101, 152))]
     assert sorted(list_names()) == sorted([*PUBLISHED, *others])
-
-
-@pytest.mark.parametrize(("size", "inner"), [(4, 3), (8, 7), (28, 27), (48, 47), (64, 32), (128, 32), (224, 28)])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_fast_cnns_cut_large_images_into_patches(size: int, inner: int, channels: int):
-    net: Any = small("fast-cnn-16", size=size, classes=7, channels=channels).eval()
-    shapes: list[tuple[int, ...]] = []
-    net.stem.register_forward_hook(lambda module, arguments, output: shapes.append(tuple(output.shape[2:])))
-    with torch.no_grad():
-        assert net(torch.zeros(2, channels, size, size)).shape == (2, 7)
-    assert shapes == [(inner, inner)]
-
-
-@pytest.mark.parametrize(("size", "channels"), [(28, 1), (32, 3), (128, 3)])
-def test_fast_cnns_whiten_patches(size: int, channels: int):
-    """The basis is orthonormal, so no pixel is lost; the patches of smooth images become nearly uncorrelated."""
-    net: Any = small("fast-cnn-16", size=size, classes=7, channels=channels).train()
-    basis = net.stem.basis.flatten(1)
-    assert torch.allclose(basis @ basis.T, torch.eye(len(basis)), atol=1e-6)
-    torch.manual_seed(1)
-    smooth = torch.nn.functional.avg_pool2d(torch.rand(32, channels, size + 8, size + 8), 9, stride=1)
-    patches = torch.nn.functional.conv2d(smooth, net.stem.basis, stride=net.stem.stride)
-    whitened = net.stem.norm(torch.cat([patches, -patches], dim=1))[:, : len(basis)]
-    correlations = torch.corrcoef(whitened.movedim(1, 0).flatten(1))
-    pixels = torch.corrcoef(
-        smooth.unfold(2, 2, 1).unfold(3, 2, 1).movedim((1, 4, 5), (0, 1, 2)).flatten(3).flatten(0, 2)
-    )
-    assert (correlations - torch.eye(len(basis))).abs().max() < 0.5 < pixels.abs().sort().values[:, -2].min()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
