@@ -26,7 +26,10 @@ CSS = """
 .md-typeset pre > code { font-size: .6rem; }
 /* Names stay whole where there is room, and break anywhere where there is none; tables scroll before words and numbers
    break. */
-@media (min-width: 76.25em) { .md-typeset table:not([class]) td:not(:last-child) code { word-break: normal; } }
+@media (min-width: 76.25em) {
+  .md-typeset table:not([class]) td:not(:last-child) code { word-break: normal; }
+  .md-typeset table:not([class]) td:not(:last-child) code wbr { display: none; }
+}
 @media (max-width: 44.98em) {
   .md-typeset table:not([class]) :is(th, td) { padding: .5em .6em; }
   .md-typeset table:not([class]) td:first-child { min-width: 3rem; } /* of Chinese, four characters */

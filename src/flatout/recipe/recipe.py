@@ -36,29 +36,33 @@ FREE_KEYS = (
 class Recipe(Checked):
     """A training run.
 
-    image_size: of the images that the model is trained on: height and width in pixels, or one number if they are equal.
-    channels: 1 for grey, 3 for RGB, 4 for RGBA, any number for images of so many bands.
-    batch_size: the global batch, on any number of devices.
-    max_steps: the steps of the whole run, if they are fewer than those of all epochs; 0 for all.
-    micro_batch: the largest number of samples that a device computes at once (gradient accumulation); 0 is automatic.
-    shard: whether each device keeps all parameters and optimizer state, or a slice (full).
-    norm: whether batch normalisation uses the global batch.
-    exact_sums: whether the weights have the same bits on any number of CPU devices, at the cost of speed.
-    task: what the labels are: one class, any number of classes, or a number. auto: as the data shows.
-    loss: by the task; the default stands for that of the task.
-    dropout: the rate of every dropout layer; -1 for the model's own.
-    class_weights: of the classes in the loss: balanced, inverse to their number of images; a number for each; or
-        numbers by name, and 1 for the other classes.
-    clip_norm: the largest norm of all gradients together; larger ones are scaled down. 0 for no limit.
-    ema: the decay of an exponential moving average of the weights, which is evaluated and kept; 0 for none.
-    drop_last: leave out a short last batch instead of padding it.
-    pretrained: start from published weights. weights: from this file or folder instead.
-    linear_probe: fit the head to the output of the layers before it, before the first step.
-    freeze: `all-but-last-N` layers, or comma-separated patterns of parameter names.
-    keep: whether the run's weights are those of the best epoch by validation, or of the last.
-    early_stopping: epochs without improvement in validation before training ends; 0 for never.
-    log_every: steps between printed losses; 0 for none.
-    tta: whether the evaluation at the end averages over views of each image (test-time augmentation).
+    Attributes:
+        image_size: of the images that the model is trained on: height and width in pixels, or one number if they are
+            equal.
+        channels: 1 for grey, 3 for RGB, 4 for RGBA, any number for images of so many bands.
+        batch_size: the global batch, on any number of devices.
+        max_steps: the steps of the whole run, if they are fewer than those of all epochs; 0 for all.
+        micro_batch: the largest number of samples that a device computes at once (gradient accumulation); 0 is
+            automatic.
+        shard: whether each device keeps all parameters and optimizer state, or a slice (full).
+        norm: whether batch normalisation uses the global batch.
+        exact_sums: whether the weights have the same bits on any number of CPU devices, at the cost of speed.
+        task: what the labels are: one class, any number of classes, or a number. auto: as the data shows.
+        loss: by the task; the default stands for that of the task.
+        dropout: the rate of every dropout layer; -1 for the model's own.
+        class_weights: of the classes in the loss: balanced, inverse to their number of images; a number for each; or
+            numbers by name, and 1 for the other classes.
+        clip_norm: the largest norm of all gradients together; larger ones are scaled down. 0 for no limit.
+        ema: the decay of an exponential moving average of the weights, which is evaluated and kept; 0 for none.
+        drop_last: leave out a short last batch instead of padding it.
+        pretrained: start from published weights.
+        weights: start from this file or folder instead.
+        linear_probe: fit the head to the output of the layers before it, before the first step.
+        freeze: `all-but-last-N` layers, or comma-separated patterns of parameter names.
+        keep: whether the run's weights are those of the best epoch by validation, or of the last.
+        early_stopping: epochs without improvement in validation before training ends; 0 for never.
+        log_every: steps between printed losses; 0 for none.
+        tta: whether the evaluation at the end averages over views of each image (test-time augmentation).
     """
 
     job: str = "custom"

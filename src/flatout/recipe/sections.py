@@ -18,12 +18,14 @@ MAX_IMAGE_SIZE = 8192
 class Optimizer(Checked):
     """An optimizer and its hyper-parameters, as torch defines them.
 
-    name: one of `OPTIMIZERS`, or `torch:NAME` or `timm:NAME`, whose own defaults hold where a field is None.
-        `momentum` is SGD with a default momentum of 0.9; that of `sgd` is 0.
-    lr_base_batch: the batch size that `lr` was chosen for; `lr` is scaled from it to `batch_size`. 0 for no scaling.
-    lr_scaling: by the batch size or its square root; by default linear, and sqrt for Adam and AdamW.
-    eps: by default torch's value for the optimizer.
-    layer_decay: the rate of each group of layers is that of the next one times this; the head has the full rate.
+    Attributes:
+        name: one of `OPTIMIZERS`, or `torch:NAME` or `timm:NAME`, whose own defaults hold where a field is None.
+            `momentum` is SGD with a default momentum of 0.9; that of `sgd` is 0.
+        lr: the base learning rate of the schedule.
+        lr_base_batch: the batch size that `lr` was chosen for; `lr` is scaled from it to `batch_size`. 0: no scaling.
+        lr_scaling: by the batch size or its square root; by default linear, and sqrt for Adam and AdamW.
+        eps: by default torch's value for the optimizer.
+        layer_decay: the rate of each group of layers is that of the next one times this; the head has the full rate.
     """
 
     section = "optimizer."
@@ -87,8 +89,9 @@ AdamW = functools.partial(Optimizer, name="adamw")
 class Schedule(Checked):
     """The learning rate over time; the formulas are in `numerics/schedule.py`.
 
-    corrections: where `--minutes` changed the length of the run: `STEP:STEPS` for the steps that the whole run was to
-        have before that step, such as `204:1171 409:1290`.
+    Attributes:
+        corrections: where `--minutes` changed the length of the run: `STEP:STEPS` for the steps that the whole run was
+            to have before that step, such as `204:1171 409:1290`.
     """
 
     section = "schedule."
@@ -121,14 +124,21 @@ class Schedule(Checked):
 class Augment(Checked):
     """Random changes to training images; the geometry is in `numerics/augment.py`. Zero or false means none.
 
-    flip: mirror left-right with probability 1/2. shear, zoom, shift: the largest amount in either direction, as a
-    fraction of the image size. rotate: the largest angle in either direction, in degrees. crop: the smallest area of a
-    random resized crop, as a fraction of the image; its aspect ratio is between 3/4 and 4/3. color_jitter: the largest
-    change of brightness, contrast and saturation, as a factor. policy: one random operation of TrivialAugment, or two
-    of RandAugment. erase: the probability that a random rectangle gets the mean colour. mixup, cutmix: the parameter of
-    the Beta distribution by which images are mixed with others; where both are given, each applies to half of them.
-    views: the number of ways in which each image is changed; after as many epochs they repeat. 0 for no limit.
-    start_size: size of the training images in the first epoch, from which they grow to `image_size`.
+    Attributes:
+        flip: mirror left-right with probability 1/2.
+        shear: the largest shear in either direction, as a fraction of the image size.
+        zoom: the largest change of the scale in either direction, as a fraction.
+        rotate: the largest angle in either direction, in degrees.
+        shift: the largest shift in either direction, as a fraction of the image size.
+        crop: the smallest area of a random resized crop, as a fraction of the image; its aspect ratio is between 3/4
+            and 4/3.
+        color_jitter: the largest change of brightness, contrast and saturation, as a factor.
+        policy: one random operation of TrivialAugment, or two of RandAugment.
+        erase: the probability that a random rectangle gets the mean colour.
+        mixup: the parameter of the Beta distribution by which images are mixed with others.
+        cutmix: the same for pasted rectangles; with `mixup`, each applies to half of the images.
+        views: the number of ways in which each image is changed; after as many epochs they repeat. 0: no limit.
+        start_size: of the training images in the first epoch, from which they grow to `image_size`.
     """
 
     section = "augment."
@@ -171,31 +181,36 @@ class Augment(Checked):
 class Data(Checked):
     """Where the images are and how they become arrays.
 
-    mean, std: per channel, of pixels scaled to 0..1; by default measured on the training images.
-    resize: how images of another shape get that of the recipe: squashed, cropped at the centre, or padded with black.
-    bits: per channel of the decoded images; 0 for those of the data, which training fills in.
-    valid_fraction, test_fraction: the share of the training images, stratified by class, for a missing split. A test
-    split is made only where the data has no split at all.
-    classes: a file of class names, one per line, each alone or behind the id that the data calls it by.
-    class_names: names for classes that the data only numbers.
-    images: the folder of the images that a CSV file names, if it is not the CSV file's own.
-    folds: cross-validation: so many runs, each without a fold of the images, which it is validated on; 0 for one run.
-    fold: the fold that this run is validated on, from 1 to `folds`; 0 for all of them, a run each.
-    group_column: a column of a CSV file; images with the same entry, such as those of a patient, share a fold.
-    file_column, label_column: the columns of a CSV or Parquet file by their names, or the features of a TFRecord file;
-    several columns of labels in a CSV file are separated by commas.
-    label_pattern: a regular expression whose group `label`, or only group, is the class in the name of an image file.
-    label_mean, label_std: by which the numbers of a regression are standardised; a label_std of 0: measured on the
-    training images.
-    max_bad_share: the largest share of unreadable images that `skip` accepts.
-    stored_size: of the decoded images, if they are to be larger than `image_size`: evaluation takes the centre,
-    `augment.crop` any part.
-    eval_size: of the images in evaluation and prediction; 0 for `image_size`.
-    placement: where the decoded images are during training.
-    order: how training images are shuffled: all, or in blocks that a disk reads fast. auto: as the file cache of the
-    host suggests; the run's recipe has the choice.
-    decode: when image files are decoded: before training, or during the first epoch, which then follows in blocks.
-    auto: during it, if they are large together; the run's recipe has the choice.
+    Attributes:
+        path: a file, a folder or a URL.
+        mean: per channel, of pixels scaled to 0..1; by default measured on the training images.
+        std: the standard deviation, likewise.
+        resize: how images of another shape get that of the recipe: squashed, cropped at the centre, or padded with
+            black.
+        bits: per channel of the decoded images; 0 for those of the data, which training fills in.
+        valid_fraction: the share of the training images, stratified by class, for a missing validation split.
+        test_fraction: the same for a test split, which is made only where the data has no split at all.
+        classes: a file of class names, one per line, each alone or behind the id that the data calls it by.
+        class_names: names for classes that the data only numbers.
+        images: the folder of the images that a CSV file names, if it is not the CSV file's own.
+        folds: cross-validation: so many runs, each without a fold of the images, which it is validated on; 0: one run.
+        fold: the fold that this run is validated on, from 1 to `folds`; 0 for all of them, a run each.
+        group_column: a column of a CSV file; images with the same entry, such as those of a patient, share a fold.
+        file_column: the column of a CSV or Parquet file by its name, or the feature of a TFRecord file.
+        label_column: the same for labels; several columns of a CSV file are separated by commas.
+        label_pattern: a regular expression whose group `label`, or only group, is the class in the name of an image
+            file.
+        label_mean: by which the numbers of a regression are standardised.
+        label_std: likewise; 0: both are measured on the training images.
+        max_bad_share: the largest share of unreadable images that `skip` accepts.
+        stored_size: of the decoded images, if they are to be larger than `image_size`: evaluation takes the centre,
+            `augment.crop` any part.
+        eval_size: of the images in evaluation and prediction; 0 for `image_size`.
+        placement: where the decoded images are during training.
+        order: how training images are shuffled: all, or in blocks that a disk reads fast. auto: as the file cache of
+            the host suggests; the run's recipe has the choice.
+        decode: when image files are decoded: before training, or during the first epoch, which then follows in blocks.
+            auto: during it, if they are large together; the run's recipe has the choice.
     """
 
     section = "data."
