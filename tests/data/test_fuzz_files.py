@@ -254,3 +254,12 @@ def test_a_value_of_a_pack_that_means_nothing(tmp_path: Path) -> None:
     file.write_bytes(with_crc(json.dumps({**description, "classes": ["0", None]}).encode()))
     with pytest.raises(InputError, match=r"pack\.json: is damaged .*classes \['0', None\]"):
         recognise(file.parent).read()
+
+
+def test_a_tiff_file_without_pixels() -> None:
+    """Found by `test_damaged_images_at_length`: its header was taken, and its shape divides by zero."""
+    width, nothing = (struct.pack("<HHII", 256, 4, 1, value) for value in (16, 0))
+    content = image_of("TIFF, bands")
+    assert content.count(width) == 1
+    with pytest.raises(BadImage, match="has 0 x 24 pixels"):
+        read_header(content.replace(width, nothing))

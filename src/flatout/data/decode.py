@@ -25,7 +25,7 @@ import numpy as np
 
 from flatout.data import bands, pillow
 from flatout.data.bands import BadImage
-from flatout.data.limits import LARGE_PIXELS, MAX_FILE_BYTES, ONE_LARGE_IMAGE, refuse_large
+from flatout.data.limits import LARGE_PIXELS, MAX_FILE_BYTES, ONE_LARGE_IMAGE, refuse_size
 from flatout.data.pillow import EXIF_ORIENTATION, STRICT_PILLOW
 from flatout.data.pixels import with_bits
 from flatout.data.resize import MIN_REDUCTION_LEFT, TURNED, Target, placed_in, resized_to, upright, with_channels
@@ -119,7 +119,7 @@ def read_header(path: "Encoded | bytes") -> ImageHeader:
     with io.BytesIO(path) if isinstance(path, bytes) else path.open("rb") as file, STRICT_PILLOW:
         found = bands.read_header(file, start)
         if found and (not found.is_picture or found.type.itemsize == 2):
-            refuse_large(found.width, found.height)
+            refuse_size(found.width, found.height)
             width, height = _turned(found.width, found.height, found.orientation)
             mode, bits = f"{found.channels} x {found.type}", 8 * found.type.itemsize
             return ImageHeader(width=width, height=height, mode=mode, channels=found.channels, bits=bits)
@@ -150,7 +150,7 @@ def _usual_jpeg_header(start: bytes) -> ImageHeader | None:
     mode = {"Gray": "L", "YCbCr": "RGB", "RGB": "RGB"}.get(colorspace)
     if mode is None:
         return None
-    refuse_large(int(width), int(height))
+    refuse_size(int(width), int(height))
     width, height = _turned(width, height, _jpeg_orientation(start))
     return ImageHeader(width=width, height=height, mode=mode, channels=1 if mode == "L" else 3, bits=8)
 
@@ -205,7 +205,7 @@ def _decode_jpeg(data: bytes, target: Target) -> np.ndarray | None:
     try:
         header = simplejpeg.decode_jpeg_header(data)
         height, width, colorspace = int(header[0]), int(header[1]), header[2]
-        refuse_large(width, height)
+        refuse_size(width, height)
         if colorspace in ("CMYK", "YCCK"):
             return None
         top, left, used_height, used_width = target.used(height, width)
@@ -256,7 +256,7 @@ def _decode_bands(data: bytes, target: Target) -> np.ndarray | None:
         found = bands.read_header(file, data)
     if found is None or _is_for_pillow(found, target):
         return None
-    refuse_large(found.width, found.height)
+    refuse_size(found.width, found.height)
     is_large = found.width * found.height * found.channels > 3 * LARGE_PIXELS
     with ONE_LARGE_IMAGE if is_large else nullcontext():
         return resized_to(upright(bands.read(data, found), found.orientation)[None], target)[0]

@@ -30,7 +30,9 @@ def max_pixels() -> int:
     return int(text or MAX_PIXELS)
 
 
-def refuse_large(width: int, height: int) -> None:
-    """Raise BadImage if an image has more pixels than the limit."""
+def refuse_size(width: int, height: int) -> None:
+    """Raise BadImage if an image has no pixels, or more than the limit."""
+    if width < 1 or height < 1:
+        raise BadImage(f"has {width} x {height} pixels")
     if width * height > max_pixels():
         raise BadImage(f"has {width} x {height} pixels, more than {max_pixels():,}, the limit ({LIMIT} sets it)")

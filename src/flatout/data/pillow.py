@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 
 from flatout.data.bands import TIFF_STARTS, BadImage
-from flatout.data.limits import LARGE_PIXELS, ONE_LARGE_IMAGE, refuse_large
+from flatout.data.limits import LARGE_PIXELS, ONE_LARGE_IMAGE, refuse_size
 from flatout.data.pixels import with_bits
 from flatout.data.resize import MIN_REDUCTION_LEFT, Target, resized_to, upright
 
@@ -74,7 +74,7 @@ def open_image(file: BinaryIO, start: bytes):
     except Exception as error:  # Pillow's many formats raise nearly every built-in error on a damaged header
         raise BadImage(f"is truncated or damaged: {error}") from None
     try:
-        refuse_large(image.width, image.height)
+        refuse_size(image.width, image.height)
     except BadImage:
         image.close()
         raise
