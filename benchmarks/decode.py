@@ -7,18 +7,17 @@ Rates are medians over the repeats; ratios are medians of the ratios within a re
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
+from about import about
 from flatout.data.decode import decode_image
 from flatout.host import usable_cores
 
@@ -87,8 +86,7 @@ def main() -> None:
         "flatout_over_pillow_all_cores": ratio(f"flatout_{cores}_threads", f"pillow_{cores}_threads"),
         "cores_kept_busy": ratio(f"flatout_{cores}_threads", "flatout_1_thread"),
         "cores": cores,
-        "machine": platform.processor() or platform.machine(),
-        "versions": {name: version(name) for name in ("pillow", "simplejpeg", "torch", "numpy")},
+        **about("flatout", "pillow", "simplejpeg", "torch", "numpy"),
     }
     print(json.dumps(result, indent=2))
 
