@@ -103,6 +103,36 @@ def test_the_widest_network_that_sees_enough_is_chosen(seconds: float, width: in
 
 
 @pytest.mark.parametrize(
+    ("seconds", "classes", "size", "chosen", "epochs"),
+    [
+        (20, 101, 28, (28, 16), 10),
+        (30, 101, 28, (28, 32), 10),
+        (60, 101, 28, (28, 64), 10),
+        (330, 101, 28, (28, 64), 10),
+        (345, 101, 28, (28, 128), 30),
+        (60, 50, 28, (28, 32), 10),
+        (160, 50, 28, (28, 32), 10),
+        (175, 50, 28, (28, 64), 30),
+        (60, 101, 128, (64, 64), 10),
+        (175, 101, 128, (128, 64), 30),
+        (345, 101, 128, (128, 128), 30),
+    ],
+)
+def test_many_classes_need_width_more_than_epochs(
+    seconds: float, classes: int, size: int, chosen: tuple[int, int], epochs: int
+) -> None:
+    """Up to width 64, or 32, it is enough to see 600 images 10 times; in wider networks and larger photos, 30 times."""
+
+    def rate(recipe: Recipe, classes: int) -> float:
+        return 8000 / int(recipe.model.rpartition("-")[2])
+
+    source = make_source(size=size, channels=3, classes=classes)
+    recipe, reasons = advice(source, {"pretrained": False}, seconds=seconds, rate=rate)
+    assert (recipe.image_size, recipe.model) == (chosen[0], f"fast-cnn-{chosen[1]}")
+    assert f"as wide as {epochs} epochs" in reasons["model"]
+
+
+@pytest.mark.parametrize(
     ("seconds", "changes", "chosen"),
     [
         (10, {}, (64, 16)),
@@ -147,7 +177,7 @@ def test_weights_of_a_run_name_their_network(tmp_path: Path) -> None:
     other = {"weights": str(tmp_path / "first"), "devices": "cpu", "quiet": True, "epochs": 1}
     run = flatout.fit(data=(images, labels % 2), out=tmp_path / "second", **other)
     recipe = run.recipe
-    assert (recipe.model, recipe.linear_probe, recipe.image_size) == ("fast-cnn-16", True, 8)
+    assert (recipe.model, recipe.optimizer.name, recipe.image_size) == ("fast-cnn-16", "momentum", 8)
     assert recipe.data.mean == flatout.load(tmp_path / "first").recipe.data.mean
     assert len(run.classes) == 2
     assert run.summary["test_accuracy"] > 0.7
