@@ -125,7 +125,15 @@ def start_quickly() -> None:
     """
     _usual[:] = [gc.get_threshold()]
     gc.set_threshold(*_RARELY)
-    atexit.register(gc.freeze)
+    atexit.register(end_quickly)
+
+
+def end_quickly() -> None:
+    """Leave out the last collection; with Triton, which reports objects that no collection freed, leave out nothing."""
+    if "triton" in sys.modules:
+        gc.unfreeze()
+    else:
+        gc.freeze()
 
 
 def collect_garbage_as_usual() -> None:
