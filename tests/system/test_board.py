@@ -208,6 +208,23 @@ def test_what_a_run_writes_appears(page: Any, runs: Path) -> None:
     page.wait_for_selector("text=This run has been removed")
 
 
+@needs_browser
+@pytest.mark.parametrize("cell", [".c-name a", ".c-loss"])
+def test_a_click_counts_while_figures_change(page: Any, runs: Path, cell: str) -> None:
+    run = write_run(runs / "clicked", CLASSES, metrics=[epoch_line(1)])
+    (run / "summary.json").unlink()
+    (run / ".lock").write_text(f"{os.getpid()}\n")
+    page.wait_for_selector('tr[data-id="clicked"] .is-running')
+    page.hover(f'tr[data-id="clicked"] {cell}')
+    page.mouse.down()
+    run_files.write_metrics(run / "metrics.jsonl", [epoch_line(1), epoch_line(2, valid_loss=0.4321)])
+    page.wait_for_selector('tr[data-id="clicked"] >> text=0.432')
+    page.mouse.up()
+    page.wait_for_selector("text=epoch 3 of 4")
+    (run / ".lock").unlink()
+    shutil.rmtree(run)
+
+
 # Views, and what is on them when they are complete.
 VIEWS = {
     "": "tr[data-id=packed]",

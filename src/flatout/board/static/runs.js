@@ -116,16 +116,27 @@ export function runsView(main) {
     const [first, last] = visible(body, ROW, rows.length);
     const space = height => h("tr", { class: "space", "aria-hidden": "true" }, h("td", { style: { height: `${height}px` } }));
     const focused = document.activeElement?.closest?.("tr[data-id]")?.dataset.id;
-    const parts = rows.slice(first, last).map((run, i) => line(run, first + i));
-    body.replaceChildren(...(first ? [space(first * ROW)] : []), ...parts, ...(last < rows.length ? [space((rows.length - last) * ROW)] : []));
+    const lines = rows.slice(first, last).map((run, i) => line(run, first + i));
+    const parts = [...(first ? [space(first * ROW)] : []), ...lines, ...(last < rows.length ? [space((rows.length - last) * ROW)] : [])];
+    parts.forEach((part, i) => renew(body.rows[i], part));
+    while (body.rows.length > parts.length) body.lastElementChild.remove();
     if (focused) [...body.rows].find(row => row.dataset.id === focused)?.focus({ preventScroll: true });
+  }
+
+  // A run's row stays, and only cells that differ are replaced: a click counts if it ends on the row that it began on.
+  function renew(row, part) {
+    if (!row) return body.append(part);
+    if (!part.dataset.id || row.dataset.id !== part.dataset.id) return row.replaceWith(part);
+    for (const { name, value } of part.attributes) row.setAttribute(name, value);
+    [...part.cells].forEach((cell, i) => { if (!row.cells[i].isEqualNode(cell)) row.cells[i].replaceWith(cell); });
+    row.querySelector("input").checked = chosen.has(part.dataset.id);
   }
 
   function line(run, index) {
     const box = h("input", { type: "checkbox", tabindex: -1, "aria-label": `Choose ${run.name}`, checked: chosen.has(run.id),
       onclick: event => event.stopPropagation(), onchange: () => toggle(run) });
     return h("tr", { "data-id": run.id, "data-index": index, tabindex: index === view.at ? 0 : -1, "aria-rowindex": index + 2,
-      onclick: () => open(run), onfocus: () => { view.at = index; } },
+      onclick: () => open(run), onfocus: event => { view.at = Number(event.currentTarget.dataset.index); } },
       h("td", { class: "c-pick" }, h("label", { onclick: event => event.stopPropagation() }, box)),
       COLUMNS.map(column => h("td", { class: [column.number && "number", `c-${column.key}`].filter(Boolean).join(" ") },
         column.key === "name" ? h("a", { href: `#/run/${encodeURIComponent(run.id)}`, tabindex: -1, onclick: event => event.stopPropagation() }, column.cell(run)) : column.cell(run))));
