@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flatout.engine.base import DeviceSplit, Engine
 
 # What pictures, the report and the end of the processes take, besides the last evaluation.
-REPORT_SECONDS = 8.0
+REPORT_SECONDS = 6.0
 # The measurement: first steps, in which algorithms are chosen and memory is claimed; then steps for this long.
 FIRST_STEPS, MEASURED_SECONDS, LARGEST_SHARE = 3, 3.0, 0.03
 # The rest of the steps is planned again after every such share of the budget, if it is off by more than TOLERANCE.
