@@ -1,11 +1,11 @@
-"""Lets names in the tables of the site break behind dots, underscores and the like; a browser breaks them anywhere."""
+"""Lets names in the tables of the site break behind dots, underscores and the like, where a browser breaks none."""
 
 import re
 from typing import Any
 
 TABLE = re.compile(r"<table>.*?</table>", re.S)
 CODE = re.compile(r"(?<=<code>).*?(?=</code>)", re.S)
-SEPARATOR = re.compile(r"(?<=\w)[._/=(,](?=[A-Za-z_\"'\[(])")
+SEPARATOR = re.compile(r"(?<=\w)[-._/:=(,](?=[A-Za-z_\"'\[(])")
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -24,8 +24,8 @@ CSS = """
 .md-typeset table:not([class]) :is(th, td) { min-width: 0; }
 .md-typeset table:not([class]) th { word-break: keep-all; } /* Chinese, too, between words only */
 .md-typeset pre > code { font-size: .6rem; }
-/* Names stay whole where there is room, and break anywhere where there is none; tables scroll before words and numbers
-   break. */
+/* Names stay whole where there is room, and break behind their separators where there is none; tables scroll before
+   words and numbers break. */
 @media (min-width: 76.25em) {
   .md-typeset table:not([class]) td:not(:last-child) code { word-break: normal; }
   .md-typeset table:not([class]) td:not(:last-child) code wbr { display: none; }
@@ -36,7 +36,9 @@ CSS = """
   .md-typeset table:not([class]) td:has(code) { min-width: 4rem; }
   .md-typeset table:not([class]) td:first-child:has(code) { min-width: 5rem; }
   .md-typeset table:not([class]) td:nth-child(3):not(:last-child) { min-width: 0; } /* the defaults of recipes */
-  .md-typeset table:not([class]) code { overflow-wrap: anywhere; }
+  .md-typeset table:not([class]) code { overflow-wrap: normal; word-break: normal; }
+  .md-typeset table:not([class]) td:nth-child(2):not(:last-child):has(code) { min-width: 5rem; } /* the types of recipes */
+  .md-typeset table:not([class]) td:nth-child(2):not(:last-child) code { overflow-wrap: anywhere; }
 }
 /* Pictures are drawn on white. */
 [data-md-color-scheme="slate"] .md-content img[src$=".png"] { background: #fff; }
