@@ -37,7 +37,7 @@ CSS = """
   .md-typeset table:not([class]) td:first-child:has(code) { min-width: 5rem; }
   .md-typeset table:not([class]) td:nth-child(3):not(:last-child) { min-width: 0; } /* the defaults of recipes */
   .md-typeset table:not([class]) code { overflow-wrap: normal; word-break: normal; }
-  .md-typeset table:not([class]) td:nth-child(2):not(:last-child):has(code) { min-width: 5rem; } /* the types of recipes */
+  .md-typeset table:not([class]) td:nth-child(2):not(:last-child):has(code) { min-width: 5rem; } /* types of recipes */
   .md-typeset table:not([class]) td:nth-child(2):not(:last-child) code { overflow-wrap: anywhere; }
 }
 /* Pictures are drawn on white. */

@@ -89,7 +89,7 @@ def test_a_model_of_the_users_gets_settings_that_suit_most(published: list[str])
 
 @pytest.mark.parametrize(("seconds", "width"), [(6, 16), (60, 16), (120, 32), (1e6, 128)])
 def test_the_widest_network_that_sees_enough_is_chosen(seconds: float, width: int) -> None:
-    """30 epochs of 600 images are 18,000; 85 % of the time is for training."""
+    """30 epochs of 600 images are 18,000. Half of a short time is for training, and nearly all of a long one."""
 
     def rate(recipe: Recipe, classes: int) -> float:
         assert classes == 10
@@ -98,7 +98,7 @@ def test_the_widest_network_that_sees_enough_is_chosen(seconds: float, width: in
     recipe, reasons = advice(make_source(), seconds=seconds, rate=rate)
     assert recipe.model == f"fast-cnn-{width}"
     assert f"{8000 / width:,.0f} images per second here" in reasons["model"]
-    fitting = 0.85 * seconds * 8000 / width / 600
+    fitting = max(0.95 * seconds - 15, seconds / 2) * 8000 / width / 600
     assert recipe.epochs == pytest.approx(np.clip(fitting, 6, 120), abs=1)
 
 
@@ -106,16 +106,16 @@ def test_the_widest_network_that_sees_enough_is_chosen(seconds: float, width: in
     ("seconds", "classes", "size", "chosen", "epochs"),
     [
         (20, 101, 28, (28, 16), 10),
-        (30, 101, 28, (28, 32), 10),
-        (60, 101, 28, (28, 64), 10),
-        (330, 101, 28, (28, 64), 10),
-        (345, 101, 28, (28, 128), 30),
+        (45, 101, 28, (28, 32), 10),
+        (70, 101, 28, (28, 64), 10),
+        (315, 101, 28, (28, 64), 10),
+        (325, 101, 28, (28, 128), 30),
         (60, 50, 28, (28, 32), 10),
         (160, 50, 28, (28, 32), 10),
         (175, 50, 28, (28, 64), 30),
-        (60, 101, 128, (64, 64), 10),
+        (70, 101, 128, (64, 64), 10),
         (175, 101, 128, (128, 64), 30),
-        (345, 101, 128, (128, 128), 30),
+        (325, 101, 128, (128, 128), 30),
     ],
 )
 def test_many_classes_need_width_more_than_epochs(
@@ -158,7 +158,7 @@ def test_photos_are_as_large_as_the_time_permits(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "freeze", "views"), [(100, "", 0), (40, "all-but-last-12", 3), (5, "all-but-last-0", 1)]
+    ("seconds", "freeze", "views"), [(100, "", 0), (50, "all-but-last-12", 3), (5, "all-but-last-0", 1)]
 )
 def test_layers_are_unfrozen_from_the_last_as_far_as_time_permits(
     seconds: float, freeze: str, views: int, published: list[str]

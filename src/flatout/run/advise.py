@@ -27,8 +27,8 @@ WIDTHS, USUAL_WIDTH = (16, 32, 64, 128), 32
 LEAST_WIDTHS, FEWER = ((32, 16), (64, 32), (2**63, 64)), 3
 # Small photos are shifted by up to 1 / 16 of a side, as airbench does, and grey images, often symbols, by a pixel.
 SHIFT_OF_PHOTOS = 16
-# The time that a run without a budget may take, and the share of a budget that is left for training.
-SECONDS, TRAINING_SHARE = 600.0, 0.85
+# The time that a run without a budget may take.
+SECONDS = 600.0
 
 # By the number of training images: epochs that are enough, the most that are useful, and the batch size.
 ENOUGH_EPOCHS = ((5_000, 30), (20_000, 20), (2**63, 5))
@@ -150,20 +150,20 @@ def _fast_cnn(facts: Facts, model: str, rate: Rate | None) -> Advice:
     }
     enough, most = facts.by_images(ENOUGH_EPOCHS), facts.by_images(MOST_EPOCHS)
     seconds = facts.seconds or SECONDS
-    speed, seen = 0.0, enough
+    training, speed, seen = _training_seconds(seconds), 0.0, enough
     if rate:
         # The slowest that sees as many epochs as are enough within the time, or else the quickest.
         for size, width, epochs in _candidates(facts, model, enough):
             candidate = recipe | {"image_size": size, "model": f"fast-cnn-{width}"}
             measured = rate(facts.measured(candidate), facts.classes)
-            is_enough = TRAINING_SHARE * seconds * measured >= epochs * facts.images
+            is_enough = training * measured >= epochs * facts.images
             if is_enough or not speed:
                 recipe, speed, seen = candidate, measured, epochs
             if not is_enough:
                 break
     else:
         recipe["model"] = model or f"fast-cnn-{WIDTHS[-1] if facts.accelerated else USUAL_WIDTH}"
-    fitting = int(TRAINING_SHARE * seconds * speed / facts.images) if speed else most
+    fitting = int(training * speed / facts.images) if speed else most
     recipe["epochs"] = max(enough // 5, min(most, fitting))
     why_model = "a network that learns most in little computation"
     if speed:
@@ -183,6 +183,11 @@ def _fast_cnn(facts: Facts, model: str, rate: Rate | None) -> Advice:
         what = "moved and mirrored" if augment["flip"] else "moved"
         reasons["tta"] = f"tta = true: an answer is the mean over the image and {what} copies; --set tta=false for one"
     return recipe, reasons
+
+
+def _training_seconds(seconds: float) -> float:
+    """Return what is left of a budget for training, after imports, measurements, evaluations and the report."""
+    return max(0.95 * seconds - 15, seconds / 2)
 
 
 def _candidates(facts: Facts, model: str, enough: int) -> list[tuple[Size, int, int]]:
@@ -285,7 +290,7 @@ def _fine_tuning(facts: Facts, model: str, rate: Rate | None) -> Advice:
     if not (rate and facts.seconds):
         return recipe, reasons
     # A layer that trains costs three times its forward pass, and a frozen one a pass for each view.
-    passes = TRAINING_SHARE * facts.seconds * 3 * rate(facts.measured(recipe), facts.classes) / facts.images
+    passes = _training_seconds(facts.seconds) * 3 * rate(facts.measured(recipe), facts.classes) / facts.images
     if passes < 3 * LEAST_EPOCHS:
         layers = LAST_LAYERS if passes > VIEWS + 1 else 0
         views = VIEWS if layers else 1
