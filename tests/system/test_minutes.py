@@ -127,9 +127,9 @@ def test_a_steady_run_keeps_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     ("began", "step", "said"),
     [
         (60.0, 0.2, ""),
-        (0.0, 0.2, "--minutes 2: no time is left for training; one epoch ends after 2 min 13 s in all"),
-        (0.0, 5.0, "does not fit; give at least --minutes 3.1"),  # an epoch is long
-        (-60.0, 0.2, "does not fit; give at least --minutes 3.3"),  # the set-up was
+        (0.0, 0.2, "--minutes 2: no time is left for training; one epoch ends after 2 min 11 s in all"),
+        (0.0, 5.0, "does not fit; give at least --minutes 3.0"),  # an epoch is long
+        (-60.0, 0.2, "does not fit; give at least --minutes 3.2"),  # the set-up was
     ],
 )
 def test_a_short_epoch_is_trained_after_a_slow_start(
