@@ -334,7 +334,7 @@ def test_a_thousand_runs(browser: Any, tmp_path: Path, serve: Callable[..., Serv
     page.wait_for_selector('tr[data-id="run-0999"]')
     # Columns that a phone does not show take no room, with rows above and below that do not exist.
     page.set_viewport_size({"width": 390, "height": 844})
-    # The page draws all rows anew after a change of its size, so that a row found before may be gone after it.
+    # Rows come and go after a change of the size, so that one found before may be gone.
     page.wait_for_function("document.querySelector('td.c-name').getBoundingClientRect().width > 100")
     context.close()
     assert board.end(signal.SIGTERM)[0] == 143
