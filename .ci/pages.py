@@ -24,6 +24,7 @@ CSS = """
 .md-typeset table:not([class]) :is(th, td) { min-width: 0; }
 .md-typeset table:not([class]) th { word-break: keep-all; } /* Chinese, too, between words only */
 .md-typeset pre > code { font-size: .6rem; }
+.md-typeset .flag { white-space: nowrap; }
 /* Names stay whole where there is room, and break behind their separators where there is none; tables scroll before
    words and numbers break. */
 @media (min-width: 76.25em) {
@@ -116,8 +117,9 @@ def _results() -> str:
         cores = machine.get("cores") if isinstance(machine, dict) else first.get("cores")
         versions = first.get("versions") or {}
         torch = versions.get("torch", "")
+        date = first.get("date", "")[:10].replace("-", "\N{NON-BREAKING HYPHEN}")
         rows.append(
-            f"| [{path.name}]({path.name}) | {first.get('date', '')[:10]} | {cpu or ''} | {cores or ''} | {torch} |"
+            f"| [{path.name}]({path.name}) | {date} | {cpu or ''} | {cores or ''} | {torch} |"
         )
     head = "# Results\n\nEach file has the figures of one script, with date, machine and versions. "
     head += "[The scripts](../README.md) measure them again.\n\n"

@@ -9,12 +9,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from flatout.errors import InputError
 from flatout.recipe.checked import Checked
-from flatout.recipe.sections import MAX_IMAGE_SIZE, Augment, Data, Optimizer, Schedule
-from flatout.settings import Size, nearest, one_or_both, shown, sides, typed
+from flatout.recipe.sections import Augment, Data, ImageSize, Optimizer, Schedule
+from flatout.settings import nearest, one_or_both, shown, sides, typed
 
 T = TypeVar("T")
 
 MAX_CHANNELS = 1024
+Channels = Annotated[int, f"[1, {MAX_CHANNELS}]"]
 # Of an optimizer whose name is changed.
 KEPT_OF_OPTIMIZER = ("lr", "lr_base_batch", "layer_decay", "weight_decay")
 # These keys may differ when a run is resumed: they set its length, or change results by rounding only.
@@ -67,8 +68,8 @@ class Recipe(Checked):
 
     job: str = "custom"
     model: str
-    image_size: Annotated[Size, f"[1, {MAX_IMAGE_SIZE}]"]
-    channels: Annotated[int, f"[1, {MAX_CHANNELS}]"] = 3
+    image_size: ImageSize
+    channels: Channels = 3
     epochs: Annotated[int, "[1, inf)"]
     batch_size: Annotated[int, "[1, inf)"]
     max_steps: Annotated[int, "[0, inf)"] = 0

@@ -12,6 +12,8 @@ from flatout.settings import Size, nearest
 OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam", "adamw")
 MOMENTUM_DEFAULT = 0.9
 MAX_IMAGE_SIZE = 8192
+ImageSize = Annotated[Size, f"[1, {MAX_IMAGE_SIZE}]"]
+SizeOrZero = Annotated[Size, f"[0, {MAX_IMAGE_SIZE}]"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +156,7 @@ class Augment(Checked):
     mixup: Annotated[float, "[0, inf)"] = 0.0
     cutmix: Annotated[float, "[0, inf)"] = 0.0
     views: Annotated[int, "[0, inf)"] = 0
-    start_size: Annotated[Size, f"[0, {MAX_IMAGE_SIZE}]"] = 0
+    start_size: SizeOrZero = 0
 
     @property
     def is_affine(self) -> bool:
@@ -234,8 +236,8 @@ class Data(Checked):
     label_std: Annotated[float, "[0, inf)"] = 0.0
     on_bad_image: Literal["stop", "skip"] = "stop"
     max_bad_share: Annotated[float, "[0, 1)"] = 0.05
-    stored_size: Annotated[Size, f"[0, {MAX_IMAGE_SIZE}]"] = 0
-    eval_size: Annotated[Size, f"[0, {MAX_IMAGE_SIZE}]"] = 0
+    stored_size: SizeOrZero = 0
+    eval_size: SizeOrZero = 0
     placement: Literal["auto", "device", "memory", "disk"] = "auto"
     order: Literal["auto", "full", "blocks"] = "auto"
     decode: Literal["auto", "before", "during"] = "auto"
