@@ -6,7 +6,7 @@ from typing import Any
 TABLE = re.compile(r"<table>.*?</table>", re.S)
 CODE = re.compile(r"(?<=<code>).*?(?=</code>)", re.S)
 # In tables, behind these; a browser breaks behind none of them.
-SEPARATOR = re.compile(r"(?<=\w)[-._/:=(,](?=[A-Za-z_\"'\[(])")
+SEPARATOR = re.compile(r"(?<=[A-Za-z0-9])(?:[-._:=(,](?=[A-Za-z\"'\[(])|/(?=\w))")
 # A browser breaks behind the hyphens of a flag; "-" at the end of a line reads as another flag.
 FLAG = re.compile(r"(?<![\w-])--?[A-Za-z]\w*")
 

@@ -118,9 +118,7 @@ def _results() -> str:
         versions = first.get("versions") or {}
         torch = versions.get("torch", "")
         date = first.get("date", "")[:10].replace("-", "\N{NON-BREAKING HYPHEN}")
-        rows.append(
-            f"| [{path.name}]({path.name}) | {date} | {cpu or ''} | {cores or ''} | {torch} |"
-        )
+        rows.append(f"| [{path.name}]({path.name}) | {date} | {cpu or ''} | {cores or ''} | {torch} |")
     head = "# Results\n\nEach file has the figures of one script, with date, machine and versions. "
     head += "[The scripts](../README.md) measure them again.\n\n"
     return "\n".join([head + "| file | date | processor | cores | torch |\n|---|---|---|---|---|", *rows, ""])

@@ -101,7 +101,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--node-rank": {"type": int, "metavar": "R", "help": "the index of this host, from 0 (optional)"},
     "--rendezvous": {"default": "", "metavar": "HOST:PORT", "help": "an address of the first host"},
     "--rendezvous-timeout": {"type": float, "metavar": "S", "help": "seconds to wait for all hosts (120)"},
-    "--restarts": {"type": int, "metavar": "N", "help": "restarts from the newest checkpoint after a rank is lost (0)"},
+    "--restarts": {
+        "type": int,
+        "metavar": "N",
+        "help": "restarts from the newest checkpoint after a rank is lost (0; MAX - MIN with --nodes MIN:MAX)",
+    },
 }
 _OPERANDS = {
     "JOB": f"one of {', '.join(builtin_jobs())}; a recipe.toml; or the path of your data",

@@ -35,7 +35,7 @@ class Callback:
 
     The methods are called in the process of rank 0 alone, at most once per epoch. Where devices have processes of their
     own, the object is sent there by cloudpickle before the run starts, and its attributes are brought back after it;
-    what cannot be pickled, such as an open file, belongs into `on_start`, and is removed in `on_end`.
+    what cannot be pickled, such as an open file, belongs in `on_start`, and is removed in `on_end`.
 
     An exception ends the run with a `TrainingFailed` that names it. The weights and a checkpoint are kept. In a
     cross-validation every fold is a run that calls the methods.

@@ -47,7 +47,7 @@ class Recipe(Checked):
             automatic.
         shard: whether each device keeps all parameters and optimizer state, or a slice (full).
         norm: whether batch normalisation uses the global batch.
-        exact_sums: whether the weights have the same bits on any number of CPU devices, at the cost of speed.
+        exact_sums: whether the weights have the same bits on one to four CPU processes, at the cost of speed.
         task: what the labels are: one class, any number of classes, or a number. auto: as the data shows.
         loss: by the task; the default stands for that of the task.
         dropout: the rate of every dropout layer; -1 for the model's own.
