@@ -3,20 +3,28 @@
 import re
 from typing import Any
 
-TABLE = re.compile(r"<table>.*?</table>", re.S)
+TABLE = re.compile(r"(<table>.*?</table>)", re.S)
 CODE = re.compile(r"(?<=<code>).*?(?=</code>)", re.S)
 # In tables, behind these; a browser breaks behind none of them.
 SEPARATOR = re.compile(r"(?<=[A-Za-z0-9])(?:[-._:=(,](?=[A-Za-z\"'\[(])|/(?=\w))")
-# A browser breaks behind the hyphens of a flag; "-" at the end of a line reads as another flag.
-FLAG = re.compile(r"(?<![\w-])--?[A-Za-z]\w*")
+# A browser breaks behind the hyphens of a flag, and "-" at the end of a line reads as another flag. In tables, which
+# are narrow, the first word stays with its hyphens.
+FLAG = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
+FLAG_IN_TABLE = re.compile(r"(?<![\w-])--?[A-Za-z]\w*")
 
 
 def on_page_content(html: str, **_: Any) -> str:
     """Return the content of a page; mkdocs calls this for each."""
-    html = TABLE.sub(lambda table: CODE.sub(lambda code: _broken(code[0]), table[0]), html)
-    return CODE.sub(lambda code: FLAG.sub(r'<span class="flag">\g<0></span>', code[0]), html)
+    parts = TABLE.split(html)
+    parts[::2] = [CODE.sub(lambda code: _whole(FLAG, code[0]), part) for part in parts[::2]]
+    parts[1::2] = [CODE.sub(lambda code: _broken(code[0]), table) for table in parts[1::2]]
+    return "".join(parts)
+
+
+def _whole(flag: re.Pattern[str], code: str) -> str:
+    return flag.sub(r'<span class="flag">\g<0></span>', code)
 
 
 def _broken(code: str) -> str:
-    """Return a name with places to break; a bar is escaped in the tables of Markdown."""
-    return SEPARATOR.sub(r"\g<0><wbr>", code.replace(r"\|", "|"))
+    """Return a name in a table with places to break; bars are escaped in the tables of Markdown."""
+    return _whole(FLAG_IN_TABLE, SEPARATOR.sub(r"\g<0><wbr>", code.replace(r"\|", "|")))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "build" / "pages"
-PAGES = ("*.md", "docs/**/*", "benchmarks/README.md", "benchmarks/results/*.json", "examples/*")
+PAGES = ("*.md", "docs/**/*", "benchmarks/README*.md", "benchmarks/results/*.json", "examples/*")
 # Languages are chosen in the site's header.
 LANGUAGE_LINKS = re.compile(r"^(\*\*English\*\*|\[English\]\(.*?\)) · .*\n\n?", re.M)
 CSS = """
@@ -28,6 +28,7 @@ CSS = """
 /* Names stay whole where there is room, and break behind their separators where there is none; tables scroll before
    words and numbers break. */
 @media (min-width: 76.25em) {
+  .md-sidebar { width: 10.6rem; } /* so that lines of 100 characters fit beside both */
   .md-typeset table:not([class]) td:not(:last-child) code { word-break: normal; }
   .md-typeset table:not([class]) td:not(:last-child) code wbr { display: none; }
 }
