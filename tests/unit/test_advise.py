@@ -184,6 +184,13 @@ def test_weights_of_a_run_name_their_network(tmp_path: Path) -> None:
     assert any("starts fresh" in note for note in run.summary["notes"])
 
 
+@pytest.mark.parametrize(("model", "rate", "is_told"), [("64", 60.0, True), ("64", 600.0, False), ("16", 60.0, False)])
+def test_a_network_that_is_too_wide_for_the_time_is_named(model: str, rate: float, is_told: bool) -> None:
+    options = {"seconds": 60.0, "rate": lambda recipe, classes: rate}
+    reasons = advice(make_source(size=64, channels=3), {"model": f"fast-cnn-{model}"}, **options)[1]
+    assert ("a narrower network may learn more in 60 s" in reasons["epochs"]) == is_told
+
+
 def test_weights_without_a_network_need_its_name(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 

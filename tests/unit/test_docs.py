@@ -162,12 +162,12 @@ def test_relative_links_lead_to_files(path: Path) -> None:
     assert sorted(t for t in relative if not (path.parent / t).exists()) == []
 
 
-TRANSLATED = sorted(path for path in [*ROOT.glob("*.zh-CN.md"), *(ROOT / "docs").rglob("*.zh-CN.md")])
+TRANSLATED = sorted(path for folder in ("", "benchmarks/", "docs/**/") for path in ROOT.glob(f"{folder}*.zh-CN.md"))
 
 
 def test_the_chinese_pages_are_there() -> None:
     """A page says so below its title if it has one; the first page, tutorials and guides for others' users do."""
-    english = [*(ROOT / "docs").rglob("[!.]*.md"), ROOT / "README.md"]
+    english = [*(ROOT / "docs").rglob("[!.]*.md"), ROOT / "benchmarks" / "README.md", ROOT / "README.md"]
     twins = {path.with_suffix(".zh-CN.md"): path for path in english if not path.name.endswith(".zh-CN.md")}
     stated = {twin for twin, path in twins.items() if f"\n**English** · [简体中文]({twin.name})\n" in text_of(path)}
     assert stated == set(TRANSLATED)

@@ -170,6 +170,8 @@ def _fast_cnn(facts: Facts, model: str, rate: Rate | None) -> Advice:
         why_model += f", as wide as {seen} epochs in {duration(seconds)} permit; {speed:,.0f} images per second here"
     why_size = f"; {enough} epochs of larger ones take too long" if recipe["image_size"] != facts.size else ""
     expected = f", about {duration(recipe['epochs'] * facts.images / speed)} here" if speed else ""
+    if speed and fitting < enough // FEWER and recipe["model"] != f"fast-cnn-{WIDTHS[0]}":
+        expected += f"; a narrower network may learn more in {duration(seconds)}"
     geometry = " and ".join([*["flip"] * augment["flip"], "resized crop" if facts.is_photo else "shift"])
     reasons = {
         "image_size": why_size,
