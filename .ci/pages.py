@@ -41,11 +41,30 @@ CSS = """
   .md-typeset table:not([class]) code { overflow-wrap: normal; word-break: normal; }
   .md-typeset table:not([class]) td:nth-child(2):not(:last-child):has(code) { min-width: 5rem; } /* types of recipes */
   .md-typeset table:not([class]) td:nth-child(2):not(:last-child) code { overflow-wrap: anywhere; }
+  .md-typeset .headerlink { display: none; } /* invisible, it would take a line below a long heading */
+  .md-typeset table[data-keys] :is(thead, td:empty) { display: none; }
+  .md-typeset table[data-keys] tr { display: flex; flex-wrap: wrap; padding: .4em 0; }
+  .md-typeset table[data-keys] tr + tr { border-top: .05rem solid var(--md-default-fg-color--lightest); }
+  .md-typeset tr:has(> td:nth-child(4)) > td { min-width: 4.5rem; } /* these scroll */
+  .md-typeset table[data-keys] td:is(td, :first-child, :nth-child(n)) { border: 0; padding: .1em .6em; min-width: 0; }
+  .md-typeset table[data-keys] td:is(:first-child, :last-child) { flex-basis: 100%; }
+  .md-typeset table[data-keys] td:first-child { font-weight: 700; }
+  .md-typeset table[data-keys] td:nth-child(3)::before { content: "default: "; }
+  .md-typeset:lang(zh) table[data-keys] td:nth-child(3)::before { content: "默认值："; }
 }
 /* Pictures are drawn on white. */
 [data-md-color-scheme="slate"] .md-content img[src$=".png"] { background: #fff; }
 """
 COLUMNS = "96"  # of the help texts
+RESULTS = (
+    "# Results\n\nEach file has the figures of one script, with date, machine and versions. "
+    "[The scripts](../README.md) measure them again.",
+    "| file | date | processor | cores | torch |",
+)
+RESULTS_IN_CHINESE = (
+    "# 结果\n\n每个文件是一个脚本的测量结果，附日期、机器和版本。[这些脚本](../README.md)可以重新测量。",
+    "| 文件 | 日期 | 处理器 | 核数 | torch |",
+)
 
 
 def main() -> None:
@@ -57,7 +76,8 @@ def main() -> None:
     _write("site.css", CSS)
     _write("docs/reference/python.md", _python())
     _write("docs/reference/commands.md", _commands())
-    _write("benchmarks/results/index.md", _results())
+    _write("benchmarks/results/index.md", _results(*RESULTS))
+    _write("benchmarks/results/index.zh.md", _results(*RESULTS_IN_CHINESE))
 
 
 def _copy(path: Path) -> None:
@@ -107,7 +127,7 @@ def _commands() -> str:
     return text + "".join(f"\n## flatout {name}\n\n```\n{help_of(name)}```\n" for name in COMMANDS)
 
 
-def _results() -> str:
+def _results(head: str, columns: str) -> str:
     """Return the page that lists the files of results."""
     rows = []
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
@@ -120,9 +140,7 @@ def _results() -> str:
         torch = versions.get("torch", "")
         date = first.get("date", "")[:10].replace("-", "\N{NON-BREAKING HYPHEN}")
         rows.append(f"| [{path.name}]({path.name}) | {date} | {cpu or ''} | {cores or ''} | {torch} |")
-    head = "# Results\n\nEach file has the figures of one script, with date, machine and versions. "
-    head += "[The scripts](../README.md) measure them again.\n\n"
-    return "\n".join([head + "| file | date | processor | cores | torch |\n|---|---|---|---|---|", *rows, ""])
+    return "\n".join([head, "", columns, "|---|---|---|---|---|", *rows, ""])
 
 
 if __name__ == "__main__":
