@@ -23,29 +23,30 @@ CSS = """
 .md-typeset table:not([class]) { font-size: .68rem; }
 .md-typeset table:not([class]) :is(th, td) { min-width: 0; }
 .md-typeset table:not([class]) th { word-break: keep-all; } /* Chinese, too, between words only */
+.md-typeset table:not([class]) td:first-child { min-width: 4.5rem; } /* of Chinese, three characters */
 .md-typeset pre > code { font-size: .6rem; }
 .md-typeset .flag { white-space: nowrap; }
 /* Names stay whole where there is room, and break behind their separators where there is none; tables scroll before
    words and numbers break. */
 @media (min-width: 76.25em) {
-  .md-sidebar { width: 10.6rem; } /* so that lines of 100 characters fit beside both */
+  /* Lines of 113 characters fit, such as those of epochs. */
+  .md-sidebar { width: 10.6rem; }
+  .md-typeset pre > code { font-size: .58rem; }
   .md-typeset table:not([class]) td:not(:last-child) code { word-break: normal; }
   .md-typeset table:not([class]) td:not(:last-child) code wbr { display: none; }
 }
 @media (max-width: 44.98em) {
   .md-typeset table:not([class]) :is(th, td) { padding: .5em .6em; }
-  .md-typeset table:not([class]) td:first-child { min-width: 3rem; } /* of Chinese, four characters */
+  .md-typeset table:not([class]) td:first-child { min-width: 3rem; }
   .md-typeset table:not([class]) td:has(code) { min-width: 4rem; }
   .md-typeset table:not([class]) td:first-child:has(code) { min-width: 5rem; }
-  .md-typeset table:not([class]) td:nth-child(3):not(:last-child) { min-width: 0; } /* the defaults of recipes */
   .md-typeset table:not([class]) code { overflow-wrap: normal; word-break: normal; }
-  .md-typeset table:not([class]) td:nth-child(2):not(:last-child):has(code) { min-width: 5rem; } /* types of recipes */
-  .md-typeset table:not([class]) td:nth-child(2):not(:last-child) code { overflow-wrap: anywhere; }
   .md-typeset .headerlink { display: none; } /* invisible, it would take a line below a long heading */
   .md-typeset table[data-keys] :is(thead, td:empty) { display: none; }
   .md-typeset table[data-keys] tr { display: flex; flex-wrap: wrap; padding: .4em 0; }
   .md-typeset table[data-keys] tr + tr { border-top: .05rem solid var(--md-default-fg-color--lightest); }
   .md-typeset tr:has(> td:nth-child(4)) > td { min-width: 4.5rem; } /* these scroll */
+  /* :is() makes this as specific as the rules above. */
   .md-typeset table[data-keys] td:is(td, :first-child, :nth-child(n)) { border: 0; padding: .1em .6em; min-width: 0; }
   .md-typeset table[data-keys] td:is(:first-child, :last-child) { flex-basis: 100%; }
   .md-typeset table[data-keys] td:first-child { font-weight: 700; }
