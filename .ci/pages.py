@@ -57,15 +57,13 @@ CSS = """
 [data-md-color-scheme="slate"] .md-content img[src$=".png"] { background: #fff; }
 """
 COLUMNS = "96"  # of the help texts
-RESULTS = (
-    "# Results\n\nEach file has the figures of one script, with date, machine and versions. "
-    "[The scripts](../README.md) measure them again.",
-    "| file | date | processor | cores | torch |",
-)
-RESULTS_IN_CHINESE = (
-    "# 结果\n\n每个文件是一个脚本的测量结果，附日期、机器和版本。[这些脚本](../README.md)可以重新测量。",
-    "| 文件 | 日期 | 处理器 | 核数 | torch |",
-)
+# The pages that list the results: what stands above the rows.
+RESULTS = {
+    "index.md": "# Results\n\nEach file has the figures of one script, with date, machine and versions. "
+    "[The scripts](../README.md) measure them again.\n\n| file | date | processor | cores | torch |\n",
+    "index.zh.md": "# 结果\n\n每个文件是一个脚本的测量结果，附日期、机器和版本。"
+    "[这些脚本](../README.md)可以重新测量。\n\n| 文件 | 日期 | 处理器 | 核数 | torch |\n",
+}
 
 
 def main() -> None:
@@ -77,8 +75,9 @@ def main() -> None:
     _write("site.css", CSS)
     _write("docs/reference/python.md", _python())
     _write("docs/reference/commands.md", _commands())
-    _write("benchmarks/results/index.md", _results(*RESULTS))
-    _write("benchmarks/results/index.zh.md", _results(*RESULTS_IN_CHINESE))
+    rows = _results()
+    for name, begin in RESULTS.items():
+        _write(f"benchmarks/results/{name}", begin + rows)
 
 
 def _copy(path: Path) -> None:
@@ -128,9 +127,9 @@ def _commands() -> str:
     return text + "".join(f"\n## flatout {name}\n\n```\n{help_of(name)}```\n" for name in COMMANDS)
 
 
-def _results(head: str, columns: str) -> str:
-    """Return the page that lists the files of results."""
-    rows = []
+def _results() -> str:
+    """Return the rows of the table of results, a file each."""
+    rows = ["|---|---|---|---|---|"]
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         first = content[0] if isinstance(content, list) else content
@@ -141,7 +140,7 @@ def _results(head: str, columns: str) -> str:
         torch = versions.get("torch", "")
         date = first.get("date", "")[:10].replace("-", "\N{NON-BREAKING HYPHEN}")
         rows.append(f"| [{path.name}]({path.name}) | {date} | {cpu or ''} | {cores or ''} | {torch} |")
-    return "\n".join([head, "", columns, "|---|---|---|---|---|", *rows, ""])
+    return "\n".join([*rows, ""])
 
 
 if __name__ == "__main__":
