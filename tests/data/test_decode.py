@@ -209,34 +209,47 @@ def test_filters_for_warnings_are_as_before_after_many_threads(tmp_path):
 # Large images
 
 
+@pytest.mark.parametrize("large_pixels", [20_000, 1_600])  # by rows, and by rows and columns
 @pytest.mark.parametrize("mode", ["L", "RGB", "P", "RGBA"])
-def test_large_images_are_averaged_before_they_are_resized(tmp_path, monkeypatch, mode):
+def test_large_images_are_averaged_before_they_are_resized(tmp_path, monkeypatch, mode, large_pixels):
     file = saved(smooth_picture(210, 132).convert(mode), tmp_path / "a.png")
     expected = {resize: decode_image(file, size=16, channels=3, resize=resize) for resize in ("squash", "crop")}
-    monkeypatch.setattr(pillow, "LARGE_PIXELS", 20_000)
+    monkeypatch.setattr(pillow, "LARGE_PIXELS", large_pixels)
     for resize, whole in expected.items():
         assert np.abs(decode_image(file, size=16, channels=3, resize=resize).astype(int) - whole).max() <= 3
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_large_images_that_are_too_narrow_to_be_averaged_give_the_same_pixels(tmp_path, monkeypatch, channels):
+    file = saved(smooth_picture(3000, 7), tmp_path / "a.png")
+    expected = decode_image(file, size=(8, 64), channels=channels, resize="squash")
+    monkeypatch.setattr(pillow, "LARGE_PIXELS", 2000)
+    np.testing.assert_array_equal(decode_image(file, size=(8, 64), channels=channels, resize="squash"), expected)
+
+
 @pytest.mark.slow
-def test_large_images_take_little_more_than_their_pixels(tmp_path):
-    side = 6000
+@pytest.mark.parametrize(
+    ("width", "height", "channels", "bytes_per_pixel"),
+    [(6000, 6000, 3, 4), (2_300_000, 16, 3, 7), (2_300_000, 16, 1, 8)],
+    ids=["square", "narrow", "narrow, to grey"],
+)
+def test_large_images_take_little_more_than_their_pixels(tmp_path, width, height, channels, bytes_per_pixel):
     files = [
-        saved(Image.new("RGB", (side, side), (1, 2, 3)), tmp_path / "a.png", compress_level=1),
+        saved(Image.new("RGB", (width, height), (2, 2, 2)), tmp_path / "a.png", compress_level=1),
         saved(Image.new("RGB", (99, 99)), tmp_path / "b.png"),
     ]
     code = (
         "import sys\nfrom pathlib import Path\nfrom flatout.data.decode import decode_image\n"
         "from flatout.host import peak_rss_bytes\n"
-        "def decode(path): return decode_image(Path(path), size=64, channels=3, resize='squash')\n"
+        f"def decode(path): return decode_image(Path(path), size=64, channels={channels}, resize='squash')\n"
         "decode(sys.argv[2])\n"
         "before = peak_rss_bytes()\n"
-        "assert (decode(sys.argv[1]) == (1, 2, 3)).all()\n"
+        "assert (decode(sys.argv[1]) == 2).all()\n"
         "print(peak_rss_bytes() - before)"
     )
     run = subprocess.run([sys.executable, "-c", code, *map(str, files)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) < 1.5 * 4 * side * side
+    assert int(run.stdout) < 1.5 * bytes_per_pixel * width * height
 
 
 def test_large_images_are_decoded_one_at_a_time(tmp_path, monkeypatch):

@@ -263,3 +263,12 @@ def test_a_tiff_file_without_pixels() -> None:
     assert content.count(width) == 1
     with pytest.raises(BadImage, match="has 0 x 24 pixels"):
         read_header(content.replace(width, nothing))
+
+
+def test_a_tiff_file_that_lists_a_part_of_its_pixels() -> None:
+    """Found by `test_damaged_images_at_length`: 1,304 bytes took 3 GB of memory, and the missing pixels were black."""
+    height, more = (struct.pack("<HHII", 257, 4, 1, value) for value in (24, 8_323_076))
+    content = image_of("TIFF")
+    assert content.count(height) == 1
+    with pytest.raises(BadImage, match="some of its pixels are not there"):
+        read_header(content.replace(height, more))

@@ -9,7 +9,7 @@ from flatout.errors import InputError
 LIMIT = "FLATOUT_MAX_PIXELS"
 # Larger images (512 MiB of RGB) are refused from the header, before memory is taken; Pillow's limit for an error.
 MAX_PIXELS = 2 * 89_478_485
-# Larger images that Pillow decodes (4 bytes for each pixel) are decoded one at a time, and converted by strips.
+# Larger images that Pillow decodes (4 bytes for each pixel) are decoded one at a time, and converted by parts.
 LARGE_PIXELS = 2**25
 # Larger files are refused without reading them: some other file, named as an image.
 MAX_FILE_BYTES = 2**31

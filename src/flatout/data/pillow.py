@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import io
+import itertools
 import threading
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -75,10 +76,18 @@ def open_image(file: BinaryIO, start: bytes):
         raise BadImage(f"is truncated or damaged: {error}") from None
     try:
         refuse_size(image.width, image.height)
+        if start.startswith(TIFF_STARTS) and sum(map(_area, image.tile)) < image.width * image.height:
+            raise BadImage("is truncated or damaged: some of its pixels are not there")
     except BadImage:
         image.close()
         raise
     return image
+
+
+def _area(tile) -> int:
+    """Return the number of pixels of a part of a file, as Pillow lists them."""
+    left, top, right, bottom = tile[1]
+    return (right - left) * (bottom - top)
 
 
 def decode(data: bytes, target: Target) -> np.ndarray:
@@ -96,6 +105,7 @@ def decode(data: bytes, target: Target) -> np.ndarray:
                 raise
             except Exception as error:  # as for the header: any error here means a damaged file
                 raise BadImage(f"is truncated or damaged: {error}") from None
+    del image  # and its memory, before the resize takes some
     return upright(resized_to(image_HWC[None], target)[0], orientation)
 
 
@@ -119,15 +129,24 @@ def _to_array(image, target: Target, *, is_large: bool) -> np.ndarray:
         if target.bits == 16:
             return np.asarray(image).astype(np.uint16)[..., None]
     if not is_large:
-        return _strip_to_eight_bits(image, highest, 1, target.channels)
-    left = 2 * MIN_REDUCTION_LEFT
-    factor = max(1, int(min(image.height / (left * target.height), image.width / (left * target.width))))
-    rows = max(factor, LARGE_PIXELS // 8 // image.width // factor * factor)
-    boxes = ((0, top, image.width, min(top + rows, image.height)) for top in range(0, image.height, rows))
-    return np.concatenate([_strip_to_eight_bits(image.crop(box), highest, factor, target.channels) for box in boxes])
+        return _part_to_eight_bits(image, highest, 1, target.channels)
+    width, height, left = image.width, image.height, 2 * MIN_REDUCTION_LEFT
+    factor = max(1, int(min(height / (left * target.height), width / (left * target.width))))
+    part_pixels = LARGE_PIXELS // 8
+    columns = min(width, max(factor, part_pixels // factor * factor))
+    rows = max(factor, part_pixels // columns // factor * factor)
+    pixels = np.empty(0)
+    for top, start in itertools.product(range(0, height, rows), range(0, width, columns)):
+        box = start, top, min(start + columns, width), min(top + rows, height)
+        part = _part_to_eight_bits(image.crop(box), highest, factor, target.channels)
+        if not pixels.size:
+            pixels = np.empty((-(-height // factor), -(-width // factor), part.shape[2]), np.uint8)
+        y, x = top // factor, start // factor
+        pixels[y : y + part.shape[0], x : x + part.shape[1]] = part
+    return pixels
 
 
-def _strip_to_eight_bits(image, highest: int, factor: int, channels: int) -> np.ndarray:
+def _part_to_eight_bits(image, highest: int, factor: int, channels: int) -> np.ndarray:
     from PIL import Image
 
     if image.mode.startswith("I"):

@@ -3,6 +3,8 @@
 Shape letters: N images, H height, W width, C channels.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from flatout.errors import InputError
@@ -12,6 +14,7 @@ WORDS = (0.0, 65535.0)
 UNIT = (0.0, 1.0)
 SIGNED = (-1.0, 1.0)
 _BLOCK = 4096
+_BLOCK_VALUES = 2**16
 
 
 def channels_last(images: np.ndarray, where: object, channels: int = 0) -> np.ndarray:
@@ -79,9 +82,19 @@ def with_bits(images: np.ndarray, bits: int, highest: int = 0) -> np.ndarray:
     if images.dtype.itemsize * 8 == bits:
         return images
     if bits == 16:
-        return images.astype(np.uint16) * np.uint16(257)
+        scaled = images.astype(np.uint16)
+        scaled *= np.uint16(257)
+        return scaled
     top = next(top for top in (0xFF, 0xFFF, 0xFFFF) if (highest or images.max(initial=0)) <= top)
-    return ((images.astype(np.uint32) * 255 + top // 2) // top).astype(np.uint8)
+    values, scaled = images.reshape(-1), np.empty(images.size, np.uint8)
+    for block in blocks(images.size):
+        scaled[block] = (values[block].astype(np.uint32) * 255 + top // 2) // top
+    return scaled.reshape(images.shape)
+
+
+def blocks(length: int) -> Iterator[slice]:
+    """Yield slices that cover a length, so that what is computed in between takes little memory and stays in caches."""
+    return (slice(start, start + _BLOCK_VALUES) for start in range(0, length, _BLOCK_VALUES))
 
 
 def to_pixels(images: np.ndarray, scale: tuple[float, float], where: object) -> np.ndarray:

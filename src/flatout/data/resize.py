@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flatout.data.bands import BadImage
-from flatout.data.pixels import with_bits
+from flatout.data.pixels import blocks, with_bits
 from flatout.settings import Size, sides
 
 # What the cheaper ways to decode leave out is hidden by the antialiased resize behind them, if that still reduces by
@@ -66,8 +66,11 @@ def with_channels(images_NHWC: np.ndarray, channels: int) -> np.ndarray:
     if (found, channels) != (3, 1):
         raise BadImage(f"has {found} channel{'s' * (found > 1)}, but channels = {channels}")
     # ITU-R 601 luma in 16-bit fixed point, rounded: what Pillow computes.
-    luma = images_NHWC.astype(np.uint32) @ np.array([19595, 38470, 7471], np.uint32)
-    return ((luma + 0x8000) >> 16).astype(images_NHWC.dtype)[..., None]
+    colours, weights = images_NHWC.reshape(-1, 3), np.array([19595, 38470, 7471], np.uint32)
+    luma = np.empty(len(colours), images_NHWC.dtype)
+    for block in blocks(len(colours)):
+        luma[block] = (colours[block].astype(np.uint32) @ weights + 0x8000) >> 16
+    return luma.reshape(*images_NHWC.shape[:3], 1)
 
 
 def resized_to(images_NHWC: np.ndarray, target: Target) -> np.ndarray:
