@@ -180,3 +180,11 @@ def test_which_digits_and_their_sum_are_learnt(pairs_of: Callable[[int], Pairs],
     images, digits = pairs_of(12_000)
     run = flatout.fit("fast-cnn-16", (images, digits.sum(axis=1) / 2), out=tmp_path / "sum", **usual)
     assert run.summary["test_r2"] >= 0.9
+
+
+def test_a_generated_recipe_learns_numbers(pairs_of: Callable[[int], Pairs], tmp_path: Path) -> None:
+    images, digits = pairs_of(5_000)
+    np.savez(tmp_path / "sums.npz", images=images, labels=digits.sum(axis=1) / 2)
+    flags = ["--model", "fast-cnn-16", "--epochs", "3", "--devices", "cpu", "--set", "precision=fp32"]
+    assert main(["train", str(tmp_path / "sums.npz"), *flags, "--out", str(tmp_path / "run")]) == 0
+    assert json.loads((tmp_path / "run/summary.json").read_text())["test_r2"] >= 0.6

@@ -138,8 +138,7 @@ def _fast_cnn(facts: Facts, model: str, rate: Rate | None) -> Advice:
         "tta": facts.side < PHOTO,
         "optimizer": {
             "name": "momentum",
-            # Squared errors have larger gradients than cross-entropy.
-            "lr": 0.1 if facts.task == "regression" else 1.0,
+            "lr": 1.0,
             "lr_base_batch": 256,
             "momentum": 0.85,
             "nesterov": True,
@@ -148,6 +147,9 @@ def _fast_cnn(facts: Facts, model: str, rate: Rate | None) -> Advice:
         "schedule": {"name": "one-cycle", "rise": 0.23, "start_factor": 0.2},
         "augment": augment,
     }
+    if facts.task == "regression":
+        # The gradients of squared errors grow with the errors: without a limit the first steps end all learning.
+        recipe["clip_norm"] = 1.0
     enough, most = facts.by_images(ENOUGH_EPOCHS), facts.by_images(MOST_EPOCHS)
     seconds = facts.seconds or SECONDS
     training, speed, seen = _training_seconds(seconds), 0.0, enough
