@@ -1,12 +1,14 @@
 """Parquet files, and the tables of Hugging Face."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from flatout.data import parquet_metadata
 from flatout.errors import InputError
 from tests.data.small_sets import png, read, table
 
@@ -109,6 +111,20 @@ def test_names_of_columns_that_are_damaged(name: bytes, damaged: bytes, tmp_path
     file.write_bytes((start if name == b"path" else start.replace(name, damaged)) + end.replace(name, damaged))
     with pytest.raises(InputError, match=r"a\.parquet: is damaged or cannot be read"):
         read(file)
+
+
+def test_threads_of_pyarrow_call_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One that does so at the end of the process aborts it."""
+    threads = []
+    original = parquet_metadata._Unreadable.read
+
+    def reads(self: parquet_metadata._Unreadable, size: int | None = -1) -> bytes:
+        threads.append(threading.get_ident())
+        return original(self, size)
+
+    monkeypatch.setattr(parquet_metadata._Unreadable, "read", reads)
+    read(table(tmp_path / "a.parquet", image=[png(0), png(1)], label=[0, 1]))
+    assert set(threads) == {threading.get_ident()}
 
 
 def test_each_byte_of_the_metadata_may_be_damaged(tmp_path: Path):

@@ -142,6 +142,7 @@ def test_a_host_that_falls_silent(server: Server):
     ("url", "words"),
     [
         ("http://user:secret@host/photos.npz", r"http://host/photos.npz: a password in a URL .* ~/\.netrc"),
+        ("s3://", "s3://: names no host, bucket or repository; give the whole URL"),
         ("ftp://host/photos.npz", r"ftp:// is not read; flatout downloads from http://, https://, s3://, gs://, hf://"),
     ],
 )

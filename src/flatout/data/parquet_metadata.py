@@ -41,7 +41,8 @@ def columns_of_groups(path: Path, about: Any, names: set[str]) -> list[list[Any]
     """Return the metadata of columns in each row group of a Parquet file.
 
     pyarrow ends the process where it is asked for damaged metadata of a column, but raises an error where it meets them
-    as it reads the column. So each row group is read up to its first page.
+    as it reads the column. So each is read up to its first page, in this thread: one of pyarrow's that still held the
+    file at the end of the process would end it with SIGABRT.
 
     Raises:
         OSError: the metadata are damaged.
@@ -53,14 +54,15 @@ def columns_of_groups(path: Path, about: Any, names: set[str]) -> list[list[Any]
     wanted = [i for i, part in enumerate(paths) if any(_is_part(part, name) for name in names)]
     columns = []
     source = _Unreadable(path.stat().st_size)
-    with pyarrow.parquet.ParquetFile(source, metadata=about) as file:
+    with pyarrow.parquet.ParquetFile(source, metadata=about, pre_buffer=False) as file:
         for number in range(about.num_row_groups):
-            source.was_read = False
-            try:
-                file.read_row_group(number, columns=sorted(names), use_threads=False)
-            except (pyarrow.ArrowException, OSError):
-                if not source.was_read:
-                    raise
+            for i in wanted:
+                source.was_read = False
+                try:
+                    file.reader.read_row_group(number, column_indices=[i], use_threads=False)
+                except (pyarrow.ArrowException, OSError):
+                    if not source.was_read:
+                        raise
             group = about.row_group(number)
             columns.append([group.column(i) for i in wanted])
     return columns

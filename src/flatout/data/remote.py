@@ -44,6 +44,8 @@ def download(url: str, report: "Progress") -> tuple[Path, int]:
         InputError: the source cannot be read, has changed meanwhile, or the cache cannot be written.
         DiskFull: the disk is full.
     """
+    if not url.partition("://")[2].strip("/"):
+        raise InputError(f"{url}: names no host, bucket or repository; give the whole URL")
     url = url if url.startswith(_WEB) else url.rstrip("/")
     shown = url.partition("?")[0]
     try:
