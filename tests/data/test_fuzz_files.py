@@ -254,6 +254,9 @@ def test_a_value_of_a_pack_that_means_nothing(tmp_path: Path) -> None:
     file.write_bytes(with_crc(json.dumps({**description, "classes": ["0", None]}).encode()))
     with pytest.raises(InputError, match=r"pack\.json: is damaged .*classes \['0', None\]"):
         recognise(file.parent).read()
+    file.write_bytes(with_crc(json.dumps({**description, "blocks": [[88, 0]]}).encode()))
+    with pytest.raises(InputError, match=r"pack\.json: is damaged .*blocks that are not those of 8 images"):
+        recognise(file.parent).read()
 
 
 def test_a_tiff_file_without_pixels() -> None:

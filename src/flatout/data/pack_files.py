@@ -322,6 +322,9 @@ def read_pack(folder: Path, verify: bool) -> tuple[dict[str, Any], np.ndarray, n
         raise damaged(images_path, f"{images.dtype} {images.shape} instead of {dtype} {shape}")
     if images_path.stat().st_size != len(npy_header(shape, dtype)) + images.nbytes or len(labels) != len(images):
         raise damaged(images_path, "its size has changed")
+    stops = [0, *(stop for stop, _ in description["blocks"])]
+    if stops != sorted(stops) or stops[-1] != len(images):
+        raise ValueError(f"blocks that are not those of {len(images):,} images")
     if verify:
         _verify_images(images_path, description["blocks"], images[:1].nbytes)
     return description, images, labels
