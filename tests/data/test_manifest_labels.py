@@ -151,6 +151,12 @@ def test_numbers(folder: Path):
         read(folder, several("age", ["30", "30.0"]), task="regression")
 
 
+def test_whole_numbers_among_names_are_classes(folder: Path):
+    """As digits among letters, or numbers with zeros in front among names."""
+    source = read(folder, several("label", ["a", "b", "7", "007", "a"]))
+    assert (source.task, source.classes) == ("single-label", ("007", "7", "a", "b"))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -165,6 +171,9 @@ def test_numbers(folder: Path):
         (several("cat,dog", ["1,1", "1,0", "0,"]), r"line 4: \(empty\) in a column of 0 and 1"),
         (several("label", ["0", "1", "nan", "0", "1"]), "line 4: a missing value, not a class: nan; if these"),
         (several("label", ["cat", "dog", "NaN", "cat", "dog"]), "line 4: a missing value, not a class: NaN; if these"),
+        (several("label", ["cat", "dog", "2.5", "cat", "dog"]), "line 4: a number among names: 2.5; if these"),
+        (several("label", ["1", "1", "2", "cat", "0"]), "line 5: a name among numbers: cat; if these"),
+        (several("cat,cat", ["1,1", "1,0"]), "line 1: has several columns 'cat'; rename all but one"),
         ("sep=;\nfile;label\n0;cat\n1;\n2;dog\n", "line 4: empty label"),
         (several("tags", ['"1,0,1"', '"1,0"', '"1,1,1"']), "line 3: 1,0; elsewhere there are 3 numbers of 0 and 1"),
         (several("price", ['"1,5"', '"2,5"', '"3,25"', '"4,0"']), "write decimals with a point"),

@@ -332,7 +332,8 @@ def index_labels(
     numbers are sorted and renumbered from 0.
 
     Raises:
-        InputError: a label is unknown, negative, empty, or a name among numbers (ten are listed).
+        InputError: a label is unknown, negative, empty, a name among numbers, or a number with a fraction among names
+            (ten are listed).
     """
     if labels.dtype.kind == "U":
         texts, inverse = np.unique(labels, return_inverse=True)
@@ -346,6 +347,10 @@ def index_labels(
                 is_name = np.array([not _DECIMAL.fullmatch(text) for text in texts.tolist()])
                 if 2 * np.count_nonzero(is_name) < len(texts):
                     _refuse(locate, labels, is_name[inverse], "a name among numbers:", _ARE_CLASSES)
+                elif is_name.any():  # whole numbers may be classes, as digits among letters
+                    pairs = zip(texts.tolist(), is_name.tolist(), strict=True)
+                    has_fraction = np.array([not (named or float(text).is_integer()) for text, named in pairs])
+                    _refuse(locate, labels, has_fraction[inverse], "a number among names:", _ARE_CLASSES)
                 return tuple(texts.tolist()), inverse.astype(np.int64), ()
             _refuse(locate, labels, np.isin(labels, unknown), "label not in the class list:")
             table = np.array([names.index(text) for text in texts.tolist()], dtype=np.int64)

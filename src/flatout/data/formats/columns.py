@@ -82,6 +82,9 @@ def _columns(path: Path, header: Sequence[str] | None, first: list[str], options
     if not labels:
         names = f"the columns {', '.join(header)}" if header else f"{width} columns and no header"
         raise (NoLabels if header else InputError)(f"{path}: has {names}; {_NAME_THEM}")
+    used = [header[i] for i in (file, *labels, split, group) if header and i is not None]
+    if twice := next((name for name in used if list(header or ()).count(name) > 1), None):
+        raise InputError(f"{path}: line 1: has several columns {twice!r}; rename all but one")
     return Columns(
         file=file,
         labels=labels,
