@@ -79,6 +79,17 @@ def test_a_key_of_the_dictionary_may_be_named(tmp_path: Path):
     assert read(shard(tmp_path / "a.tar", members), label_column="breed").classes == ("0", "1")
 
 
+def test_a_list_of_labels_in_a_dictionary(tmp_path: Path):
+    members = {
+        f"{i}.{suffix}": png() if suffix == "png" else b'{"labels": %s}' % labels
+        for i, labels in enumerate((b'["cat"]', b'["dog", "cat"]', b"[]"))
+        for suffix in ("png", "json")
+    }
+    source = read(shard(tmp_path / "a.tar", members))
+    assert (source.task, source.classes) == ("multi-label", ("cat", "dog"))
+    assert source.labels.tolist() == [[1, 0], [1, 1], [0, 0]]
+
+
 def test_concatenated_tar_files_are_read_to_the_end(tmp_path: Path):
     first, second = (shard(tmp_path / f"{i}", {f"{i}.png": png(), f"{i}.cls": b"%d" % i}) for i in range(2))
     c.write(tmp_path / "both.tar", first.read_bytes() + second.read_bytes())

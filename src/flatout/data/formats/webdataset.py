@@ -23,7 +23,7 @@ ABOUT = {
         "files with members such as `000001.jpg` and `000001.cls` or `000001.json`",
     ),
 }
-_LABEL_KEYS = ("label", "cls", "class", "target", "class_id", "category")
+_LABEL_KEYS = ("label", "labels", "cls", "class", "target", "class_id", "category")
 _PEEKED, _PEEKED_BYTES = 16, 1 << 24
 _MAX_LABEL_BYTES = 1 << 20
 
