@@ -194,7 +194,7 @@ def _create_timm(recipe: Recipe, options: dict[str, Any]) -> "tuple[nn.Module, d
     try:
         return timm.create_model(name, **sized), sized
     except TypeError as error:
-        if "unexpected keyword argument 'img_size'" not in str(error):
+        if "unexpected keyword argument" not in str(error) or "'img_size'" not in str(error):
             raise
     return timm.create_model(name, **options), options
 
