@@ -1,6 +1,8 @@
 """Networks with published weights to start training on photos from, and a choice among them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from flatout.host import physical_cores
 
@@ -82,6 +84,9 @@ BACKBONES = (
 )
 
 
+_Choice = TypeVar("_Choice", bound=Backbone)
+
+
 def choose(*, accelerated: bool, images: int, seconds: float | None) -> Backbone:
     """Return the most accurate backbone that can be trained in the time, or the smallest if none can.
 
@@ -93,6 +98,11 @@ def choose(*, accelerated: bool, images: int, seconds: float | None) -> Backbone
     Args:
         seconds: the time budget; None for none.
     """
+    return most_accurate(BACKBONES, accelerated=accelerated, images=images, seconds=seconds)
+
+
+def most_accurate(backbones: Sequence[_Choice], *, accelerated: bool, images: int, seconds: float | None) -> _Choice:
+    """Return the choice of `choose` among others, at least one, from small to large."""
     speed = _SPEED_OF_AN_ACCELERATOR if accelerated else _SPEED_OF_A_CORE * physical_cores()
     most = (_SECONDS if seconds is None else seconds) * speed / (3 * _PASSES * max(images, 1))
-    return next((backbone for backbone in reversed(BACKBONES) if backbone.operations <= most), BACKBONES[0])
+    return next((backbone for backbone in reversed(backbones) if backbone.operations <= most), backbones[0])

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
+from flatout.models.heads import FeatureNetwork, Head, HeadNetwork
+
 # Modules and functions whose output is random, or depends on the rest of the batch.
 _RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 _RANDOM_WORDS = ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multinomial", "rrelu", "batch_norm")
@@ -64,6 +66,25 @@ def cut_frozen_prefix(model: nn.Module) -> Cut | None:
     _, eval_suffix = _split(model, eval_graph, eval_index)
     layers = sum(1 for module in prefix.modules() if any(True for _ in module.parameters(recurse=False)))
     return Cut(prefix=prefix.eval(), train_suffix=train_suffix, eval_suffix=eval_suffix, layers=layers, at=at)
+
+
+def cut_at_head(model: nn.Module, head: Head) -> Cut | None:
+    """Return the model cut before its head; None where more than the head trains, or is random in training.
+
+    Unlike `cut_frozen_prefix`, this takes models that torch.fx cannot trace, but does not see what their code drops
+    without a module. The model must be in training mode, with its frozen modules in evaluation mode.
+    """
+    layers = head.of(model)
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if trained - {id(parameter) for layer in layers for parameter in layer.parameters()}:
+        return None
+    for module in model.modules():
+        is_random = isinstance(module, _RANDOM_MODULES) and getattr(module, "p", 1) > 0
+        if module.training and (is_random or any(True for _ in module.buffers(recurse=False))):
+            return None
+    prefix, suffix = FeatureNetwork(model, head), HeadNetwork(model, head)
+    count = sum(1 for module in prefix.modules() if any(True for _ in module.parameters(recurse=False)))
+    return Cut(prefix=prefix, train_suffix=suffix, eval_suffix=suffix, layers=count, at=head.layers[0])
 
 
 class _Tracer(fx.Tracer):

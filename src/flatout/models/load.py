@@ -6,7 +6,9 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from functools import reduce
 from pathlib import Path
@@ -165,23 +167,44 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Leave out what timm logs and what torch warns of inside the block."""
+    logger = logging.getLogger("timm")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None" = None) -> "nn.Module":
     """Call timm.create_model, with the image size if the model takes one. timm's own errors are not translated.
 
     `weights` are those of the published network. timm adapts them to image size and channels, and downloads nothing.
     """
+    return create_sized(recipe, num_outputs, weights)[0]
+
+
+def create_sized(
+    recipe: Recipe, num_outputs: int, weights: "Tensors | None" = None
+) -> "tuple[nn.Module, dict[str, Any]]":
+    """Return what `create_timm` does, and the options of the call: with `img_size` if the model takes one."""
     options: dict[str, Any] = {"num_classes": num_outputs, "in_chans": recipe.channels}
     if weights is not None:
         # A copy, since timm changes the dict; without the other sources, which timm would use in place of an empty one.
         source = {"state_dict": dict(weights), "hf_hub_id": None, "url": "", "custom_load": False}
         options |= {"pretrained": True, "pretrained_cfg_overlay": source}
-    return _create_timm(recipe, options)[0]
+    return _create_timm(recipe, options)
 
 
 def timm_call(recipe: Recipe, num_outputs: int) -> str:
     """Return the source of the call that makes a model of timm's with fresh weights, as `create_timm` does."""
     with seeded(recipe.seed):
-        _, options = _create_timm(recipe, {"num_classes": num_outputs, "in_chans": recipe.channels})
+        _, options = create_sized(recipe, num_outputs)
     words = "".join(f", {name}={value!r}" for name, value in options.items())
     return f'timm.create_model("{recipe.model.removeprefix("timm:")}"{words})'
 
@@ -194,7 +217,7 @@ def _create_timm(recipe: Recipe, options: dict[str, Any]) -> "tuple[nn.Module, d
     try:
         return timm.create_model(name, **sized), sized
     except TypeError as error:
-        if "unexpected keyword argument 'img_size'" not in str(error):
+        if "unexpected keyword argument" not in str(error) or "'img_size'" not in str(error):
             raise
     return timm.create_model(name, **options), options
 

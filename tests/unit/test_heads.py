@@ -1,0 +1,165 @@
+"""Heads of timm's families: found, cut off, and set to any linear function of the features."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.models.frozen_prefix import cut_at_head
+from flatout.models.heads import FeatureNetwork, Head, HeadNetwork, find_head, set_head
+from flatout.models.layers import freeze, set_train_mode
+from flatout.models.load import create_timm, seeded
+from flatout.recipe import Recipe
+from tests.nets import build
+
+CLASSES = 5
+# Each with the size that it takes, the layers of its head, and why it is here.
+FAMILIES = [
+    ("resnet18", 32, ("fc",), "pooling, linear"),
+    ("test_vit", 160, ("head",), "tokens"),
+    ("vit_tiny_patch16_224", 32, ("head",), "zeros as fresh weights"),
+    ("mobilenetv3_small_050", 32, ("classifier",), "a convolution behind the pooling"),
+    ("mobilenetv4_conv_small", 32, ("classifier",), "a norm behind the pooling"),
+    ("convnext_atto", 32, ("head.fc",), "a norm in the head"),
+    ("caformer_s18", 32, ("head.fc.fc2",), "hidden layers in the head"),
+    ("levit_128s", 224, ("head.linear", "head_dist.linear"), "two norms, two heads"),
+    ("deit_tiny_distilled_patch16_224", 32, ("head", "head_dist"), "two tokens, two heads"),
+    pytest.param("crossvit_9_240", 240, ("head.0", "head.1"), "two heads of different widths", marks=pytest.mark.slow),
+    ("dla46_c", 32, ("fc",), "the head is a convolution"),
+    ("ghostnet_050", 32, ("classifier",), "torch.fx"),
+    ("hgnetv2_b0", 32, ("head.fc",), "a hidden convolution"),
+    ("regnetx_002", 32, ("head.fc",), "grouped convolutions"),
+    ("cait_xxs24_224", 32, ("head",), "class attention"),
+    ("xcit_nano_12_p16_224", 32, ("head",), "attention over channels"),
+    pytest.param("tiny_vit_5m_224", 224, ("head.fc",), "attention biases", marks=pytest.mark.slow),
+    pytest.param("repvit_m0_9", 32, ("head.head.l", "head.head_dist.l"), "several branches", marks=pytest.mark.slow),
+    ("swin_tiny_patch4_window7_224", 64, ("head.fc",), "channels last"),
+    pytest.param("vgg11", 32, ("head.fc",), "a large head", marks=pytest.mark.slow),
+    pytest.param("efficientformer_l1", 224, ("head", "head_dist"), "tokens after maps", marks=pytest.mark.slow),
+    pytest.param("mobileone_s0", 32, ("head.fc",), "several branches", marks=pytest.mark.slow),
+    pytest.param("nfnet_l0", 32, ("head.fc",), "no norms", marks=pytest.mark.slow),
+]
+families = pytest.mark.parametrize(("name", "size", "layers", "why"), FAMILIES)
+
+
+def make(name: str, size: int) -> nn.Module:
+    recipe = Recipe(model=f"timm:{name}", image_size=size, channels=3, epochs=1, batch_size=1)
+    with seeded(1):
+        return create_timm(recipe, CLASSES)
+
+
+def found(model: nn.Module, size: int) -> Head:
+    head = find_head(model, (size, size), 3)
+    assert head is not None
+    return head
+
+
+def assert_close(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * float(b.abs().max()))
+
+
+@families
+@torch.no_grad()
+def test_a_model_is_its_features_and_its_head(name: str, size: int, layers: tuple[str, ...], why: str) -> None:
+    model = make(name, size)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    head = found(model, size)
+    assert head.layers == layers
+    assert head.outputs == CLASSES
+    assert model.training
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+    weight, bias = torch.randn(CLASSES, head.width), torch.randn(CLASSES)
+    set_head(model, head, weight, bias)
+    body, last = FeatureNetwork(model, head), HeadNetwork(model, head)
+    images = torch.rand(3, 3, size, size)
+    features, logits = body(images), model.eval()(images)
+    assert features.shape == (3, head.width)
+    assert_close(last(features), logits)
+    assert_close(features @ weight.T + bias, logits)
+
+    set_head(model, head, weight[:2] + 1, bias[:2], rows=[3, 1])
+    expected = features @ (weight[:2] + 1).T + bias[:2]
+    assert_close(model(images)[:, [3, 1]], expected)
+    assert_close(model(images)[:, [0, 2, 4]], logits[:, [0, 2, 4]])
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("ghostnet_050", 32),
+        ("deit_tiny_distilled_patch16_224", 32),
+        pytest.param("levit_128s", 224, marks=pytest.mark.slow),
+        pytest.param("swin_tiny_patch4_window7_224", 64, marks=pytest.mark.slow),
+    ],
+)
+@torch.no_grad()
+def test_features_can_be_traced(name: str, size: int) -> None:
+    """As exports do; for any number of images."""
+    model = make(name, size)
+    body, images = FeatureNetwork(model, found(model, size)), torch.rand(3, 3, size, size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced: Any = torch.jit.trace(body, images[:2], check_trace=False)
+    assert_close(traced(images), body(images))
+
+
+def test_the_parts_share_the_parameters_of_the_model() -> None:
+    model = make("levit_128s", 224)
+    head = found(model, 224)
+    parts = [*FeatureNetwork(model, head).parameters(), *HeadNetwork(model, head).parameters()]
+    assert {id(p) for p in parts} == {id(p) for p in model.parameters()}
+    assert set(dict(HeadNetwork(model, head).named_parameters())) <= set(dict(model.named_parameters()))
+
+
+def test_a_head_that_is_not_linear_is_not_one() -> None:
+    """volo adds the largest value over all places."""
+    assert find_head(make("volo_d1_224", 224), (224, 224), 3) is None
+    assert find_head(nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 4), nn.Softmax(1)), (8, 8), 3) is None
+    assert find_head(nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 4)), (9, 9), 3) is None  # fails
+    assert find_head(nn.Flatten(), (8, 8), 3) is None
+
+
+def test_a_head_without_a_bias_takes_none() -> None:
+    layer = nn.Linear(3 * 64, 4, bias=False)
+    model = nn.Sequential(nn.Flatten(), layer)
+    head = found(model, 8)
+    assert not head.has_bias
+    set_head(model, head, weight := torch.randn(4, head.width), torch.zeros(4))
+    assert torch.equal(layer.weight, weight)
+    with pytest.raises(AssertionError, match="the head has no bias"):
+        set_head(model, head, weight, torch.ones(4))
+
+
+def test_our_own_nets_have_heads() -> None:
+    assert found(build("fashion-cnn", num_classes=4, image_size=32, channels=3, seed=1), 32).layers == ("classifier.2",)
+
+
+@pytest.mark.parametrize("name", ["dla46_c", "deit_tiny_distilled_patch16_224", "ghostnet_050"])
+def test_a_model_is_cut_at_its_head(name: str) -> None:
+    model = make(name, 32)
+    head = found(model, 32)
+    set_train_mode(model)
+    assert cut_at_head(model, head) is None  # all layers train
+    freeze(model, "all-but-last-0")
+    set_train_mode(model)
+    cut = cut_at_head(model, head)
+    assert cut is not None
+    images = torch.rand(3, 3, 32, 32)
+    logits = cut.train_suffix(cut.prefix(images))
+    assert_close(logits.detach(), model.eval()(images).detach())
+    logits.sum().backward()
+    trained = {key for key, p in model.named_parameters() if p.grad is not None}
+    assert trained == {f"{layer}.{kind}" for layer in head.layers for kind in ("weight", "bias")}
+
+
+def test_dropout_before_the_head_is_not_cut_off() -> None:
+    dropout = nn.Dropout(0.5)
+    model = nn.Sequential(nn.Flatten(), dropout, nn.Linear(3 * 64, 4))
+    set_train_mode(model)
+    head = found(model, 8)
+    assert cut_at_head(model, head) is None
+    dropout.p = 0.0
+    assert cut_at_head(model, head) is not None

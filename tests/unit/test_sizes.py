@@ -1,0 +1,53 @@
+"""Image sizes that networks of timm's take with their weights."""
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+
+from flatout.models.load import create_timm
+from flatout.models.sizes import usable_size
+from flatout.recipe import Recipe
+
+
+@pytest.mark.filterwarnings("ignore:torch.searchsorted")
+@pytest.mark.parametrize(
+    ("name", "wanted", "expected"),
+    [
+        ("resnet18", 100, 100),  # any size
+        ("vit_tiny_patch16_224", 128, 128),  # position embeddings are resized
+        ("vit_tiny_patch16_224", (96, 160), (96, 160)),
+        ("vit_tiny_patch16_224", 100, 96),  # whole patches
+        ("vit_tiny_patch16_224", (100, 40), (96, 32)),
+        ("vit_tiny_patch16_224", 10, 16),  # the smallest above
+        ("levit_128s", 128, 224),  # attention biases are of one size
+        ("levit_128s", (96, 160), 224),
+        ("halonet26t", 128, 256),  # the least size that timm lists
+        pytest.param("swin_tiny_patch4_window7_224", 128, 128, marks=pytest.mark.slow),
+        pytest.param("crossvit_9_240", 128, 240, marks=pytest.mark.slow),
+        pytest.param("volo_d1_224", 128, 224, marks=pytest.mark.slow),
+        pytest.param("efficientformer_l1", 300, 224, marks=pytest.mark.slow),
+        pytest.param("caformer_s18", 40, 40, marks=pytest.mark.slow),
+    ],
+)
+def test_the_size_fits_the_network_and_its_weights(name: str, wanted: Any, expected: Any) -> None:
+    size = usable_size(f"timm:{name}", wanted, channels=1)
+    assert size == expected
+    recipe = Recipe(model=f"timm:{name}", image_size=size, channels=1, epochs=1, batch_size=1)
+    model = create_timm(recipe, 1000, timm.create_model(name).state_dict()).eval()
+    images = torch.rand(1, 1, *(size if isinstance(size, tuple) else (size, size)))
+    with torch.no_grad():
+        assert model(images).shape == (1, 1000)
+
+
+def test_other_networks_are_taken_to_fit() -> None:
+    assert usable_size("fast-cnn-32", (7, 9), channels=3) == (7, 9)
+    assert usable_size("file.py:net", 7, channels=3) == 7
+    assert usable_size("timm:no_such_network", 7, channels=3) == 7
+
+
+def test_nothing_is_drawn_from_the_generator() -> None:
+    state = torch.random.get_rng_state()
+    usable_size("timm:levit_128s", 64, channels=3)
+    assert torch.equal(torch.random.get_rng_state(), state)
