@@ -210,7 +210,7 @@ def make_engine(
         model: rank 0's has the weights to start from.
         devices: the SPEC; a rank that has joined a world uses that world's device.
         class_weights: float32 [classes]; None for none.
-        **options: for the torch engine.
+        **options: for the torch engine; `head` also for the other one.
 
     Raises:
         InputError: the engine is not available here, or cannot compile the model.
@@ -224,7 +224,10 @@ def make_engine(
         found = find_on_all_hosts(kind, indices, world) if world.is_joined else find(kind, indices)
         from flatout.engine.xla.engine import XlaEngine
 
-        return XlaEngine(model, recipe, devices=found, world=world, class_weights=class_weights, report=report)
+        shared = {key: value for key, value in options.items() if key == "head"}
+        return XlaEngine(
+            model, recipe, devices=found, world=world, class_weights=class_weights, report=report, **shared
+        )
     from flatout.engine.eager.engine import TorchEngine
 
     return TorchEngine(model, recipe, world=world, class_weights=class_weights, report=report, **options)

@@ -8,13 +8,15 @@ fitted head distorts the features less than from a random one (Kumar et al., arX
 Shape letters: N images, V views, F features, K outputs.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from flatout.data.splits import divide
+from flatout.host import physical_cores
 from flatout.numerics.calibration import fit_temperature
 from flatout.tasks.base import Task
 
@@ -55,6 +57,7 @@ def fit_head(
     *,
     class_weights: np.ndarray | None = None,
     groups: np.ndarray | None = None,
+    has_bias: bool = True,
     seed: int = 1,
     strength: float | None = None,
 ) -> FittedHead:
@@ -66,19 +69,32 @@ def fit_head(
         task: its loss is minimised, without label smoothing.
         class_weights: as `Task.class_weights` returns them; None for none.
         groups: int64 [N]; images of a group share a fold.
+        has_bias: whether the head has one.
         seed: chooses the folds.
         strength: of the regularisation, where it is known; then nothing is cross-validated.
     """
     task = replace(task, label_smoothing=0.0)
-    problem = _Problem(views_VNF, labels, task, num_outputs, class_weights)
     out_of_fold = np.full((len(labels), num_outputs), np.nan, np.float32)
     heads: list[torch.Tensor] = []
-    if strength is None:
-        strength, heads, answers, chosen = _cross_validate(problem, groups, seed)
-        out_of_fold[chosen] = answers
-    start = torch.stack(heads).mean(0) if heads else problem.zeros()
-    weight, bias = problem.plain(problem.solve(strength, start, LAST_ITERATIONS))
+    with _threads(max(1, physical_cores() // 2)):
+        problem = _Problem(views_VNF, labels, task, num_outputs, class_weights, has_bias=has_bias)
+        if strength is None:
+            strength, heads, answers, chosen = _cross_validate(problem, groups, seed)
+            out_of_fold[chosen] = answers
+        start = torch.stack(heads).mean(0) if heads else problem.zeros()
+        weight, bias = problem.plain(problem.solve(strength, start, LAST_ITERATIONS))
     return FittedHead(weight=weight, bias=bias, strength=strength, out_of_fold=out_of_fold)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Compute with fewer threads: the many small operations would wait for one whose core does something else."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Problem:
@@ -91,17 +107,19 @@ class _Problem:
         task: Task,
         num_outputs: int,
         class_weights: np.ndarray | None,
+        *,
+        has_bias: bool,
     ) -> None:
         self.task, self.labels, self.outputs = task, labels, num_outputs
         views = [torch.from_numpy(np.asarray(view, np.float32)) for view in views_VNF]
         self.count, self.views = len(labels), len(views)
         rows = torch.cat(views)
-        self._mean, self._std = rows.mean(0), rows.std(0, correction=0) + 1e-6
+        self._mean, self._std = has_bias * rows.mean(0), rows.std(0, correction=0) + 1e-6
         standard = (rows - self._mean) / self._std
         variances, axes = torch.linalg.eigh((standard.T @ standard / len(rows)).double())
         kept = variances > SMALLEST_VARIANCE * variances[-1]
         self._variances, self._axes = variances[kept].float(), axes[:, kept].float()
-        ones = torch.ones(len(rows), 1)
+        ones = torch.full((len(rows), 1), float(has_bias))
         self._rows = torch.cat([standard @ self._axes, ones], 1)  # [V * N, components + 1]
         self._targets = torch.from_numpy(task.targets(labels)).repeat(self.views, *[1] * (task.targets(labels).ndim - 1))
         weights = task.sample_weights(labels, class_weights)

@@ -188,14 +188,12 @@ class TorchSplit:
     def _through_prefix(self) -> Source:
         """Return the output of the frozen prefix for the images, augmented by the tables of `_images` if there are."""
         engine, images = self._engine, self._images
-        assert engine.cut is not None
-        prefix = engine.cut.prefix
-
         def outputs() -> Iterator[torch.Tensor]:
             for inputs in self._batches(images, equally_many=True):
                 with torch.no_grad(), engine.setup.autocast():
                     rows = images.transforms_of(inputs.samples)
-                    yield prefix(engine.input.normalised(images.images_of(inputs), rows))
+                    normalised = engine.input.normalised(images.images_of(inputs), rows)
+                    yield engine.prefix(normalised, len(images.samples))
 
         wanted = engine.recipe.data.placement
         features = collect_features(outputs(), len(images.samples), wanted, engine.world, engine.setup.accelerator)
