@@ -11,7 +11,7 @@ from flatout.models.sizes import usable_size
 from flatout.recipe import Recipe
 
 
-@pytest.mark.filterwarnings("ignore:torch.searchsorted")
+@pytest.mark.filterwarnings("ignore::UserWarning:timm")
 @pytest.mark.parametrize(
     ("name", "wanted", "expected"),
     [

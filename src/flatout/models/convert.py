@@ -81,7 +81,7 @@ def convert(
     state = model.state_dict()
     if not fitted.head_fits:
         heads = tuple(f"{head}." for head in head_modules(model))
-        state = {name: tensor for name, tensor in state.items() if not name.startswith(heads)}
+        state = {name: t for name, t in state.items() if name in fitted.names or not name.startswith(heads)}
     about = {"model": model_name, "image_size": json.dumps(recipe.image_size), "channels": str(recipe.channels)}
     save_tensors(out, state, {**about, "converted_from": foreign.framework})
     return {

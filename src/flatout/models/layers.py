@@ -17,8 +17,8 @@ _UNCOUNTED_SOURCES = ("activation", "drop", "flatten")
 def head_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the head of a classifier by module name: one module, or several where the model has several heads.
 
-    That is what the model's `get_classifier()` names (timm's convention); else the linear layer registered last; else
-    the last module with parameters of its own.
+    That is what the model's `get_classifier()` names, and the classifiers in its `pretrained_cfg` (timm's conventions);
+    else the linear layer registered last; else the last module with parameters of its own.
     """
     modules = dict(model.named_modules())
     if callable(get_classifier := getattr(model, "get_classifier", None)):
@@ -26,12 +26,25 @@ def head_modules(model: nn.Module) -> dict[str, nn.Module]:
         found = named if isinstance(named, tuple | list) else (named,)
         heads = {name: module for name, module in modules.items() if any(module is head for head in found)}
         if any(_has_parameters(head) for head in heads.values()):
-            return heads
+            return heads | _other_classifiers(model, heads)
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
     candidates = linear or [name for name, module in modules.items() if _has_parameters(module, recurse=False)]
     if not candidates:
         raise InputError(f"the model {type(model).__name__} has no parameters, so there is nothing to train")
     return {candidates[-1]: modules[candidates[-1]]}
+
+
+def _other_classifiers(model: nn.Module, heads: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the classifiers of timm's configuration apart from these heads, such as an auxiliary one."""
+    config = getattr(model, "pretrained_cfg", None)
+    names = config.get("classifier") if isinstance(config, dict) else None
+    others = {}
+    for name in (names,) if isinstance(names, str) else names or ():
+        is_part = any(name == head or name.startswith(f"{head}.") or head.startswith(f"{name}.") for head in heads)
+        module = dict(model.named_modules()).get(name)
+        if module is not None and not is_part and _has_parameters(module):
+            others[name] = module
+    return others
 
 
 def _has_parameters(module: nn.Module, *, recurse: bool = True) -> bool:

@@ -184,7 +184,8 @@ def quiet() -> Iterator[None]:
 def create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None" = None) -> "nn.Module":
     """Call timm.create_model, with the image size if the model takes one. timm's own errors are not translated.
 
-    `weights` are those of the published network. timm adapts them to image size and channels, and downloads nothing.
+    `weights` are those of the published network, or of another with as many outputs as `num_outputs`. timm adapts them
+    to image size and channels, and downloads nothing.
     """
     return create_sized(recipe, num_outputs, weights)[0]
 
@@ -193,10 +194,15 @@ def create_sized(
     recipe: Recipe, num_outputs: int, weights: "Tensors | None" = None
 ) -> "tuple[nn.Module, dict[str, Any]]":
     """Return what `create_timm` does, and the options of the call: with `img_size` if the model takes one."""
+    import timm
+
     options: dict[str, Any] = {"num_classes": num_outputs, "in_chans": recipe.channels}
     if weights is not None:
         # A copy, since timm changes the dict; without the other sources, which timm would use in place of an empty one.
-        source = {"state_dict": dict(weights), "hf_hub_id": None, "url": "", "custom_load": False}
+        source: dict[str, Any] = {"state_dict": dict(weights), "hf_hub_id": None, "url": "", "custom_load": False}
+        published = timm.get_pretrained_cfg(recipe.model.removeprefix("timm:"))
+        if published is not None and published.num_classes != num_outputs:
+            source |= {"num_classes": num_outputs, "label_offset": 0}
         options |= {"pretrained": True, "pretrained_cfg_overlay": source}
     return _create_timm(recipe, options)
 

@@ -19,7 +19,7 @@ from flatout.errors import InputError, first_line
 from flatout.models.hub import FIX, find_weights
 from flatout.models.installed import find_installed
 from flatout.models.layers import head_modules
-from flatout.models.load import create_timm, seeded
+from flatout.models.load import create_timm, quiet, seeded
 from flatout.models.weights import Differences, Tensors, described, differences, read_weights
 from flatout.recipe import Recipe
 from flatout.settings import shown
@@ -27,15 +27,20 @@ from flatout.settings import shown
 if TYPE_CHECKING:
     from torch import nn
 
+# The deviation of the weights of a fresh last layer on loaded ones.
+_FRESH_DEVIATION = 0.01
+# The batch count of batch norm, which files older than PyTorch 0.4.1 lack, and which is not used here.
+_COUNT = ".num_batches_tracked"
 _PREFIX = re.compile(r"(module|model|net|_orig_mod)\.")
 
 
 def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], None]) -> None:
-    """Load the weights that a recipe names into its model. A head of another size keeps its fresh weights.
+    """Load the weights that a recipe names into its model. A last layer of another size starts fresh, and small.
 
     Those are the published weights of `recipe.model`, from a cache, the hub or a package (`hub.find_weights`); or, if
     `recipe.weights` is set, a file of any format that `flatout.convert` reads, or a folder with one, such as a run.
-    `report` takes sentences on what was downloaded and loaded.
+    timm adapts weights of its networks to another image size. `report` takes sentences on what was downloaded and
+    loaded.
 
     Raises:
         WeightsUnavailable: published weights are in no cache and no package, and cannot be downloaded.
@@ -44,8 +49,15 @@ def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], 
     """
     if recipe.weights:
         path = find_file(Path(recipe.weights))
-        fit(model, read_file(path), path, recipe.image_sides, report)
-        return
+        foreign = _resized(model, recipe, read_file(path), path)
+        fitted = fit(model, foreign, path, recipe.image_sides, report)
+    else:
+        fitted = _load_published(model, recipe, report)
+    if not fitted.head_fits:
+        _start_small(model, fitted, recipe.seed)
+
+
+def _load_published(model: "nn.Module", recipe: Recipe, report: Callable[[str], None]) -> "Fitted":
     path = find_weights(recipe.model, report=report)
     installed = find_installed(recipe.model)
     if installed and installed.path != path:
@@ -54,8 +66,9 @@ def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], 
         foreign = read_file(path)
         if recipe.model.startswith("timm:"):
             tensors = in_timms_names(model, foreign.tensors) if installed else foreign.tensors
-            foreign = Foreign("torch", _adapt(model, recipe, tensors, path))
-        fit(model, foreign, path, recipe.image_sides, report)
+            config: Mapping[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
+            foreign = Foreign("torch", _adapt(model, recipe, tensors, config["num_classes"], path))
+        return fit(model, foreign, path, recipe.image_sides, report)
     except InputError as error:
         if installed:
             raise InputError(f"{error}; the file is of {installed.origin}: {installed.fix}; or {FIX}") from error
@@ -64,24 +77,64 @@ def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], 
         raise InputError(f"{error}; {fix}; or {FIX}") from error
 
 
-def _adapt(model: "nn.Module", recipe: Recipe, tensors: Tensors, path: Path) -> dict[str, Any]:
-    """Return published weights as a model of timm's has them, with this image size and these channels.
+def _start_small(model: "nn.Module", fitted: "Fitted", seed: int) -> None:
+    """Start the last layers of the heads that were not loaded with small weights and no bias.
 
-    A second model is created, since timm adapts weights only on creation. It has the published head: with another one,
-    timm would accept the weights of any network.
+    Some networks of timm's start with logits of several units, from which the first steps diverge.
+    """
+    import torch
+    from torch import nn
+
+    generator = torch.Generator().manual_seed(seed)
+    for prefix, head in head_modules(model).items():
+        linear = [(name, m) for name, m in head.named_modules(prefix=prefix) if isinstance(m, nn.Linear | nn.Conv2d)]
+        for name, layer in linear[-1:]:
+            if f"{name}.weight" in fitted.names:
+                continue
+            with torch.no_grad():
+                layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator) * _FRESH_DEVIATION)
+                if layer.bias is not None:
+                    layer.bias.zero_()
+
+
+def _resized(model: "nn.Module", recipe: Recipe, foreign: Foreign, path: Path) -> Foreign:
+    """Return weights of a network of timm's as it has them with this image size, if they do not fit as they are."""
+    if not recipe.model.startswith("timm:") or foreign.framework != "torch":
+        return foreign
+    own = model.state_dict()
+    tensors = _strip_prefixes(foreign.tensors, own, _without_head(own, model))
+    if not _misfits(model, tensors):
+        return foreign
+    try:
+        return Foreign("torch", _adapt(model, recipe, tensors, _outputs_in(tensors, model), path))
+    except InputError:
+        return foreign  # the tensors that do not fit are named later
+
+
+def _outputs_in(tensors: Tensors, model: "nn.Module") -> int:
+    """Return how many outputs the network has that weights are of."""
+    names = [name for prefix in head_modules(model) for name in tensors if name.startswith(f"{prefix}.")]
+    last = [name for name in names if name.endswith(".weight") and tensors[name].ndim > 1]
+    config: Mapping[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
+    outputs = len(tensors[last[-1]]) if last else config["num_classes"]
+    return outputs - (config.get("label_offset") or 0) * (outputs == config["num_classes"] + 1)
+
+
+def _adapt(model: "nn.Module", recipe: Recipe, tensors: Tensors, outputs: int, path: Path) -> dict[str, Any]:
+    """Return weights of a network of timm's as a model has them, with this image size and these channels.
+
+    A second model is created, since timm adapts weights only on creation. It has as many outputs as the weights: with
+    others, timm would accept the weights of any network.
     """
     config: Mapping[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
     try:
-        with seeded(0):
-            published = create_timm(recipe, config["num_classes"], tensors)
+        with seeded(0), quiet():
+            published = create_timm(recipe, outputs, tensors)
     except Exception as error:  # timm's functions for one network may raise anything on the tensors of another
         problems = described(_misfits(model, tensors)) or first_line(error)
         size = f"image_size = {shown(recipe.image_size)} (published: {config['input_size'][-1]})"
         raise InputError(f"the weights {path} do not fit {recipe.model} with {size}: {problems}") from error
-    adapted = published.state_dict()
-    if config["num_classes"] == model.num_classes:
-        return adapted
-    return _without_head(adapted, model)
+    return published.state_dict()
 
 
 def _without_head(tensors: Tensors, model: "nn.Module") -> dict[str, Any]:
@@ -92,8 +145,7 @@ def _without_head(tensors: Tensors, model: "nn.Module") -> dict[str, Any]:
 def _misfits(model: "nn.Module", tensors: Tensors) -> Differences:
     """Return how tensors differ from a model's in names and shapes, the head left out."""
     own, body = _without_head(model.state_dict(), model), _without_head(tensors, model)
-    # Files older than PyTorch 0.4.1 lack the batch count of batch norm, which is not used here.
-    return differences({n: t for n, t in own.items() if n in body or not n.endswith(".num_batches_tracked")}, body)
+    return differences({n: t for n, t in own.items() if n in body or not n.endswith(_COUNT)}, body)
 
 
 class Fitted(NamedTuple):
@@ -118,7 +170,7 @@ def fit(
     mapping: Mapping[str, str] | None = None,
     epsilon: float | None = None,
 ) -> Fitted:
-    """Load the weights of a file into a model, all or nothing; only the head may be missing, more, or of another shape.
+    """Load the weights of a file into a model, all or nothing; only layers of the head may lack, or be of other shapes.
 
     Args:
         model: as `build_model` returns it, on the CPU.
@@ -152,11 +204,13 @@ def fit(
         raise InputError(f"the weights {path} do not fit the model: {described(problems)}", details)
     loaded = _loadable(model, tensors)
     model.load_state_dict(loaded, strict=False)
-    heads = head_modules(model)
-    head_fits = any(name.startswith(tuple(f"{head}." if head else "" for head in heads)) for name in loaded)
-    fresh = f"the head ({', '.join(heads)}) starts fresh, since the file has none of its size"
+    own = model.state_dict()
+    body = _without_head(own, model)
+    fresh = dict.fromkeys(_layer(n) for n in own if n not in body and n not in loaded and not n.endswith(_COUNT))
+    head_fits = not fresh
+    about = f"the head ({', '.join(fresh)}) starts fresh, since the file has none of its size"
     matched = f", matched {how}" if pairs else ""
-    report(f"Weights from {path}: {len(loaded)} tensors{matched}; {'the head included' if head_fits else fresh}.")
+    report(f"Weights from {path}: {len(loaded)} tensors{matched}; {'the head included' if head_fits else about}.")
     return Fitted(list(loaded), head_fits, how, pairs)
 
 
@@ -178,12 +232,21 @@ def _ways(
 
 
 def _loadable(model: "nn.Module", tensors: Tensors) -> dict[str, Any]:
-    """Return the tensors that the model takes: all but a head of another size."""
+    """Return the tensors that the model takes: all but those of layers of its head that have another size there.
+
+    So hidden layers of a head are taken, while the last one is of other classes.
+    """
     own = model.state_dict()
     body, own_body = _without_head(tensors, model), _without_head(own, model)
-    head, own_head = tensors.keys() - body.keys(), own.keys() - own_body.keys()
-    head_fits = head == own_head and all(tensors[name].shape == own[name].shape for name in head)
-    return {name: tensor for name, tensor in tensors.items() if head_fits or name in body}
+    head = (tensors.keys() | own.keys()) - body.keys() - own_body.keys()
+    shapes = ({name: tuple(state[name].shape) for name in head & state.keys()} for state in (tensors, own))
+    theirs, ours = shapes
+    others = {_layer(name) for name in head if theirs.get(name) != ours.get(name) and not name.endswith(_COUNT)}
+    return {name: t for name, t in tensors.items() if name in body or (name in ours and _layer(name) not in others)}
+
+
+def _layer(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _strip_prefixes(tensors: Tensors, own: Iterable[str], body: Collection[str]) -> Tensors:
