@@ -90,6 +90,24 @@ def choose_processes(
     return Processes(devices=devices, threads=threads, reason=reason)
 
 
+def kept_devices(before: str, engine: str) -> tuple[str, str]:
+    """Return the SPEC for a run that is resumed without one, and a sentence for the log.
+
+    It is that of the run, since another number of processes adds up in another order; `auto` if this host lacks it.
+    """
+    lacking = f"--devices auto: the run that is resumed used {before}, which this machine does not have"
+    try:
+        devices = parse_devices(before, engine)
+    except InputError:
+        return "auto", lacking
+    using, count = before, len(devices.indices)
+    if devices.kind == "cpu" and engine == "torch":
+        using = f"{count} process{'es' * (count > 1)}"
+        if count > usable_cores():
+            return "auto", lacking
+    return before, f"--devices auto: {using}, as in the run that is resumed"
+
+
 def _most_ranks(devices: Devices, batch: int) -> int:
     """Return how many processes `auto` may use on the devices that it means: GPUs, or cores of the CPU."""
     if devices.kind == "cuda":

@@ -207,7 +207,7 @@ def run_session(session: Session, console: Console, function: "Callable[[Console
     """
     from flatout.dist.env import launched
     from flatout.engine.devices import parse_devices
-    from flatout.engine.factory import choose_processes
+    from flatout.engine.factory import choose_processes, kept_devices
     from flatout.run.launch import check_batch, run_on_devices
 
     recipe, options, engine = session.recipe, session.options, session.options.engine
@@ -227,8 +227,12 @@ def run_session(session: Session, console: Console, function: "Callable[[Console
         check_batch(recipe.batch_size, len(devices.ranks.names))
     with session.prepared(console) as pack:
         start, stop = pack.splits["train"]
+        spec = options.devices
+        if spec == "auto" and (before := session.devices_before()):
+            spec, sentence = kept_devices(before, engine)
+            session.note(sentence)
         chosen = choose_processes(
-            options.devices,
+            spec,
             recipe,
             stop - start,
             lambda: session.build_model(pack),

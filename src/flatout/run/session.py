@@ -12,6 +12,7 @@ from flatout.data.order import steps_per_epoch
 from flatout.dist.consistency import agree, data_facts
 from flatout.dist.env import restart_count
 from flatout.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
+from flatout.files import write_atomically
 from flatout.numerics.schedule import describe_jump, describe_scaling
 from flatout.recipe import Recipe, load_recipe, of_run
 from flatout.report import run_files
@@ -92,6 +93,13 @@ class Session:
         if isinstance(self.data, Pack):
             state["data"] = self._open.enter_context(share(self.data))
         return state
+
+    def devices_before(self) -> str:
+        """Return the devices on which the run that is resumed was trained; "" if it is new or does not tell."""
+        if self.options.resume and self.options.out:
+            with contextlib.suppress(OSError):
+                return (self.options.out / run_files.DEVICES).read_text(errors="replace")
+        return ""
 
     @contextlib.contextmanager
     def prepared(self, console: Console) -> "Iterator[Pack]":
@@ -211,10 +219,10 @@ class Session:
         return splits
 
     def _of_run(self, key: str) -> str:
-        """Return the value of a key of `data` in the run that is continued; "" in a new run."""
+        """Return the value of a recipe key in the run that is continued; "" in a new run."""
         if not self._has_checkpoints():
             return ""
-        return self.world.from_main(lambda: getattr(of_run(load_recipe(self.out / run_files.RECIPE)).data, key))
+        return self.world.from_main(lambda: of_run(load_recipe(self.out / run_files.RECIPE)).flat()[key])
 
     def build_model(self, pack: "Pack", report: Callable[[str], None] = lambda sentence: None) -> "nn.Module":
         """Return the model with fresh weights; one given in Python as a copy."""
@@ -239,6 +247,7 @@ class Session:
             world=self.world,
             options=self.options,
             pack=pack,
+            kept_precision=self._of_run("precision") if self.recipe.precision == "auto" else "",
             note=self.note,
         )
         if self.stage:
@@ -296,7 +305,7 @@ class Session:
         return progress
 
     def _begin_folder(self, *, overwrite: bool) -> None:
-        """Write the recipe, after an old run is removed if that was requested, and open the logs."""
+        """Write recipe and devices, after an old run is removed if that was requested, and open the logs."""
         if self.world.is_main:
             claim.begin(self.out, self.recipe, overwrite=overwrite)
         self.world.barrier()
@@ -306,6 +315,9 @@ class Session:
             self.console.open_log(log)
         except OSError as error:
             raise InputError(f"{log}: cannot be written: {error.strerror}") from None
+        if self.world.local_rank == 0:
+            given = self.options.devices
+            write_atomically(self.out / run_files.DEVICES, (self.devices if given == "auto" else given).encode())
 
     # --- training -------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ def start_engine(
     world: "World",
     options: Options,
     pack: "Pack",
+    kept_precision: str,
     note: Callable[[str], None],
 ) -> "tuple[Engine, Recipe, HeadStage | None]":
     """Return the engine with the weights to start from, the recipe with its number format, and the fitted head if any.
@@ -36,6 +37,7 @@ def start_engine(
 
     Args:
         model: with fresh weights; it is changed.
+        kept_precision: of the run that is continued, for precision = "auto"; "" in a new run.
 
     Raises:
         InputError: weights cannot be loaded, the head cannot be fitted, or the device lacks what the recipe asks for.
@@ -66,7 +68,9 @@ def start_engine(
     formats = precisions(options.engine, world)
     if not recipe.epochs:
         recipe = recipe.override({"precision": "fp32"})
-    if recipe.precision == "auto" and "bf16" in formats and not recipe.exact_sums:
+    if recipe.precision == "auto" and kept_precision:
+        recipe = recipe.override({"precision": kept_precision if kept_precision in formats else "auto"})
+    elif recipe.precision == "auto" and "bf16" in formats and not recipe.exact_sums:
         from flatout.run.precision import fastest_precision
 
         chosen, reason = fastest_precision(
