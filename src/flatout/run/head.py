@@ -17,6 +17,7 @@ import torch
 
 from flatout.data.splits import divide
 from flatout.host import physical_cores
+from flatout.numerics import optim
 from flatout.numerics.calibration import fit_temperature
 from flatout.tasks.base import Task
 
@@ -76,7 +77,8 @@ def fit_head(
     task = replace(task, label_smoothing=0.0)
     out_of_fold = np.full((len(labels), num_outputs), np.nan, np.float32)
     heads: list[torch.Tensor] = []
-    with _threads(max(1, physical_cores() // 2)):
+    with _threads(max(1, physical_cores() // 2)), contextlib.ExitStack() as stack:
+        stack.callback(optim.keep_compiler_out())
         problem = _Problem(views_VNF, labels, task, num_outputs, class_weights, has_bias=has_bias)
         if strength is None:
             strength, heads, answers, chosen = _cross_validate(problem, groups, seed)
@@ -121,12 +123,16 @@ class _Problem:
         self._variances, self._axes = variances[kept].float(), axes[:, kept].float()
         ones = torch.full((len(rows), 1), float(has_bias))
         self._rows = torch.cat([standard @ self._axes, ones], 1)  # [V * N, components + 1]
-        self._targets = torch.from_numpy(task.targets(labels)).repeat(self.views, *[1] * (task.targets(labels).ndim - 1))
+        self._targets = torch.from_numpy(task.targets(labels)).repeat(
+            self.views, *[1] * (task.targets(labels).ndim - 1)
+        )
         weights = task.sample_weights(labels, class_weights)
         self._weights = torch.ones(self.count) if weights is None else torch.from_numpy(weights)
         self._class_weights = None if class_weights is None else torch.from_numpy(class_weights)
         # The mean curvature of the loss in a logit: of squares, of one sigmoid, or of a softmax.
-        self._curvature = {"mse": 1.0, "huber": 1.0, "binary-cross-entropy": 0.25}.get(task.loss, 1 / max(2, num_outputs))
+        self._curvature = {"mse": 1.0, "huber": 1.0, "binary-cross-entropy": 0.25}.get(
+            task.loss, 1 / max(2, num_outputs)
+        )
 
     def zeros(self) -> torch.Tensor:
         """Return the head that answers 0, [components + 1, K]; its last row is the bias."""
@@ -141,7 +147,9 @@ class _Problem:
             chosen = torch.from_numpy(np.concatenate([images + view * self.count for view in range(self.views)]))
             rows, targets, weights = rows[chosen], targets[chosen], weights[chosen]
         weights = weights / weights.sum()
-        scale = torch.cat([self._curvature * self._variances + strength, torch.tensor([self._curvature])]).sqrt()[:, None]
+        scale = torch.cat([self._curvature * self._variances + strength, torch.tensor([self._curvature])]).sqrt()[
+            :, None
+        ]
         scaled = (start * scale).requires_grad_()
         optimizer = torch.optim.LBFGS(
             [scaled], max_iter=iterations, history_size=10, tolerance_grad=1e-5, line_search_fn="strong_wolfe"
@@ -183,7 +191,7 @@ class _Problem:
 def _cross_validate(
     problem: _Problem, groups: np.ndarray | None, seed: int
 ) -> tuple[float, list[torch.Tensor], np.ndarray, np.ndarray]:
-    """Return the best strength, the heads of its folds, their answers [n, K] to images they have not seen, and those."""
+    """Return the best strength, and the heads of its folds; their answers [n, K] to unseen images, and those images."""
     most = min(MAX_IMAGES, int(MAX_PRODUCTS / problem.outputs / problem.zeros().shape[0]))
     chosen = np.arange(problem.count)
     if problem.count > most:

@@ -61,9 +61,7 @@ def start_engine(
         **own.for_engine(recipe),
     )
     if recipe.linear_probe:
-        stage = fit_to_features(
-            model, recipe, splits, pack, make, world, class_weights=class_weights, report=note
-        )
+        stage = fit_to_features(model, recipe, splits, pack, make, world, class_weights=class_weights, report=note)
         note(stage.sentence)
     formats = precisions(options.engine, world)
     if not recipe.epochs:

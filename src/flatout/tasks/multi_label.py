@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout import style
-from flatout.errors import InputError
 from flatout.recipe import Recipe
 from flatout.style import finite, shorten
 from flatout.tasks.base import LEAST_PROBABILITY, Curve, Task, class_rows, curve

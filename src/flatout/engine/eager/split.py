@@ -188,6 +188,7 @@ class TorchSplit:
     def _through_prefix(self) -> Source:
         """Return the output of the frozen prefix for the images, augmented by the tables of `_images` if there are."""
         engine, images = self._engine, self._images
+
         def outputs() -> Iterator[torch.Tensor]:
             for inputs in self._batches(images, equally_many=True):
                 with torch.no_grad(), engine.setup.autocast():
