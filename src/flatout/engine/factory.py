@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from flatout.dist.world import World
+    from flatout.run.advise import Speeds
 
 # Seconds for starting several processes.
 LAUNCH_SECONDS = 4.0
@@ -59,6 +60,9 @@ def choose_processes(
     devices = parse_devices(spec, engine)
     if engine == "xla":
         return Processes(devices=devices, threads=physical_cores())
+    if spec == "auto" and devices.kind == "cpu" and not recipe.epochs:
+        # Nothing is trained; ONNX Runtime uses all cores.
+        return Processes(devices=devices, threads=cpu_threads())
     asked, threads, cores = len(devices.indices), cpu_threads(len(devices.indices)), physical_cores()
     if spec != "auto":
         too_many = devices.kind == "cpu" and asked > usable_cores()
@@ -117,13 +121,13 @@ def _most_ranks(devices: Devices, batch: int) -> int:
     return cores if is_split else 1
 
 
-def rate_on(spec: str, engine: str) -> Callable[[Recipe, int], float] | None:
-    """Return a function that measures the images per second of training on the devices of a SPEC.
+def speeds_on(spec: str, engine: str) -> "Speeds | None":
+    """Return functions that measure training, and the features of networks, on the devices of a SPEC.
 
-    It takes a recipe and the number of classes, and builds one of our own models. None where the ranks are started
-    already, which would measure different rates, and for XLA, which compiles too long.
+    None where the ranks are started already, which would measure other speeds, and for XLA, which compiles too long.
     """
     from flatout.dist.env import launched
+    from flatout.run.advise import Speeds
 
     devices = parse_devices(spec, engine)
     if launched() is not None or engine == "xla":
@@ -132,7 +136,7 @@ def rate_on(spec: str, engine: str) -> Callable[[Recipe, int], float] | None:
     # How many processes; the first model decides between those that `auto` may mean.
     chosen = [] if spec == "auto" else [len(devices.indices)]
 
-    def rate(recipe: Recipe, classes: int) -> float:
+    def training(recipe: Recipe, classes: int) -> float:
         from flatout.engine.eager.probe import seconds_per_image
         from flatout.models.load import build_model
 
@@ -143,7 +147,14 @@ def rate_on(spec: str, engine: str) -> Callable[[Recipe, int], float] | None:
         chosen[:] = [max(rates, key=rates.__getitem__)]
         return rates[chosen[0]]
 
-    return rate
+    def features(recipe: Recipe) -> float:
+        from flatout.engine.eager.probe import features_per_second
+
+        # The ranks of one CPU share its cores.
+        several = 1 if devices.kind == "cpu" else _most_ranks(devices, recipe.batch_size)
+        return several * features_per_second(recipe, devices.names[0])
+
+    return Speeds(training=training, features=features)
 
 
 def _about(seconds: float) -> str:

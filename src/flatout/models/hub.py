@@ -76,6 +76,22 @@ def find_weights(model_name: str, *, report: Callable[[str], None], quick: bool 
         return installed.path
 
 
+def unreachable() -> str:
+    """Return why the Hugging Face hub cannot be reached, found out within a second; empty if it can."""
+    from huggingface_hub import constants
+
+    try:
+        _reach((constants.ENDPOINT, constants.HF_HUB_OFFLINE))
+    except OSError as error:
+        return f"{constants.ENDPOINT} cannot be reached ({error})"
+    return ""
+
+
+def is_cached(model_name: str) -> bool:
+    """Return whether the published weights of a model are in a cache of this host."""
+    return any(path.is_file() for path in _places(*_source(model_name)))
+
+
 def _download(model_name: str, repository: str, url: str, report: Callable[[str], None], quick: bool) -> Path:
     """Download weights; `quick` gives up a hub that does not answer after a second."""
     from huggingface_hub import constants
@@ -112,7 +128,7 @@ def _source(model_name: str) -> tuple[str, str]:
         if config is not None:
             repository, url = config.hf_hub_id or "", str(config.url or "")
     if not repository and not url:
-        raise InputError(f"no weights are published for the model {model_name}; {FIX}")
+        raise WeightsUnavailable(f"no weights are published for the model {model_name}", FIX)
     return repository, url
 
 

@@ -5,6 +5,7 @@ the processor's vectors hold. `benchmarks/features.py` measures it.
 """
 
 import contextlib
+import hashlib
 import io
 import logging
 import warnings
@@ -22,6 +23,8 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 BATCH = 8
 # The largest difference from torch's output, as a share of its largest value.
 TOLERANCE = 1e-4
+# The function made last, by its key: the measurement of a network prepares the run.
+_kept: dict[str, Function] = {}
 
 
 def frozen_network(
@@ -36,8 +39,9 @@ def frozen_network(
         report: called with a sentence if ONNX Runtime is not used.
     """
     network.eval()
+    key = _key(network, example, threads)
     try:
-        computed = _session(_exported(network, example), threads)
+        computed = _kept.get(key) or _session(_exported(network, example), threads)
         found = computed(example)
     except Exception as error:  # an exporter and a runtime raise anything on the networks that they do not know
         report(f"features are computed by torch: ONNX Runtime cannot ({type(error).__name__}: {first_line(error)})")
@@ -48,7 +52,18 @@ def frozen_network(
     if not difference <= TOLERANCE:
         report(f"features are computed by torch: those of ONNX Runtime differ by {difference:.1e} of the largest")
         return network
+    _kept.clear()
+    _kept[key] = computed
     return computed
+
+
+def _key(network: nn.Module, example: torch.Tensor, threads: int) -> str:
+    """Return a digest of all that the function of a network depends on."""
+    digest = hashlib.sha256(repr((type(network), [*example.shape[1:]], threads)).encode())
+    for name, tensor in network.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _exported(network: nn.Module, example: torch.Tensor) -> bytes:
@@ -59,7 +74,7 @@ def _exported(network: nn.Module, example: torch.Tensor) -> bytes:
         torch.onnx.export(
             network,
             (example[:2].contiguous(),),
-            file,
+            file,  # pyright: ignore[reportArgumentType]
             dynamo=False,  # the other exporter takes ten times as long
             input_names=["images"],
             output_names=["features"],

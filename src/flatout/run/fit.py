@@ -98,7 +98,7 @@ def fit(
     from flatout.callbacks.trackers import callbacks_of
     from flatout.dist.env import launched
     from flatout.engine.devices import engine_for, parse_devices
-    from flatout.engine.factory import rate_on
+    from flatout.engine.factory import speeds_on
     from flatout.models.keras import KerasModule, is_keras
     from flatout.models.load import copied
     from flatout.run.arguments import check_names, is_own_loss, join_data, loader_batch_size, recipe_changes
@@ -147,7 +147,8 @@ def fit(
             accelerated=parse_devices(devices, engine).is_accelerated,
             console=console,
             seconds=options.seconds,
-            rate=rate_on(devices, engine),
+            began=began,
+            speeds=speeds_on(devices, engine),
             words=python_words,
             explain=reasons.append,
         )
