@@ -16,9 +16,12 @@ import torch
 from torch import nn
 
 from flatout.errors import first_line
+from flatout.models.features import caught
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
+# Preparing ONNX Runtime takes as long as torch does for images of about so many pixels together.
+WORTHWHILE_PIXELS = 5_000_000
 # Images at once: their activations stay in the processor's cache. Twice as many are a fifth slower.
 BATCH = 8
 # The largest difference from torch's output, as a share of its largest value.
@@ -55,6 +58,57 @@ def frozen_network(
     _kept.clear()
     _kept[key] = computed
     return computed
+
+
+class FrozenClassifier:
+    """A classifier, or its last part, that no longer changes: through ONNX Runtime, prepared when it is first called.
+
+    Args:
+        model: the classifier.
+        network: the part of it that is called.
+        threads, report: as for `frozen_network`.
+    """
+
+    def __init__(
+        self, model: nn.Module, network: nn.Module, threads: int, report: Callable[[str], None] = lambda sentence: None
+    ) -> None:
+        self._both, self._threads, self._report = _LogitsAndFeatures(model, network), threads, report
+        self._compute: Function | None = None
+        self._seen: list[torch.Tensor] = []
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits [B, K] of images, or of what the network reads."""
+        if self._compute is None:
+            self._compute = frozen_network(self._both, x, self._threads, self._report)
+        found = self._compute(x)
+        outputs = self._both.outputs or found.shape[1]
+        if found.shape[1] > outputs:
+            self._seen.append(found[:, outputs:])
+        return found[:, :outputs]
+
+    def take(self) -> torch.Tensor | None:
+        """Return the features since the last call: see `models.features.Features`."""
+        seen, self._seen = self._seen, []
+        return torch.stack(seen).mean(dim=0) if seen else None
+
+
+class _LogitsAndFeatures(nn.Module):
+    """Logits and features of images side by side, [B, K + F], as one output of an ONNX model.
+
+    Attributes:
+        outputs: K, known after the first call.
+    """
+
+    def __init__(self, model: nn.Module, network: nn.Module) -> None:
+        super().__init__()
+        self._model, self._network, self.outputs = [model], network, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with caught(self._model[0], self._network) as features:
+            logits = self._network(x)
+            self.outputs = int(logits.shape[1])
+            found = features.take()
+        return logits if found is None else torch.cat([logits, found.to(logits.dtype)], dim=1)
 
 
 def _key(network: nn.Module, example: torch.Tensor, threads: int) -> str:

@@ -1,7 +1,7 @@
 """Which published network, at which image size, makes the best of the user's minutes on photos, and what is done then.
 
-Expected errors are relative. ImageNet accuracy ranks the networks (Kornblith et al., arXiv 1805.08974). The gains by image
-size, mirrored images and fine-tuning are those that `benchmarks/gains.py` measured (`benchmarks/results/gains.json`).
+Expected errors are relative. ImageNet accuracy ranks the networks (Kornblith et al., arXiv 1805.08974).
+`benchmarks/gains.py` measured what image size, mirrored images and fine-tuning gain (`benchmarks/results/gains.json`).
 Speeds are measured on the devices of the run.
 """
 
@@ -14,7 +14,7 @@ from flatout.host import physical_cores
 from flatout.models.backbones import Backbone
 from flatout.models.sizes import usable_size
 from flatout.run.facts import STRIDE, of_shape
-from flatout.settings import Size, shown, sides
+from flatout.settings import Size, sides
 
 # The error grows with the power of the published size over the size: 1.5, 2.75 and 4.5 % at 224, 160 and 128 pixels.
 SIZE_EXPONENT = 1.8

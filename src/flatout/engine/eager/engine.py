@@ -8,6 +8,7 @@ Shape letters: B samples of this rank in a batch, C channels.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -40,9 +41,6 @@ from flatout.numerics import augment, optim, pixels
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe
 from flatout.tasks import task_of
-
-# Preparing ONNX Runtime takes as long as torch does for about so many pixels.
-WORTHWHILE_PIXELS = 5_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,12 +263,19 @@ class TorchEngine:
         seen = [network(self.prefix(view, len(view)) if self.cut else view) for view in views]
         return self.task.averaged(torch.stack(seen))
 
+    def is_frozen_faster(self, count: int) -> bool:
+        """Return whether ONNX Runtime is worth its preparation for `count` images and a network that is frozen."""
+        from flatout.models.onnx_features import WORTHWHILE_PIXELS
+
+        is_worthwhile = count * math.prod(self.recipe.image_sides) >= WORTHWHILE_PIXELS
+        return self.setup.accelerator.is_host and is_worthwhile
+
     def prefix(self, images: torch.Tensor, count: int) -> torch.Tensor:
         """Return the output of the frozen prefix for a batch, [B, C, H, W], one of those of `count` images."""
         assert self.cut is not None
         if self._prefix is None:
             self._prefix = self.cut.prefix
-            if self.setup.accelerator.is_host and count * images[0, 0].numel() >= WORTHWHILE_PIXELS:
+            if self.is_frozen_faster(count):
                 from flatout.models.onnx_features import frozen_network
 
                 self._prefix = frozen_network(self.cut.prefix, images, self.threads, self._report)

@@ -279,6 +279,8 @@ class TorchSplit:
         tta: bool = False,
     ) -> Evaluation:
         """See `DeviceSplit.evaluate`. Losses are those of the recipe, without class weights."""
+        # Whoever asks for more than metrics does not train on.
+        is_last = with_probabilities or with_logits or keep_features is not None
         # What a frozen prefix computes of moved images is not cached.
         engine, source = self._engine, self._images if tta else self._view(NOT_AUGMENTED, {})
         task, world, accelerator = engine.task, engine.world, engine.setup.accelerator
@@ -288,8 +290,12 @@ class TorchSplit:
         names += ["features"] * (keep_features is not None)
         rows = {name: _Rows(len(self.samples), world) for name in names}
         with contextlib.ExitStack() as stack:
-            network = stack.enter_context(engine.evaluation_network())
-            features = stack.enter_context(caught(engine.model, network)) if keep_features else None
+            network: Any = stack.enter_context(engine.evaluation_network())
+            features: Any = stack.enter_context(caught(engine.model, network)) if keep_features else None
+            if is_last and engine.setup.precision == "fp32" and engine.is_frozen_faster(len(self.samples)):
+                from flatout.models.onnx_features import FrozenClassifier
+
+                network = features = FrozenClassifier(engine.model, network, engine.threads)
             for inputs in self._batches(source, equally_many=engine.is_sharded):
                 start, real = int(inputs.batch.samples[0]), inputs.batch.count
                 with engine.setup.autocast():
