@@ -355,7 +355,7 @@ def _from_weights(facts: Facts, weights: Path, model: str, speeds: Speeds | None
 
 def _fitted_head(facts: Facts, backbones: "Sequence[Backbone]", speeds: Speeds | None, *, weights: str = "") -> Advice:
     """Return a recipe that fits the head of a published network, and fine-tunes all of it if the time permits."""
-    from flatout.run.photo_plan import plan_photos
+    from flatout.run.photo_plan import plan_photos, trained_layers
 
     channels = 3 if facts.channels == 1 else facts.channels
     size = facts.size if facts.is_size_given else None
@@ -393,12 +393,12 @@ def _fitted_head(facts: Facts, backbones: "Sequence[Backbone]", speeds: Speeds |
         "tta": plan.mirrored,
         "data": _normalisation(plan.backbone, channels),
     }
+    if plan.epochs:
+        recipe["freeze"] = f"all-but-last-{trained_layers(plan.backbone.model)}"
     if not weights:
         recipe["pretrained"] = True
-    reasons |= plan.reasons
-    if not plan.epochs:
-        reasons = {key: reasons[key] for key in plan.reasons}
-    return recipe, reasons
+    kept = ("batch_size", "augment") if plan.epochs else ()
+    return recipe, plan.reasons | {key: reasons[key] for key in kept}
 
 
 def _normalisation(backbone: "Backbone", channels: int) -> dict[str, Any]:
@@ -407,9 +407,9 @@ def _normalisation(backbone: "Backbone", channels: int) -> dict[str, Any]:
 
 
 def _fine_tuning(facts: Facts, model: str) -> Advice:
-    """Return a recipe that fits the head first, and then trains all layers, those near the images by small steps."""
+    """Return a recipe that fits the head first, and then trains layers in small steps."""
     epochs = facts.by_images(FINE_TUNING_EPOCHS)
-    batch = facts.by_images(((2_000, 32), (2**63, 64)))
+    batch = facts.by_images(((20_000, 32), (2**63, 64)))
     recipe: dict[str, Any] = {
         "model": model,
         "image_size": facts.size,
@@ -417,17 +417,16 @@ def _fine_tuning(facts: Facts, model: str) -> Advice:
         "batch_size": batch,
         "label_smoothing": 0.1,
         "linear_probe": True,
-        "ema": 0.99,
-        "optimizer": {"name": "adamw", "lr": 0.0001, "weight_decay": 0.05, "layer_decay": 0.9},
-        "schedule": {"name": "cosine", "warmup_epochs": 0.5},
-        "augment": {"flip": True, "crop": 0.5},
+        "optimizer": {"name": "adamw", "lr": 0.0003, "weight_decay": 0.05},
+        "schedule": {"name": "cosine", "warmup_epochs": 0.4},
+        "augment": {"flip": True, "views": 2},
     }
     return recipe, {
         "model": f"model = {model}: as the weights are",
         "linear_probe": "linear_probe = true: the head is fitted first, by cross-validation",
-        "epochs": f"epochs = {epochs}: all layers are fine-tuned, those near the images by small steps",
+        "epochs": f"epochs = {epochs}: all layers are fine-tuned in small steps",
         "batch_size": f"batch_size = {batch}: for {facts.images:,} training images",
-        "augment": "augment: random flip and resized crop; --set augment.flip=false for text and signs",
+        "augment": "augment: random flip; --set augment.flip=false for text and signs",
     }
 
 

@@ -20,6 +20,7 @@ from flatout.engine.base import Evaluation
 from flatout.errors import InputError
 from flatout.models.features import compact
 from flatout.models.heads import Head, HeadNetwork, find_head, set_head
+from flatout.numerics.calibration import both_logits
 from flatout.numerics.novelty import Known
 from flatout.recipe import Augment, Recipe
 from flatout.run.head import FittedHead, fit_head
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 # Splits whose labels the head may see. In a cross-validation, the images of the fold choose nothing.
 FITTED = ("train", "valid")
+# Of a head that answers so many images rightly, fine-tuning is left out where minutes decide.
+ENOUGH = 0.99
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,6 +69,24 @@ class HeadStage:
     seconds: dict[str, float]
     sentence: str
     _known: list[Known | None] = field(default_factory=list)
+
+    @property
+    def share_right(self) -> float:
+        """The share of training and validation images that heads which have not seen them answer rightly."""
+        labels = np.concatenate([self.labels[name] for name in self.fitted_splits])
+        answers = self.fitted.out_of_fold
+        is_seen = np.isfinite(answers).all(axis=1)
+        right = both_logits(answers[is_seen]).argmax(axis=1) == labels[is_seen]
+        return float(right.mean()) if len(right) else 0.0
+
+    def is_enough(self) -> bool:
+        """Return whether so few answers of unseen heads are wrong that fine-tuning can hardly add anything."""
+        is_single = self.labels["train"].ndim == 1 and self.labels["train"].dtype.kind == "i"
+        return is_single and self.share_right >= ENOUGH
+
+    def give_to(self, model: "nn.Module") -> None:
+        """Let a model have the head that was fitted to all images."""
+        set_head(model, self.head, torch.from_numpy(self.fitted.weight), torch.from_numpy(self.fitted.bias))
 
     def give(self, engine: "Engine") -> None:
         """Let an engine have the fitted head; all ranks call this."""

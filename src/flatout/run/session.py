@@ -350,7 +350,8 @@ class Session:
         seconds, images = self.options.seconds, len(placed["train"].samples)
         if seconds is None:
             return
-        rates = measure(engine, placed, self.recipe, self.world, seconds)
+        rate = self.stage.record.images_per_second if self.stage else None
+        rates = measure(engine, placed, self.recipe, self.world, seconds, rate)
         self.budget = budget = Budget(seconds, self.began, rates, self.recipe, images)
         steps = steps_per_epoch(images, self.recipe.batch_size, self.recipe.drop_last)
         done = progress.position(steps)

@@ -63,6 +63,13 @@ def start_engine(
     if recipe.linear_probe:
         stage = fit_to_features(model, recipe, splits, pack, make, world, class_weights=class_weights, report=note)
         note(stage.sentence)
+        if recipe.epochs and options.minutes is not None and stage.is_enough():
+            note(
+                f"fine-tuning is left out: heads that have not seen them answer {stage.share_right:.2%} of the images "
+                "rightly; more images, or other ones, would help more than minutes"
+            )
+            recipe = recipe.override({"epochs": 0, "freeze": ""})
+            stage.give_to(model)
     formats = precisions(options.engine, world)
     if not recipe.epochs:
         recipe = recipe.override({"precision": "fp32"})

@@ -210,7 +210,11 @@ class TorchSplit:
         return source.samples.images if source.images is None else source.images.float().cpu().numpy()
 
     def compile(self) -> None:
-        """See `DeviceSplit.compile`. Nothing is compiled."""
+        """See `DeviceSplit.compile`. Nothing is compiled; what a frozen prefix makes of all views is computed."""
+        recipe = self._engine.recipe
+        if self._engine.cut:
+            for epoch in range(min(max(1, recipe.augment.views), recipe.epochs)):
+                self.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> None:
         """See `DeviceSplit.begin_epoch`. The output of a frozen prefix is computed once for each view."""
