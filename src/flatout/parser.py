@@ -90,6 +90,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--mapping": {"type": Path, "metavar": "FILE", "help": "TOML or JSON: layer of the model = layer of the file"},
     "--check": {"type": Path, "metavar": "NPZ", "help": "arrays images and logits of the source framework, to compare"},
     "--epsilon": {"type": float, "metavar": "X", "help": "of the file's batch normalisation; default: its framework's"},
+    "--verbose": {"action": "store_true", "help": "list which layer of the file became which of the model"},
     "--classes": {"metavar": "FILE", "help": "a list of class names, one per line"},
     "--repeats": {"type": int, "default": 1, "metavar": "N", "help": "runs of each SPEC, interleaved (1)"},
     "--weak": {"action": "store_true", "help": "weak scaling: the batch grows with the number of devices"},

@@ -33,10 +33,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def test_it_prints_the_pairs_of_layers_and_the_difference(run):
     check = FIXTURES / "keras-small.npz"
-    code, said, _ = run(FIXTURES / "keras-small.keras", "--model", SMALL, "--out", "w.safetensors", "--check", check)
+    words = (FIXTURES / "keras-small.keras", "--model", SMALL, "--check", check)
+    code, said, _ = run(*words, "--out", "w.safetensors")
+    assert code == 0
+    assert "w.safetensors: 13 tensors, all matched (--verbose lists the layers), of" in said
+    assert "conv2d_" not in said
+    assert len(said) < 500
+    code, said, _ = run(*words, "--out", "v.safetensors", "--verbose")
     assert code == 0
     assert "0 = conv2d_" in said
-    assert "13 tensors" in said
+    assert "v.safetensors: 13 tensors, all matched, of" in said
     assert "the largest difference of logits is" in said
     code, said, _ = run(FIXTURES / "keras-small.keras", "--model", SMALL, "--out", "j.safetensors", "--json")
     result = json.loads(said)
@@ -231,7 +237,7 @@ def test_layers_are_found_by_shape_and_as_convolutions(run, tmp_path: Path, is_m
     np.savez("a.npz", images=images, logits=net(images).detach())
     (tmp_path / "m.toml").write_text('"0" = "b"\n"2" = "c"\n5.weight = "a/kernel"\n5.bias = "a/bias"\n')
     words = ("f.weights.h5", "--model", MODELS["whole-map"], "--check", "a.npz", "--out", "w.safetensors")
-    code, said, message = run(*words, *(("--mapping", "m.toml") if is_mapped else ()))
+    code, said, message = run(*words, "--verbose", *(("--mapping", "m.toml") if is_mapped else ()))
     assert code == 0, message
     assert "0 = b, 2 = c, 5 = a" in said
 

@@ -143,6 +143,15 @@ def meet(console: Console, world: "World") -> tuple[int, list[str]]:
     return int(total), listening
 
 
+def meet_until_told(console: Console, world: "World", folder: Path) -> None:
+    """Meet, and stay until a file `told` is in the folder."""
+    meet(console, world)
+    (folder / f"met-{world.rank}").touch()
+    while not (folder / "told").exists():
+        world.heartbeat.keep_alive()
+        time.sleep(0.05)
+
+
 def meet_and_part(console: Console, world: "World", folder: Path) -> None:
     """Meet; then disagree in a collective of objects, note what is said about that, and then in one of tensors."""
     import torch

@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,25 @@ def test_nothing_outlives_a_launcher_that_is_killed(launchers: LauncherServer, t
     os.kill(launcher.ranks[0], signal.SIGSTOP)
     launcher.process.kill()
     assert eventually(lambda: not any(map(is_alive, launcher.ranks)))
+
+
+KILLED_BEFORE_RANKS = """
+import os, signal
+from flatout.dist.elastic import Agent
+from tests.system import rank_functions as ranks
+
+Agent.run = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+ranks.run(ranks.do_nothing)
+"""
+
+
+def test_the_next_run_removes_what_a_launcher_left_that_was_killed_before_it_had_ranks() -> None:
+    """The folder has the model in it, and no rank that could remove it."""
+    killed = subprocess.run([sys.executable, "-c", KILLED_BEFORE_RANKS], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(Path(tempfile.gettempdir()).iterdir())) == 1
+    ranks.run(ranks.do_nothing)
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, "Stopped: 2"), (signal.SIGTERM, "Stopped: 15")])

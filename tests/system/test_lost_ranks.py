@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -40,7 +39,7 @@ class Net(torch.nn.Sequential):
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         ranks = os.environ.get("MISHAP_RANK", "").split(",")
         if self.steps == 10 and ranks[attempt:] and ranks[attempt] == os.environ.get("RANK"):
-            pathlib.Path(os.environ["MISHAP_FILE"]).write_text(os.environ["MASTER_PORT"])
+            pathlib.Path(os.environ["MISHAP_FILE"]).touch()
             os.kill(os.getppid() if os.environ["MISHAP"] == "kill launcher" else os.getpid(), signal.SIGKILL)
             time.sleep(1000)
         return super().forward(x)
@@ -110,8 +109,6 @@ def train(folder: Path, mishap: str, ranks: str, *options: str, devices: str = "
     assert left == []
     assert list(temporary.iterdir()) == []
     assert shared_files() <= shared_before
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", int(file.read_text()))) != 0
     return Ended(code=done.returncode, said=done.stderr, seconds=seconds, out=out)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import flatout
 from flatout.cli import main
 from flatout.engine.eager import accelerator
 from flatout.engine.eager.accelerator import CPU
@@ -50,6 +51,17 @@ def test_the_format_that_pays_is_used_and_written_down(
     assert all(ours[name].equal(again[name]) for name in ours)
 
 
+def test_a_resumed_run_keeps_its_format(measured: dict[str, float], tmp_path: Path) -> None:
+    """The recipe given says `auto` again; a second measurement could choose another format in the middle of the run."""
+    for bf16, other, name in ((0.5, 2.0, "bf16"), (2.0, 0.5, "fp32")):
+        out = tmp_path / name
+        measured["bf16"] = bf16
+        flatout.fit(job="digits", epochs=1, devices="cpu", out=out, quiet=True)
+        measured["bf16"] = other
+        flatout.fit(job="digits", epochs=2, devices="cpu", out=out, quiet=True, resume=True)
+        assert load_recipe(out / "recipe.toml").precision == name
+
+
 def test_all_folds_compute_alike(measured: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one decides, also for those that a later command trains: another measurement may say otherwise."""
     measured["bf16"] = 0.5
@@ -67,6 +79,7 @@ def test_all_folds_compute_alike(measured: dict[str, float], tmp_path: Path, mon
     assert main([*ONE_EPOCH, "--folds", "3", "--out", str(out)]) == 0
     shutil.rmtree(out / "fold-3")
     assert main([*ONE_EPOCH, "--folds", "3", "--out", str(out), "--resume"]) == 0
+    assert main([*ONE_EPOCH, "--epochs", "2", "--folds", "3", "--out", str(out), "--resume"]) == 0
     assert decided == ["bf16"]
     assert {load_recipe(out / f"fold-{fold}/recipe.toml").precision for fold in (1, 2, 3)} == {"bf16"}
 

@@ -26,6 +26,7 @@ from flatout.errors import InputError, WeightsUnavailable
 from flatout.models import hub as weights_hub
 from flatout.models import nets
 from flatout.models.hub import find_weights
+from flatout.models.installed import InstalledBackbone
 from flatout.models.pretrained import load_pretrained
 from flatout.recipe import Recipe
 from tests.hubs import set_endpoint, using_hub
@@ -186,6 +187,38 @@ def test_the_order_of_the_search(hub: Hub, caches: Path, published: nn.Module, m
     link = cached(caches, state)
     assert find_weights(NAME, report=pytest.fail) == link
     assert hub.requests == []
+
+
+def test_an_installed_package_is_the_last_place(
+    hub: Hub, caches: Path, published: nn.Module, monkeypatch: pytest.MonkeyPatch
+):
+    file = put(published.state_dict(), caches, "site", "weights.pth")
+    figures = {"parameters": 1, "operations": 1, "top1": 50.0}
+    backbone = InstalledBackbone(model=NAME, package="resnet-weights", version="1.2", path=file, **figures)
+    monkeypatch.setattr(weights_hub, "find_installed", {NAME: backbone}.get)
+    monkeypatch.setattr(weights_hub, "_unreachable", {})
+    hub.trouble = "403"
+    said: list[str] = []
+    assert find_weights(NAME, report=said.append) == file
+    assert said[0].endswith("(HTTP 403): using the weights of the installed package resnet-weights 1.2")
+    hub.trouble = ""
+    downloaded = find_weights(NAME, report=said.append)
+    assert downloaded.is_relative_to(caches / "hf")
+    assert said[1].startswith("downloading")
+    hub.requests.clear()
+    assert find_weights(NAME, report=pytest.fail) == downloaded
+    assert hub.requests == []
+
+
+def test_a_quick_search_connects_to_the_proxy(hub: Hub, caches: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(weights_hub, "_unreachable", {})
+    set_endpoint(monkeypatch, "http://hub.test")
+    with pytest.raises(WeightsUnavailable, match=r"from http://hub.test"):
+        find_weights(NAME, report=pytest.fail, quick=True)
+    monkeypatch.setenv("HTTP_PROXY", hub.url)
+    monkeypatch.setattr(weights_hub, "_unreachable", {})
+    find_weights(NAME, report=lambda sentence: None, quick=True)
+    assert {urlsplit(url).netloc for _, url, _ in hub.requests} == {"hub.test", "cdn.test"}
 
 
 # --- failures: one message, and nothing left ---

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from flatout.cli import main
+from flatout.engine import factory
+from flatout.engine.eager import probe
 from flatout.models.weights import read_weights
 from tests.system.interrupted import assert_same, at_image, command, resume, write_images
 from tests.system.run_files import metrics, summary
@@ -49,6 +51,50 @@ def test_the_order_is_chosen_by_memory_once(
     assert 'order = "blocks"' in (tmp_path / "run" / "recipe.toml").read_text()
     assert resume(tmp_path / "run", "--epochs", "3", "--set", "data.order=full") == 2
     assert "the run has data.order = 'blocks'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def speeds(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """Return the seconds per image that are measured for each number of processes; the machine has two cores."""
+    speeds = {1: 1.0, 2: 1.0}
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(factory, "physical_cores", lambda: 2)
+    monkeypatch.setattr(factory, "usable_cores", lambda: 2)
+    monkeypatch.setattr(probe, "seconds_per_image", lambda model, recipe, *, ranks=1: speeds[ranks])
+    return speeds
+
+
+AUTO = ("--batch-size", "16", "--set", "schedule.name=constant", "--devices", "auto")
+
+
+@pytest.mark.slow
+def test_the_processes_are_chosen_by_speed_once(data: Path, tmp_path: Path, speeds: dict[int, float]) -> None:
+    """A resumed run keeps those that it began with, whatever is faster now."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    speeds[2] = 0.1
+    assert main(command(data, run, *AUTO, "--epochs", "1")) == 0
+    assert summary(run)["world_size"] == 2
+    speeds[2] = 10.0
+    assert main(["train", "--resume", "--out", str(run), "--epochs", "2"]) == 0
+    assert "--devices auto: 2 processes, as in the run that is resumed" in summary(run)["notes"]
+    assert main(command(data, whole, *AUTO, "--epochs", "2", "--devices", "2xcpu")) == 0
+    assert_same(whole, run)
+
+
+def test_processes_that_the_machine_lacks_are_chosen_anew(data: Path, tmp_path: Path, speeds: dict[int, float]) -> None:
+    run = tmp_path / "run"
+    speeds[2] = 10.0
+    assert main(command(data, run, *AUTO, "--epochs", "1")) == 0
+    speeds[2] = 0.1
+    assert main(["train", "--resume", "--out", str(run), "--epochs", "2"]) == 0
+    assert "--devices auto: 1 process, as in the run that is resumed" in summary(run)["notes"]
+    # As a machine with more cores would have left it.
+    (run / "logs" / "devices").write_text("3xcpu")
+    speeds[2] = 10.0
+    assert main(["train", "--resume", "--out", str(run), "--epochs", "3"]) == 0
+    lacking = "--devices auto: the run that is resumed used 3xcpu, which this machine does not have"
+    assert lacking in summary(run)["notes"]
+    assert summary(run)["world_size"] == 1
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "one-cycle", "step"])

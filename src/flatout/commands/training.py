@@ -33,7 +33,7 @@ def do_train(args: Namespace, console: Console) -> None:
     from flatout.callbacks.trackers import callbacks_of
     from flatout.dist.hosts import Hosts
     from flatout.engine.devices import parse_devices
-    from flatout.engine.factory import rate_on
+    from flatout.engine.factory import speeds_on
     from flatout.run.fit import train_recipe
     from flatout.run.options import Options
     from flatout.run.resolve import resolve
@@ -64,7 +64,8 @@ def do_train(args: Namespace, console: Console) -> None:
         accelerated=devices.is_accelerated,
         console=console,
         seconds=options.seconds,
-        rate=rate_on(args.devices, engine),
+        began=began,
+        speeds=speeds_on(args.devices, engine),
         explain=reasons.append,
     )
     train_recipe(recipe, data, replace(options, notes=tuple(reasons)), console)

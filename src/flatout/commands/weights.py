@@ -10,7 +10,7 @@ from flatout.errors import InputError
 
 @command(
     "FILE",
-    "--model --out --mapping --check --size --classes --channels --epsilon --json",
+    "--model --out --mapping --check --size --classes --channels --epsilon --verbose --json",
     "convert model.keras --model fashion-cnn --out weights.safetensors",
     FILE={"help": "weights of Paddle, TensorFlow, Keras, torch or Lightning; of a checkpoint, its folder or prefix"},
     model={"required": True},
@@ -38,4 +38,4 @@ def do_convert(args: Namespace, console: Console) -> Output:
         epsilon=args.epsilon,
         report=console.note,
     )
-    return result, lines_of(result)
+    return result, lines_of(result, verbose=args.verbose)

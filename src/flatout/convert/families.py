@@ -1,7 +1,8 @@
-"""The names that other frameworks give to the layers of networks that timm has, too: ResNets."""
+"""The names that others give to the layers of networks that timm has, too: ResNets and EfficientNets."""
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TypeVar
 
 from torch import nn
 
@@ -16,6 +17,26 @@ _STEM = {
     **dict.fromkeys(("conv1_bn", "bn_conv1", "bn1", "stem.0.bn", "stem.bn"), "bn1"),
     **dict.fromkeys(("predictions", "probs", "fc1000", "fc"), "fc"),
 }
+# _blocks.3._bn0: EfficientNet-PyTorch and EfficientNet-Lite, which is made from it. Blocks are counted over all stages.
+_EFFICIENTNET = re.compile(r"_blocks\.(?P<block>\d+)\.(?P<part>_\w+)")
+_AROUND_BLOCKS = {
+    "_conv_stem": "conv_stem",
+    "_bn0": "bn1",
+    "_conv_head": "conv_head",
+    "_bn1": "bn2",
+    "_fc": "classifier",
+}
+_EXPANDING_BLOCK = {
+    "_expand_conv": "conv_pw",
+    "_bn0": "bn1",
+    "_depthwise_conv": "conv_dw",
+    "_bn1": "bn2",
+    "_project_conv": "conv_pwl",
+    "_bn2": "bn3",
+}
+_PLAIN_BLOCK = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
+
+_Value = TypeVar("_Value")
 
 
 def is_resnet(model: nn.Module) -> bool:
@@ -67,6 +88,41 @@ def resnet_namer(model: nn.Module) -> Callable[[str], str | None]:
         return next((own for theirs, own in _STEM.items() if name == theirs or name.endswith(f".{theirs}")), None)
 
     return name_of
+
+
+def is_efficientnet(model: nn.Module) -> bool:
+    """Return whether a model has the layers of timm's EfficientNet."""
+    names = {"conv_stem", "bn1", "blocks", "conv_head", "bn2", "classifier"}
+    return names <= dict(model.named_children()).keys()
+
+
+def efficientnet_namer(model: nn.Module) -> Callable[[str], str | None]:
+    """Return a function from the name of a layer of EfficientNet-PyTorch to that of timm's EfficientNet, or None."""
+    stages = model.get_submodule("blocks").named_children()
+    blocks = [(f"blocks.{stage}.{name}", block) for stage, inner in stages for name, block in inner.named_children()]
+
+    def name_of(name: str) -> str | None:
+        match = _EFFICIENTNET.fullmatch(name)
+        if match is None:
+            return _AROUND_BLOCKS.get(name)
+        if int(match["block"]) >= len(blocks):
+            return None
+        place, block = blocks[int(match["block"])]
+        part = (_EXPANDING_BLOCK if hasattr(block, "conv_pwl") else _PLAIN_BLOCK).get(match["part"])
+        return part and f"{place}.{part}"
+
+    return name_of
+
+
+def in_timms_names(model: nn.Module, tensors: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Return tensors with the names that they have in a model of timm's; names of no known family are kept."""
+    namer = efficientnet_namer(model) if is_efficientnet(model) else lambda name: None
+    renamed = {}
+    for name, tensor in tensors.items():
+        layer, _, role = name.rpartition(".")
+        own = namer(layer)
+        renamed[f"{own}.{role}" if own else name] = tensor
+    return renamed
 
 
 def _part(block: str, part: int, is_norm: bool) -> str:

@@ -6,7 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from flatout.convert.families import in_kerass_order, is_keras_resnet, is_resnet, resnet_namer
+from flatout.convert.families import (
+    efficientnet_namer,
+    in_kerass_order,
+    is_efficientnet,
+    is_keras_resnet,
+    is_resnet,
+    resnet_namer,
+)
 from flatout.convert.foreign import Foreign, Layer, in_torchs_layout, layers_of, role_of
 from flatout.convert.trace import Trace
 from flatout.errors import InputError
@@ -65,6 +72,11 @@ def candidates(
             yield adapter.candidate("by the names of ResNet's layers", known, rest)
             if is_keras_resnet(layers):
                 return
+    if is_efficientnet(model) and not mapping:
+        namer = efficientnet_namer(model)
+        named = {own: layer for layer in free if (own := namer(layer.name)) in trace.layers}
+        if len(named) == len(free):
+            yield adapter.candidate("by the names of EfficientNet's layers", named, [])
     # Without its scopes, whose number differs: `model.net.conv1`.
     by_name = {own: layer for layer in free if (own := _own_name(layer.name, trace)) and own not in fixed}
     if by_name or fixed:

@@ -24,13 +24,15 @@ READ_BYTES = 1 << 18
 class Samples:
     """One split of a pack: rows, int64 [N], of images [P, ...], in memory or mapped from a file; labels, int64 [N].
 
-    `arrival` says which images are there, while the pack is made; None for all.
+    `arrival` says which images are there, while the pack is made; None for all. If `is_mirrored`, left and right of
+    images [H, W, C] are exchanged when they are read.
     """
 
     images: np.ndarray
     rows: np.ndarray
     labels: np.ndarray
     arrival: Arrival | None = None
+    is_mirrored: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.rows) == len(self.labels)
@@ -57,6 +59,10 @@ class Samples:
         """Return the samples at `positions` (int64 [M]) alone."""
         return replace(self, rows=self.rows[positions], labels=self.labels[positions])
 
+    def mirrored(self) -> "Samples":
+        """Return the samples with left and right exchanged in every image, [H, W, C]."""
+        return replace(self, is_mirrored=not self.is_mirrored)
+
     def images_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the images at `positions`, [B, ...], in memory of their own; see `read`."""
         return self.read(positions, np.empty((len(positions), *self.images.shape[1:]), self.images.dtype))
@@ -70,14 +76,21 @@ class Samples:
         if self.arrival is not None:
             self.arrival.wait(rows)
         if not isinstance(self.images, np.memmap):
-            return np.take(self.images, rows, axis=0, out=out)
+            np.take(self.images, rows, axis=0, out=out)
+        else:
+            self._read_file(rows, out)
+        if self.is_mirrored:
+            out[:] = out[:, :, ::-1].copy()
+        return out
+
+    def _read_file(self, rows: np.ndarray, out: np.ndarray) -> None:
+        assert isinstance(self.images, np.memmap)
         row_bytes = self.images[:1].nbytes
         with open(self.images.filename, "rb", buffering=0) as file:  # type: ignore[arg-type]  # noqa: PTH123
             for target, row in zip(out, rows.tolist(), strict=True):
                 offset = self.images.offset + row * row_bytes
                 if os.preadv(file.fileno(), [target.reshape(-1).view(np.uint8)], offset) != row_bytes:
                     raise OSError(f"{self.images.filename}: ends before row {row}")
-        return out
 
 
 def read_ahead(samples: Samples, batches: Iterable[Batch], rank: int = 0, ranks: int = 1) -> Iterator[Batch]:

@@ -22,7 +22,8 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Proce
 
 from flatout.console import Console
 from flatout.dist import heartbeat
-from flatout.dist.env import DEVICE
+from flatout.dist.env import DEVICE, STORE
+from flatout.dist.one_host import OneHost
 from flatout.dist.rendezvous import Rendezvous
 from flatout.errors import RankLost, Stopped, TrainingFailed
 
@@ -61,7 +62,13 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(
-        self, names: Sequence[str], folder: Path, hosts: Rendezvous, restarts: int, console: Console, signals: Signals
+        self,
+        names: Sequence[str],
+        folder: Path,
+        hosts: OneHost | Rendezvous,
+        restarts: int,
+        console: Console,
+        signals: Signals,
     ) -> None:
         spec = WorkerSpec(
             role="flatout",
@@ -311,6 +318,8 @@ class _Files(LogsSpecs):
         assert agent.board
         for i, variables in envs.items():
             variables |= {**agent.environment, DEVICE: agent.names[i], "FLATOUT_HEARTBEAT": agent.board.path}
+            if agent._hosts.store_file:
+                variables[STORE] = agent._hosts.store_file
             # torch counts restarts for each host; a host that has come later must resume as well.
             variables["TORCHELASTIC_RESTART_COUNT"] = str(agent._hosts.attempt)
         return LogsDest(

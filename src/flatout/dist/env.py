@@ -12,6 +12,8 @@ from flatout.errors import InputError
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # The device of a rank that flatout's launcher started.
 DEVICE = "FLATOUT_DEVICE"
+# The file in which the ranks of one host meet; it is in the launcher's private folder.
+STORE = "FLATOUT_STORE"
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 
 
@@ -28,8 +30,8 @@ class Launched:
 
     @property
     def where(self) -> str:
-        """The address of the store, for messages."""
-        return f"MASTER_ADDR {self.address}, MASTER_PORT {self.port}"
+        """The place of the store, for messages."""
+        return os.environ.get(STORE) or f"MASTER_ADDR {self.address}, MASTER_PORT {self.port}"
 
     def process_group_arguments(self) -> dict[str, Any]:
         """Return the arguments of torch's `init_process_group`.
@@ -37,9 +39,11 @@ class Launched:
         Where the launcher does not provide the store, rank 0 does. It listens on MASTER_ADDR only; torch itself would
         listen on all interfaces.
         """
-        from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+        from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or self.rank:
+        if STORE in os.environ:
+            store = FileStore(os.environ[STORE], self.size)
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or self.rank:
             store = TCPStore(self.address, self.port, is_master=False)
         else:
             try:

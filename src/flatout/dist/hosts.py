@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from flatout.errors import InputError
 
-LOOPBACK = "127.0.0.1"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
@@ -57,6 +55,6 @@ class Hosts:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the store."""
+        """Host and port of the store of several hosts."""
         host, _, port = self.rendezvous.rpartition(":")
-        return (host.strip("[]"), int(port)) if self.most > 1 else (LOOPBACK, 0)
+        return host.strip("[]"), int(port)

@@ -6,12 +6,12 @@ import pickle
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console
+from flatout.data.cache import temporary_folder
 from flatout.dist.env import launched
 from flatout.dist.hosts import Hosts
 from flatout.errors import InputError, Stopped, TrainingFailed, signals_handled
@@ -67,11 +67,13 @@ def _run(
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
     from flatout.dist.elastic import Agent, Signals
+    from flatout.dist.one_host import OneHost
     from flatout.dist.rendezvous import Rendezvous
 
     with contextlib.ExitStack() as stack:
         try:
-            folder = Path(tempfile.mkdtemp(prefix="flatout-"))
+            folder, held = temporary_folder()
+            stack.callback(os.close, held)
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             (folder / "payload").write_bytes(pickle.dumps(payload))
         except OSError as error:
@@ -81,7 +83,7 @@ def _run(
             ) from None
         signals = Signals()
         stack.enter_context(signals_handled(signals.note, signal.SIGINT, signal.SIGTERM))
-        rendezvous = Rendezvous.open(hosts)
+        rendezvous = OneHost(folder) if hosts.most == 1 else Rendezvous.open(hosts)
         agent = Agent(names, folder, rendezvous, restarts, console, signals)
         agent.environment = _environment(threads)
         stack.callback(agent.close)

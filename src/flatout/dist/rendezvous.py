@@ -1,4 +1,4 @@
-"""torch's rendezvous of the hosts, over a store that listens on one address only; and what the hosts tell each other."""
+"""torch's rendezvous of several hosts, over a store that listens on one address only; and what the hosts tell each other."""
 
 import contextlib
 import datetime
@@ -34,6 +34,7 @@ class Rendezvous(DynamicRendezvousHandler):
 
     Attributes:
         attempt: how often the ranks have been started before, the same number on all hosts.
+        store_file: where the ranks meet, if not in that store.
         others: the states of the ranks of other hosts.
         failure: why another host has ended the run.
         silent: which host no longer answers.
@@ -43,8 +44,9 @@ class Rendezvous(DynamicRendezvousHandler):
     base: TCPStore
     is_server: bool
     attempt = 0
-    failure, silent = "", ""
+    failure = silent = store_file = ""
     is_closing = False
+    are_several = True
     others: Sequence[RankState] = ()
     _answered, _waiting = 0.0, 0
 
@@ -78,8 +80,6 @@ class Rendezvous(DynamicRendezvousHandler):
 
     def check(self) -> None:
         """Check that the hosts agree on --nodes; raises InputError if not."""
-        if not self.are_several:
-            return
         self.base.add("came", 1)
         if self.hosts.node_rank is not None:
             self.base.set(f"node {self.hosts.node_rank}", "")
@@ -88,11 +88,6 @@ class Rendezvous(DynamicRendezvousHandler):
             problem = f"hosts disagree on --nodes: {nodes} and {self.hosts.nodes}"
             self.end_run(problem)
             raise InputError(problem)
-
-    @property
-    def are_several(self) -> bool:
-        """Whether the run has more than one host."""
-        return self.hosts.most > 1
 
     @property
     def use_agent_store(self) -> bool:
@@ -124,9 +119,8 @@ class Rendezvous(DynamicRendezvousHandler):
         """Start to tell the other hosts the states of this host's ranks, and to read theirs."""
         self.others, self.failure, self.silent, self._waiting = [], "", "", 0
         self._answered = time.monotonic()
-        if self.are_several:
-            self._stop = threading.Event()
-            threading.Thread(target=self._exchange, args=(rank, size, read, self._stop), daemon=True).start()
+        self._stop = threading.Event()
+        threading.Thread(target=self._exchange, args=(rank, size, read, self._stop), daemon=True).start()
 
     def _exchange(self, rank: int, size: int, read: Callable[[], list[RankState]], stop: threading.Event) -> None:
         store = PrefixStore(f"attempt {self.attempt}", self.base)
@@ -149,7 +143,7 @@ class Rendezvous(DynamicRendezvousHandler):
 
     def look(self) -> str:
         """Return why the ranks of this host cannot go on: another host has failed or no longer answers; empty if not."""
-        if self.are_several and not self.is_server and time.monotonic() - self._answered > SILENT_SECONDS:
+        if not self.is_server and time.monotonic() - self._answered > SILENT_SECONDS:
             self.silent = f"the host at --rendezvous {self.hosts.rendezvous} no longer answers"
         return self.failure or self.silent
 
@@ -168,7 +162,7 @@ class Rendezvous(DynamicRendezvousHandler):
 
     def end_run(self, failure: str) -> None:
         """End the run on all hosts; the first reason counts."""
-        if self.are_several and not self.is_stuck:
+        if not self.is_stuck:
             with contextlib.suppress(RuntimeError):
                 self.base.compare_set("failure", "", f"{self.hosts.name}: {failure}")
 
@@ -188,12 +182,11 @@ class Rendezvous(DynamicRendezvousHandler):
             return
         with contextlib.suppress(Exception):
             self.shutdown()
-            if self.are_several:
-                left, came = self.base.add("left", 1), self.base.add("came", 0)
-                until = time.monotonic() + _FAREWELL_SECONDS
-                while self.is_server and not self.silent and left < came and time.monotonic() < until:
-                    time.sleep(BEAT_SECONDS / 5)
-                    left = self.base.add("left", 0)
+            left, came = self.base.add("left", 1), self.base.add("came", 0)
+            until = time.monotonic() + _FAREWELL_SECONDS
+            while self.is_server and not self.silent and left < came and time.monotonic() < until:
+                time.sleep(BEAT_SECONDS / 5)
+                left = self.base.add("left", 0)
 
 
 def _open_store(hosts: Hosts) -> tuple[TCPStore, bool]:

@@ -4,22 +4,24 @@ Every rank writes its numbers into its own row, says so, waits for the others to
 the order of the ranks, so that all get the same bits. Rows exist twice and take turns: a rank cannot reach the third
 use before all others have finished the first. Ranks speak over Unix sockets, a byte for each event; a byte takes 2 µs,
 the kernel orders it after the memory written before it, and a rank that dies closes its end, which the others notice at
-once. Nothing has a name in the file system, so that nothing is left behind, however a run ends.
+once. The memory has no name, and the sockets have one only while the ranks connect, in a folder that other users cannot enter.
 """
 
 import contextlib
 import mmap
 import os
+import shutil
 import socket
 import struct
 import tempfile
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from flatout.data.cache import temporary_folder
 from flatout.errors import RankLost
 from flatout.host import usable_cores
 
@@ -31,6 +33,8 @@ ROW_BYTES = 1 << 20
 # Look for the others' bytes for so long before sleeping until one comes: waking up takes 20 to 50 µs.
 SPIN_SECONDS = 0.002
 ALIGNMENT = 64
+# The ranks connect at the same moment; one that does not within this time is lost.
+CONNECT_SECONDS = 60.0
 
 _SUM, _READY, _DONE = 0, 1, 2
 
@@ -169,30 +173,62 @@ def _lost(peer: int) -> RankLost:
 
 
 def _connect(world: "World") -> dict[int, socket.socket]:
-    """Return a connection to every other rank."""
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-        if os.path.exists("/proc/self"):  # noqa: PTH110
-            # Linux: an address without a file, which nobody can guess.
-            listener.bind(f"\0flatout-{uuid.uuid4()}")
-        else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="flatout-"))
-            listener.bind(f"{folder}/socket")
-        listener.listen(world.size)
-        addresses = world.all_gather_object(listener.getsockname())
-        peers = {}
-        for rank in range(world.rank):
-            connection = socket.socket(socket.AF_UNIX)
-            connection.connect(addresses[rank])
-            connection.sendall(struct.pack("i", world.rank))
-            peers[rank] = connection
-        for _ in range(world.rank + 1, world.size):
-            connection, _ = listener.accept()
-            (rank,) = struct.unpack("i", connection.recv(4, socket.MSG_WAITALL))
-            peers[rank] = connection
+    """Return a connection to every other rank.
+
+    Raises:
+        RankLost: one did not connect.
+    """
+    peers: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as stack, _listener() as (listener, address):
+        addresses = world.all_gather_object(address)
+        try:
+            for rank in range(world.rank):
+                peers[rank] = stack.enter_context(socket.socket(socket.AF_UNIX))
+                peers[rank].connect(addresses[rank])
+                peers[rank].sendall(struct.pack("i", world.rank))
+            while len(peers) < world.size - 1:
+                connection = stack.enter_context(listener.accept()[0])
+                connection.settimeout(CONNECT_SECONDS)
+                if not _is_of_this_user(connection):
+                    connection.close()
+                    continue
+                (rank,) = struct.unpack("i", connection.recv(4))
+                peers[rank] = connection
+        except (OSError, struct.error) as error:
+            raise RankLost(f"the ranks of this host did not connect: {error}") from None
         # Nobody closes the door before all are in.
         world.barrier()
-        return dict(sorted(peers.items()))
+        for connection in peers.values():
+            connection.settimeout(None)
+        stack.pop_all()
+    return dict(sorted(peers.items()))
+
+
+@contextlib.contextmanager
+def _listener() -> Iterator[tuple[socket.socket, str]]:
+    """Provide a socket that listens in a folder of this user's own, and the address for the other ranks."""
+    folder, held = temporary_folder()
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        # An address has at most 107 bytes, and the path of the folder may be longer.
+        place = f"/proc/{os.getpid()}/fd/{opened}" if Path("/proc/self/fd").is_dir() else folder
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.settimeout(CONNECT_SECONDS)
+            listener.bind(f"{place}/socket")
+            listener.listen()
+            yield listener, f"{place}/socket"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(opened)
+        os.close(held)
+
+
+def _is_of_this_user(connection: socket.socket) -> bool:
+    """Return whether a process of this user has connected, as far as the system tells."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return user == os.geteuid()
 
 
 def _anonymous_file(nbytes: int) -> int:

@@ -188,11 +188,11 @@ class World:
         """
         self.backend = "nccl" if self.device.type == "cuda" and not shares_gpu else "gloo"
         is_one_host = self.local_size == self.size
-        # gloo and NCCL listen only where the other ranks come from, unless the user has chosen.
+        # gloo and NCCL listen only where the other ranks come from: between hosts the user may choose, on one host not.
         interface = interface_to("127.0.0.1" if is_one_host else launched.address, launched.port)
         for name, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
-            if interface:
-                os.environ.setdefault(name, value)
+            if interface and (is_one_host or name not in os.environ):
+                os.environ[name] = value
         if dist.is_initialized():
             # Ray Train, for one, has initialised the process group already.
             self.rank, self.size = dist.get_rank(), dist.get_world_size()

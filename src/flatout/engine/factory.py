@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from flatout.dist.world import World
+    from flatout.run.advise import Speeds
 
 # Seconds for starting several processes.
 LAUNCH_SECONDS = 4.0
@@ -59,6 +60,9 @@ def choose_processes(
     devices = parse_devices(spec, engine)
     if engine == "xla":
         return Processes(devices=devices, threads=physical_cores())
+    if spec == "auto" and devices.kind == "cpu" and not recipe.epochs:
+        # Nothing is trained; ONNX Runtime uses all cores.
+        return Processes(devices=devices, threads=cpu_threads())
     asked, threads, cores = len(devices.indices), cpu_threads(len(devices.indices)), physical_cores()
     if spec != "auto":
         too_many = devices.kind == "cpu" and asked > usable_cores()
@@ -90,6 +94,24 @@ def choose_processes(
     return Processes(devices=devices, threads=threads, reason=reason)
 
 
+def kept_devices(before: str, engine: str) -> tuple[str, str]:
+    """Return the SPEC for a run that is resumed without one, and a sentence for the log.
+
+    It is that of the run, since another number of processes adds up in another order; `auto` if this host lacks it.
+    """
+    lacking = f"--devices auto: the run that is resumed used {before}, which this machine does not have"
+    try:
+        devices = parse_devices(before, engine)
+    except InputError:
+        return "auto", lacking
+    using, count = before, len(devices.indices)
+    if devices.kind == "cpu" and engine == "torch":
+        using = f"{count} process{'es' * (count > 1)}"
+        if count > usable_cores():
+            return "auto", lacking
+    return before, f"--devices auto: {using}, as in the run that is resumed"
+
+
 def _most_ranks(devices: Devices, batch: int) -> int:
     """Return how many processes `auto` may use on the devices that it means: GPUs, or cores of the CPU."""
     if devices.kind == "cuda":
@@ -99,13 +121,13 @@ def _most_ranks(devices: Devices, batch: int) -> int:
     return cores if is_split else 1
 
 
-def rate_on(spec: str, engine: str) -> Callable[[Recipe, int], float] | None:
-    """Return a function that measures the images per second of training on the devices of a SPEC.
+def speeds_on(spec: str, engine: str) -> "Speeds | None":
+    """Return functions that measure training, and the features of networks, on the devices of a SPEC.
 
-    It takes a recipe and the number of classes, and builds one of our own models. None where the ranks are started
-    already, which would measure different rates, and for XLA, which compiles too long.
+    None where the ranks are started already, which would measure other speeds, and for XLA, which compiles too long.
     """
     from flatout.dist.env import launched
+    from flatout.run.advise import Speeds
 
     devices = parse_devices(spec, engine)
     if launched() is not None or engine == "xla":
@@ -114,7 +136,7 @@ def rate_on(spec: str, engine: str) -> Callable[[Recipe, int], float] | None:
     # How many processes; the first model decides between those that `auto` may mean.
     chosen = [] if spec == "auto" else [len(devices.indices)]
 
-    def rate(recipe: Recipe, classes: int) -> float:
+    def training(recipe: Recipe, classes: int) -> float:
         from flatout.engine.eager.probe import seconds_per_image
         from flatout.models.load import build_model
 
@@ -125,7 +147,14 @@ def rate_on(spec: str, engine: str) -> Callable[[Recipe, int], float] | None:
         chosen[:] = [max(rates, key=rates.__getitem__)]
         return rates[chosen[0]]
 
-    return rate
+    def features(recipe: Recipe) -> float:
+        from flatout.engine.eager.probe import features_per_second
+
+        # The ranks of one CPU share its cores.
+        several = 1 if devices.kind == "cpu" else _most_ranks(devices, recipe.batch_size)
+        return several * features_per_second(recipe, devices.names[0])
+
+    return Speeds(training=training, features=features)
 
 
 def _about(seconds: float) -> str:
@@ -210,7 +239,7 @@ def make_engine(
         model: rank 0's has the weights to start from.
         devices: the SPEC; a rank that has joined a world uses that world's device.
         class_weights: float32 [classes]; None for none.
-        **options: for the torch engine.
+        **options: for the torch engine; `head` also for the other one.
 
     Raises:
         InputError: the engine is not available here, or cannot compile the model.
@@ -224,7 +253,10 @@ def make_engine(
         found = find_on_all_hosts(kind, indices, world) if world.is_joined else find(kind, indices)
         from flatout.engine.xla.engine import XlaEngine
 
-        return XlaEngine(model, recipe, devices=found, world=world, class_weights=class_weights, report=report)
+        shared = {key: value for key, value in options.items() if key == "head"}
+        return XlaEngine(
+            model, recipe, devices=found, world=world, class_weights=class_weights, report=report, **shared
+        )
     from flatout.engine.eager.engine import TorchEngine
 
     return TorchEngine(model, recipe, world=world, class_weights=class_weights, report=report, **options)

@@ -14,7 +14,7 @@ from flatout.console import Console
 from flatout.data.check import label_of, name_of
 from flatout.data.source import DataRef, Source
 from flatout.engine.devices import parse_devices
-from flatout.engine.factory import rate_on
+from flatout.engine.factory import speeds_on
 from flatout.errors import InputError
 from flatout.explore.images import thumbnails
 from flatout.explore.label_errors import LabelErrors, find_label_errors
@@ -70,8 +70,8 @@ def check_labels(
         return {"applied": count, "corrected": str(apply)}, [
             f"{count:,} labels corrected: {apply}{_how_to_train(source, apply)}"
         ]
-    accelerated, rate = parse_devices(devices, engine).is_accelerated, rate_on(devices, engine)
-    recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console, rate=rate)
+    accelerated, speeds = parse_devices(devices, engine).is_accelerated, speeds_on(devices, engine)
+    recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console, speeds=speeds)
     if apply and apply.suffix == ".npz":
         _check_kind(apply, found.read() if isinstance(found, DataRef) else found)
     options = Options(devices=devices, engine=engine, allow_code=allow_code)

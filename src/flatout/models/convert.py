@@ -99,13 +99,14 @@ def convert(
     }
 
 
-def lines_of(result: Mapping[str, Any]) -> list[str]:
-    """Return what is printed of the result of `convert`."""
+def lines_of(result: Mapping[str, Any], *, verbose: bool) -> list[str]:
+    """Return what is printed of the result of `convert`; `verbose` adds the pairs of layers whose names differ."""
     pairs = [f"{own} = {theirs}" for own, theirs in result["layers"].items() if theirs not in (own, "")]
-    lines = [f"layers, of the model and of the file: {', '.join(pairs)}"] if pairs else []
+    lines = [f"layers, of the model and of the file: {', '.join(pairs)}"] if pairs and verbose else []
     head = f"{result['classes']} outputs" if result["classes"] else "without a head"
     built = f"{result['model']} for {shown(result['image_size'])} pixels, {result['channels']} channels, {head}"
-    lines.append(f"{result['out']}: {result['tensors']} tensors of {built}")
+    hint = " (--verbose lists the layers)" if pairs and not verbose else ""
+    lines.append(f"{result['out']}: {result['tensors']} tensors, all matched{hint}, of {built}")
     if result["difference"] is None:
         note = "not compared with the source framework: --check arrays.npz does that"
     else:

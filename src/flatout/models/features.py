@@ -60,7 +60,9 @@ def caught(model: nn.Module, network: nn.Module) -> Iterator[Features]:
     except (AttributeError, InputError, ValueError):
         yield features
         return
-    hook = head.register_forward_pre_hook(features.catch)
+    # Of a head with a norm or hidden layers, what its last layer reads.
+    layers = [module for module in head.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    hook = (layers[-1] if layers else head).register_forward_pre_hook(features.catch)
     try:
         yield features
     finally:

@@ -82,6 +82,11 @@ def cut_at_head(model: nn.Module, head: Head) -> Cut | None:
         is_random = isinstance(module, _RANDOM_MODULES) and getattr(module, "p", 1) > 0
         if module.training and (is_random or any(True for _ in module.buffers(recurse=False))):
             return None
+    return before_head(model, head)
+
+
+def before_head(model: nn.Module, head: Head) -> Cut:
+    """Return the model cut before its head, for a model of which nothing else changes or is random."""
     prefix, suffix = FeatureNetwork(model, head), HeadNetwork(model, head)
     count = sum(1 for module in prefix.modules() if any(True for _ in module.parameters(recurse=False)))
     return Cut(prefix=prefix, train_suffix=suffix, eval_suffix=suffix, layers=count, at=head.layers[0])

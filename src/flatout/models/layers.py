@@ -84,13 +84,19 @@ def _all_but_last(model: nn.Module, spec: str) -> set[str]:
     if not count:
         raise InputError(f"freeze = {spec!r}: must be all-but-last-N with a whole number N, such as all-but-last-4")
     in_heads = {module for head in head_modules(model).values() for module in head.modules()}
-    layers = [module for module in model.modules() if module not in in_heads and _is_layer(module)]
+    layers = layers_before_head(model)
     training = in_heads.union(layers[max(0, len(layers) - int(count[1])) :])
     kept = {id(parameter) for module in training for parameter in module.parameters(recurse=False)}
     frozen = {name for name, parameter in model.named_parameters() if id(parameter) not in kept}
     if not frozen:
         raise InputError(f"freeze = {spec!r}: freezes nothing; the model has {len(layers)} layers before its head")
     return frozen
+
+
+def layers_before_head(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a classifier before its head, as `freeze` counts them."""
+    in_heads = {module for head in head_modules(model).values() for module in head.modules()}
+    return [module for module in model.modules() if module not in in_heads and _is_layer(module)]
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flatout.convert.families import has_other_strides
+from flatout.convert.families import has_other_strides, in_timms_names
 from flatout.convert.find import find_file, read_foreign
 from flatout.convert.foreign import Foreign, layers_of
 from flatout.convert.match import candidates
@@ -17,6 +17,7 @@ from flatout.convert.problems import natural
 from flatout.convert.trace import trace
 from flatout.errors import InputError, first_line
 from flatout.models.hub import FIX, find_weights
+from flatout.models.installed import find_installed
 from flatout.models.layers import head_modules
 from flatout.models.load import create_timm, quiet, seeded
 from flatout.models.weights import Differences, Tensors, described, differences, read_weights
@@ -36,13 +37,13 @@ _PREFIX = re.compile(r"(module|model|net|_orig_mod)\.")
 def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], None]) -> None:
     """Load the weights that a recipe names into its model. A last layer of another size starts fresh, and small.
 
-    Those are the published weights of `recipe.model`, from a cache or downloaded (`hub.find_weights`); or, if
+    Those are the published weights of `recipe.model`, from a cache, the hub or a package (`hub.find_weights`); or, if
     `recipe.weights` is set, a file of any format that `flatout.convert` reads, or a folder with one, such as a run.
     timm adapts weights of its networks to another image size. `report` takes sentences on what was downloaded and
     loaded.
 
     Raises:
-        WeightsUnavailable: published weights are in no cache and cannot be downloaded.
+        WeightsUnavailable: published weights are in no cache and no package, and cannot be downloaded.
         InputError: there are no such weights, they cannot be read, would execute code, are damaged, or do not fit;
             tensors that do not fit are named with both shapes. The model is not changed then.
     """
@@ -58,13 +59,19 @@ def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], 
 
 def _load_published(model: "nn.Module", recipe: Recipe, report: Callable[[str], None]) -> "Fitted":
     path = find_weights(recipe.model, report=report)
+    installed = find_installed(recipe.model)
+    if installed and installed.path != path:
+        installed = None
     try:
         foreign = read_file(path)
         if recipe.model.startswith("timm:"):
+            tensors = in_timms_names(model, foreign.tensors) if installed else foreign.tensors
             config: Mapping[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
-            foreign = Foreign("torch", _adapt(model, recipe, foreign.tensors, config["num_classes"], path))
+            foreign = Foreign("torch", _adapt(model, recipe, tensors, config["num_classes"], path))
         return fit(model, foreign, path, recipe.image_sides, report)
     except InputError as error:
+        if installed:
+            raise InputError(f"{error}; the file is of {installed.origin}: {installed.fix}; or {FIX}") from error
         # The Hugging Face cache has a link there; without the link alone, the same file would be found again.
         fix = f"if the file is wrong, remove {path.resolve()} to download the weights of {recipe.model}"
         raise InputError(f"{error}; {fix}; or {FIX}") from error

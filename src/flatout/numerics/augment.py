@@ -45,6 +45,8 @@ TRIVIAL_MAGNITUDES = 31
 SAMPLES_AT_ONCE = 1 << 16
 # Test-time augmentation moves images of this size by two pixels, smaller ones by one.
 TWO_PIXELS_FROM = 64
+# From this size on they are photos, which are not moved.
+PHOTO_FROM = 96
 # Training images that grow do so by so many pixels at a time, those below the second number by fewer.
 SIZE_STEP, SMALL_SIZE, SMALL_SIZE_STEP = 32, 64, 4
 # Random erasing: area and aspect ratio of the rectangle (Zhong et al., arXiv 1708.04896).
@@ -348,10 +350,14 @@ def training_size(recipe: Recipe, epoch: int) -> tuple[int, int]:
 
 
 def tta_views(recipe: Recipe) -> list[tuple[int, bool]]:
-    """Return the views that test-time augmentation averages, as arguments of `pixels.view`."""
-    shift = 1 if min(recipe.eval_sides) < TWO_PIXELS_FROM else 2
+    """Return the views that test-time augmentation averages, as arguments of `pixels.view`.
+
+    Photos are not moved: networks for them hardly notice it, and each view takes as long as an evaluation.
+    """
+    side = min(recipe.eval_sides)
+    shifts = (0,) if side >= PHOTO_FROM else (0, -1, 1) if side < TWO_PIXELS_FROM else (0, -2, 2)
     mirrors = (False, True) if recipe.augment.flip else (False,)
-    return [(moved, is_mirrored) for is_mirrored in mirrors for moved in (0, -shift, shift)]
+    return [(moved, is_mirrored) for is_mirrored in mirrors for moved in shifts]
 
 
 def mix(images_BCHW: "torch.Tensor", partners_BCHW: "torch.Tensor", rows_B6: "torch.Tensor") -> "torch.Tensor":

@@ -58,6 +58,7 @@ class Recipe(Checked):
         drop_last: leave out a short last batch instead of padding it.
         pretrained: start from published weights.
         weights: start from this file or folder instead.
+        epochs: passes over the training images; 0 with `linear_probe` fits the head and trains nothing.
         linear_probe: fit the head to the output of the layers before it, before the first step.
         freeze: `all-but-last-N` layers, or comma-separated patterns of parameter names.
         keep: whether the run's weights are those of the best epoch by validation, or of the last.
@@ -70,7 +71,7 @@ class Recipe(Checked):
     model: str
     image_size: ImageSize
     channels: Channels = 3
-    epochs: Annotated[int, "[1, inf)"]
+    epochs: Annotated[int, "[0, inf)"]
     batch_size: Annotated[int, "[1, inf)"]
     max_steps: Annotated[int, "[0, inf)"] = 0
     micro_batch: Annotated[int, "[0, inf)"] = 0
@@ -110,6 +111,7 @@ class Recipe(Checked):
         need = f"must have 1 value or one for each of the {self.channels} channels"
         self._require(
             (bool(self.model), "model", "must name a model"),
+            (self.epochs > 0 or self.linear_probe, "epochs", "must be at least 1, or linear_probe must be true"),
             (all(weight >= 0 for weight in weights) and (not weights or any(weights)), "class_weights", positive),
             (0 <= self.seed < 2**63, "seed", "must be at least 0 and less than 2^63"),
         )

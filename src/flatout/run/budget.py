@@ -106,13 +106,20 @@ class Budget:
 
 
 def measure(
-    engine: "Engine", placed: "Mapping[str, DeviceSplit]", recipe: Recipe, world: "World", seconds: float
+    engine: "Engine",
+    placed: "Mapping[str, DeviceSplit]",
+    recipe: Recipe,
+    world: "World",
+    seconds: float,
+    feature_rate: float | None = None,
 ) -> Rates:
     """Take real steps and evaluate once, then go back to where the engine was; all ranks call this.
 
     Args:
         engine: at the state to train from.
         seconds: the whole budget, of which the measurement takes a small share.
+        feature_rate: images per second of a fitted head's features, which the last evaluation reaches, too; None
+            where none was fitted.
     """
     before = engine.snapshot()
     each = seconds_per_step(engine, placed["train"], recipe, world, min(MEASURED_SECONDS, LARGEST_SHARE * seconds))
@@ -123,11 +130,10 @@ def measure(
         began = time.perf_counter()
         held_out[name].evaluate()
         watched = _longest(world, time.perf_counter() - began)
-        images = sum(len(s.samples) for s in held_out.values())
+        images = sum(len(s.samples) for s in held_out.values()) * (len(tta_views(recipe)) if recipe.tta else 1)
         # Some training images are evaluated, too.
         images += min(len(placed["train"].samples), TRAINING_IMAGES) if "valid" in held_out else 0
-        evaluated = watched * images / len(held_out[name].samples)
-        evaluated *= len(tta_views(recipe)) if recipe.tta else 1
+        evaluated = images * (1 / feature_rate if feature_rate else watched / len(held_out[name].samples))
     engine.restore(before)
     return Rates(step=each, evaluate=evaluated, watch=watched)
 

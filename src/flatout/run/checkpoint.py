@@ -147,7 +147,7 @@ def restore_newest(
     if newest is None:
         return None
     newest.check_resumable(recipe, data, report)
-    if newest.progress.best_epoch and recipe.keep == "best":
+    if newest.progress.best_record and recipe.keep == "best":
         engine.load_state({**state, **best})
         newest.progress.best = engine.snapshot(weights_only=True)
     engine.load_state(state)

@@ -22,6 +22,7 @@ _FILES_OF_A_RUN = (
     f"{run_files.LOGS}/rank-*.samples.jsonl",
     f"{run_files.LOGS}/{run_files.TRACKER_IDS}",
     run_files.LIVE,
+    run_files.DEVICES,
     run_files.LOGS,
     f"{run_files.TENSORBOARD}/events.out.tfevents.*",
     run_files.TENSORBOARD,

@@ -1,6 +1,7 @@
 """What a generated recipe depends on: the data, the device and the time."""
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,10 +38,11 @@ class Facts:
         resize: `data.resize`; why_resize: the reason, empty where all images have one size.
         channels: 1 for grey, 3 for colour, else the number of bands.
         task: what the labels are.
-        images, classes: how many there are for training.
+        ratio: of width to height, 1 where images differ in shape or are nearly square.
+        images, classes: how many there are for training; every: images of all splits.
         balance: the ratio of the largest class to the smallest.
         accelerated: whether an accelerator trains.
-        seconds: the time budget; None for none.
+        seconds: the time budget; None for none. ends: when it ends, by time.perf_counter.
         is_size_given: whether the user has chosen the size.
     """
 
@@ -52,17 +54,30 @@ class Facts:
     why_resize: str
     channels: int
     task: str
+    ratio: float
     images: int
+    every: int
     classes: int
     balance: float
     accelerated: bool
     seconds: float | None
+    ends: float | None
     is_size_given: bool = False
 
     @property
     def is_photo(self) -> bool:
         """Whether the images are taken for photos."""
         return self.channels == 3 and self.side >= PHOTO
+
+    @property
+    def suits_backbones(self) -> bool:
+        """Whether networks that were trained on photos know such images: photos, and large grey pictures."""
+        return self.channels in (1, 3) and self.side >= PHOTO
+
+    @property
+    def left(self) -> float | None:
+        """Seconds of the time budget that are left; None without one."""
+        return None if self.ends is None else self.ends - time.perf_counter()
 
     def why_size(self, size: Size) -> str:
         """Return the sentence about an image size."""
@@ -78,8 +93,10 @@ class Facts:
         return next(value for limit, value in table if self.images < limit)
 
 
-def look(found: DataRef | Source, path: str, *, accelerated: bool, seconds: float | None = None) -> Facts:
-    """Return what the data is like; the image size suits the device.
+def look(
+    found: DataRef | Source, path: str, *, accelerated: bool, seconds: float | None = None, began: float | None = None
+) -> Facts:
+    """Return what the data is like; the image size suits the device. `began` is the start of the time budget.
 
     Raises:
         InputError: none of the images sampled can be read.
@@ -122,11 +139,14 @@ def look(found: DataRef | Source, path: str, *, accelerated: bool, seconds: floa
         why_resize=why,
         channels=channels,
         task=source.task,
+        ratio=1.0 if 1 / NEARLY_SQUARE < ratio < NEARLY_SQUARE else ratio,
         images=stop - start,
+        every=len(source.labels),
         classes=len(source.classes),
         balance=float(counts.max() / max(1, counts[counts > 0].min())),
         accelerated=accelerated,
         seconds=seconds,
+        ends=None if seconds is None else (time.perf_counter() if began is None else began) + seconds,
     )
 
 

@@ -45,7 +45,7 @@ def filled_in(
 
     Args:
         pack: the data. Where the recipe has images decoded before training, this waits for them.
-        of_run: returns the value of a key of `data` in the run that is continued; "" in a new run.
+        of_run: returns the value of a recipe key in the run that is continued; "" in a new run.
     """
     from flatout.data.load import measure
     from flatout.tasks.regression import statistics
@@ -75,7 +75,7 @@ def _with_decoding(
 
     if recipe.data.decode == "auto":
         chosen = "during" if decodes_during_training(recipe, pack) else "before"
-        recipe = recipe.override({"data.decode": of_run("decode") or chosen})
+        recipe = recipe.override({"data.decode": of_run("data.decode") or chosen})
     if pack.arrival is None:
         return recipe
     if recipe.data.decode == "before":
@@ -92,7 +92,7 @@ def _with_order(
     """Replace `data.order = "auto"` by the order of the run that is continued, or of one that suits the host."""
     if recipe.data.order != "auto":
         return recipe
-    order = of_run("order")
+    order = of_run("data.order")
     free = min(world.all_gather_object(available_memory()))
     if not order and train.is_on_disk and train.nbytes > free:
         order = "blocks"

@@ -63,6 +63,7 @@ def finish(
     session: "Session",
     engine: "Engine",
     pack: "Pack",
+    splits: dict[str, Samples],
     placed: "dict[str, DeviceSplit]",
     progress: Progress,
     ended: str,
@@ -72,6 +73,7 @@ def finish(
 
     Args:
         engine: the last weights; afterwards the chosen ones.
+        placed: the splits on the devices; empty where nothing was trained.
         ended: why training ended early; empty if it did not.
         failure: the same as an exception.
 
@@ -80,13 +82,15 @@ def finish(
     """
     if progress.best:
         engine.restore(progress.best)
+    # The head that was fitted, unless fine-tuning has made something better.
+    stage = session.stage if not progress.history or (progress.best and not progress.best_epoch) else None
     is_fold = session.recipe.data.fold > 0
-    shown = _shown(session, placed)
+    shown = _shown(session, splits)
     results: dict[str, Evaluation] = {}
     known: Known | None = None
     began = time.perf_counter()
-    is_trusted = session.recipe.task == "single-label" and not is_fold and "valid" in placed
-    if reason := trust.missing(session.recipe, placed):
+    is_trusted = session.recipe.task == "single-label" and not is_fold and "valid" in splits
+    if reason := trust.missing(session.recipe, splits):
         is_trusted = False
         session.note(reason)
     if session.recipe.tta:
@@ -97,9 +101,14 @@ def finish(
     try:
         # Whoever terminates a run does not wait for an evaluation.
         if not (isinstance(failure, Stopped) and failure.signal_number == signal.SIGTERM):
-            if is_trusted:
+            if is_trusted and stage:
+                known = stage.known()
+            elif is_trusted:
                 known = _known(session, engine, trust.sample_of(placed["train"].samples, len(pack.classes)))
-            for name in [name for name in placed if name != "train"]:
+            for name in [name for name in splits if name != "train"]:
+                if stage:
+                    results[name] = stage.evaluation(name, engine.task)
+                    continue
                 results[name] = placed[name].evaluate(
                     with_probabilities=is_fold or name == shown,
                     with_logits=is_trusted,
@@ -116,7 +125,7 @@ def finish(
         engine=engine,
         pack=pack,
         progress=progress,
-        samples={name: split.samples for name, split in placed.items()},
+        samples=splits,
         results=results,
         known=known,
         reason=ended,
@@ -134,14 +143,14 @@ def finish(
 
 def _known(session: "Session", engine: "Engine", some: Samples) -> Known | None:
     """Return where the features of training images are: the same numbers on all ranks."""
-    found = engine.place(some).evaluate(keep_features=np.array, tta=session.recipe.tta)
+    found = engine.place(some).evaluate(keep_features=np.array)
     return session.world.from_main(lambda: Known.of(found.features, found.labels))
 
 
-def _shown(session: "Session", placed: "dict[str, DeviceSplit]") -> str | None:
+def _shown(session: "Session", splits: dict[str, Samples]) -> str | None:
     """Return the split whose answers are kept and shown: that of a fold is held out."""
     wanted = ("valid", "test") if session.recipe.data.fold > 0 else ("test", "valid")
-    return next((name for name in wanted if name in placed), None)
+    return next((name for name in wanted if name in splits), None)
 
 
 def _write(run: _Ended, shown: str | None) -> None:
@@ -175,7 +184,7 @@ def _write_report(session: "Session", summary: dict[str, Any], progress: Progres
     from flatout.report.page import draw_all
     from flatout.report.verdict import verdict
 
-    summary["verdict"] = verdict(summary, [record.to_plain() for record in progress.history], session.recipe)
+    summary["verdict"] = verdict(summary, [record.to_plain() for record in progress.records], session.recipe)
     run_files.write_json(session.out / run_files.SUMMARY, summary)
     began = time.perf_counter()
     if session.options.report:
@@ -254,7 +263,7 @@ def _summary(run: _Ended, results: "dict[str, Evaluation]") -> dict[str, Any]:
     session, engine, pack, progress = run.session, run.engine, run.pack, run.progress
     recipe = session.recipe
     chosen = progress.best_epoch if progress.best else len(progress.history)
-    record, task = progress.history[chosen - 1] if chosen else None, engine.task
+    record, task = progress.history[chosen - 1] if chosen else progress.head, engine.task
     figures: dict[str, Any] = {"train_loss": record.train_loss if record else None}
     figures[f"train_{task.step_metric}"] = record.of("train")[task.step_metric] if record else None
     for name in ("valid", "test"):
@@ -283,7 +292,7 @@ def _summary(run: _Ended, results: "dict[str, Evaluation]") -> dict[str, Any]:
         "epochs": recipe.epochs,
         "epochs_trained": progress.epoch,
         "best_epoch": progress.best_epoch or None,
-        "kept_epoch": chosen or None,
+        "kept_epoch": chosen if chosen or progress.head else None,
         "tta": recipe.tta,
         "task": recipe.task,
         "seed": recipe.seed,

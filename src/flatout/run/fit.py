@@ -98,7 +98,7 @@ def fit(
     from flatout.callbacks.trackers import callbacks_of
     from flatout.dist.env import launched
     from flatout.engine.devices import engine_for, parse_devices
-    from flatout.engine.factory import rate_on
+    from flatout.engine.factory import speeds_on
     from flatout.models.keras import KerasModule, is_keras
     from flatout.models.load import copied
     from flatout.run.arguments import check_names, is_own_loss, join_data, loader_batch_size, recipe_changes
@@ -147,7 +147,8 @@ def fit(
             accelerated=parse_devices(devices, engine).is_accelerated,
             console=console,
             seconds=options.seconds,
-            rate=rate_on(devices, engine),
+            began=began,
+            speeds=speeds_on(devices, engine),
             words=python_words,
             explain=reasons.append,
         )
@@ -207,7 +208,7 @@ def run_session(session: Session, console: Console, function: "Callable[[Console
     """
     from flatout.dist.env import launched
     from flatout.engine.devices import parse_devices
-    from flatout.engine.factory import choose_processes
+    from flatout.engine.factory import choose_processes, kept_devices
     from flatout.run.launch import check_batch, run_on_devices
 
     recipe, options, engine = session.recipe, session.options, session.options.engine
@@ -227,8 +228,12 @@ def run_session(session: Session, console: Console, function: "Callable[[Console
         check_batch(recipe.batch_size, len(devices.ranks.names))
     with session.prepared(console) as pack:
         start, stop = pack.splits["train"]
+        spec = options.devices
+        if spec == "auto" and (before := session.devices_before()):
+            spec, sentence = kept_devices(before, engine)
+            session.note(sentence)
         chosen = choose_processes(
-            options.devices,
+            spec,
             recipe,
             stop - start,
             lambda: session.build_model(pack),

@@ -1,8 +1,11 @@
 """A run folder: what a training run leaves behind, read back as an object."""
 
+import contextlib
 import copy
 import json
+import math
 from base64 import b64encode
+from collections.abc import Iterator
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -42,6 +45,7 @@ class Run:
     def __init__(self, path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> None:
         self.path = Path(path)
         self._given, self._allow_code = model, allow_code
+        self._classified, self._frozen = 0, None
         for name in (RECIPE, WEIGHTS):
             if not (self.path / name).is_file():
                 missing = f"not a run folder with weights: {name} is missing"
@@ -194,23 +198,40 @@ class Run:
         """
         return self.outputs(pixels_NHWC, tta=tta).probabilities
 
+    @contextlib.contextmanager
+    def _network(self) -> "Iterator[tuple[Any, Any]]":
+        """Lend what computes logits, and catches features; through ONNX Runtime after so many images that it pays."""
+        import torch
+
+        from flatout.models.features import caught
+        from flatout.models.onnx_features import WORTHWHILE_PIXELS, FrozenClassifier
+
+        model = self.model.eval()
+        if self._classified * math.prod(self.recipe.image_sides) < WORTHWHILE_PIXELS:
+            with caught(model, model) as features:
+                yield model, features
+            return
+        if self._frozen is None:
+            self._frozen = FrozenClassifier(model, model, torch.get_num_threads())
+        yield self._frozen, self._frozen
+
     def outputs(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> Outputs:
         """Return all that the model says of images; arguments as for `probabilities`."""
         import torch
 
-        from flatout.models.features import caught
         from flatout.numerics import augment, pixels
 
         views = augment.tta_views(self.recipe) if tta or self.recipe.tta else []
         mean, std = (torch.tensor(values) for values in (self.recipe.data.mean, self.recipe.data.std))
-        results, seen, model = [], [], self.model.eval()
-        with torch.no_grad(), caught(model, model) as features:
+        results, seen = [], []
+        with torch.no_grad(), self._network() as (model, features):
             for start in range(0, len(pixels_NHWC), self.recipe.batch_size):
                 batch = torch.from_numpy(np.ascontiguousarray(pixels_NHWC[start : start + self.recipe.batch_size]))
                 images = augment.apply(batch, None, 1 / (255 * std), -mean / std, self.recipe.eval_sides)
                 each = [model(pixels.view(torch, images, *view)) for view in views]
                 results.append((self.task.averaged(torch.stack(each)) if each else model(images)).float())
                 seen.append(features.take())
+        self._classified += len(pixels_NHWC)
         logits = torch.cat(results)
         return Outputs(
             probabilities=self.task.probabilities(logits).numpy(),

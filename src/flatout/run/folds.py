@@ -157,7 +157,7 @@ def _train_share(
         world = World(device=torch.device("cpu" if options.engine == "xla" else specs[rank]))
         # They share cores and memory.
         world.local_size = len(specs)
-        alike = recipe if own.resume else _in_one_format(recipe, options.out, precisions(options.engine, world))
+        alike = _in_one_format(recipe, options.out, precisions(options.engine, world))
         session = Session(alike.override({"data.fold": fold}), pack, own, module)
         session.whole = options.out
         try:

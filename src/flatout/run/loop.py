@@ -106,7 +106,7 @@ class _Loop:
             if ended := self.callbacks.epoch(is_best=self._choose_best()):
                 return ended
             waited, patience = progress.epoch - progress.best_epoch, self.recipe.early_stopping
-            if patience and progress.best_epoch and waited >= patience:
+            if patience and progress.best_record and waited >= patience:
                 return f"early stopping: no better validation result in {waited} epochs"
         return ""
 
@@ -188,7 +188,7 @@ class _Loop:
         def merit(record: EpochRecord) -> tuple[float, float]:
             return self.engine.task.merit(record.of("valid")), -record.metrics["valid_loss"]
 
-        if progress.best_epoch and merit(progress.history[-1]) <= merit(progress.history[progress.best_epoch - 1]):
+        if (best := progress.best_record) and merit(progress.history[-1]) <= merit(best):
             return False
         progress.best_epoch = progress.epoch
         return True

@@ -104,9 +104,7 @@ class Monitor(Callbacks):
             progress.best, self._good = self._engine.snapshot(weights_only=True), None
         elif not progress.best:
             self._good = self._engine.snapshot(weights_only=True)
-        if session.world.is_main:
-            records = [record.to_plain() for record in progress.history]
-            run_files.write_metrics(session.out / run_files.METRICS, records)
+        session.write_metrics(progress)
         shown = dict.fromkeys((self._engine.task.step_metric, self._engine.task.metric_names[0]))
         self._console.note(progress.history[-1].describe(recipe.epochs, tuple(shown), is_best=is_best))
         if session.world.broadcast_object(self._is_checkpoint_due(0.0)):

@@ -69,9 +69,10 @@ class Progress:
 
     Attributes:
         epoch, step: finished epochs, and finished steps of the next one.
+        head: the record of the head that was fitted before the first step; None where there is none.
         history: a record of every finished epoch.
         counts: sums over the finished steps of the unfinished epoch.
-        best_epoch: the best epoch by validation, from 1; 0 for none.
+        best_epoch: the best epoch by validation, from 1; 0 for none, or for the fitted head.
         best: the engine's snapshot of the weights after it, where the recipe keeps the best; else None.
         train_seconds, evaluate_seconds, wait_seconds, communication_seconds: time in training epochs; in evaluation;
             of the former, waiting for input; and adding up with other processes, waiting for them included.
@@ -84,6 +85,7 @@ class Progress:
 
     epoch: int = 0
     step: int = 0
+    head: EpochRecord | None = None
     history: list[EpochRecord] = field(default_factory=list)
     counts: Counts = NO_COUNTS
     best_epoch: int = 0
@@ -99,6 +101,16 @@ class Progress:
     images_trained: int = 0
     earlier_seconds: float = 0.0
     step_losses: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def records(self) -> list[EpochRecord]:
+        """The lines of metrics.jsonl: the fitted head, if there is one, and every finished epoch."""
+        return [self.head, *self.history] if self.head else self.history
+
+    @property
+    def best_record(self) -> EpochRecord | None:
+        """The line of the best epoch by validation, or of the fitted head; None for none."""
+        return self.history[self.best_epoch - 1] if self.best_epoch else self.head
 
     def note_first_steps(self) -> None:
         """Keep time and images of the first steps apart."""
@@ -151,6 +163,7 @@ def to_plain(progress: Progress) -> dict[str, Any]:
     """Return the progress without tensors as plain values, for a checkpoint."""
     fields = {f.name: getattr(progress, f.name) for f in dataclasses.fields(progress) if f.name != "best"}
     fields["history"] = [record.to_plain() for record in progress.history]
+    fields["head"] = progress.head and progress.head.to_plain()
     fields["counts"] = dataclasses.asdict(progress.counts)
     return fields
 
@@ -160,4 +173,5 @@ def from_plain(fields: dict[str, Any]) -> Progress:
     history = [_record_of(line) for line in fields["history"]]
     # In checkpoints of earlier versions, the metric was the number of correct predictions.
     counts = {"metric_sum" if name == "correct" else name: value for name, value in fields["counts"].items()}
-    return Progress(**{**fields, "history": history, "counts": Counts(**counts)})
+    head = _record_of(fields["head"]) if fields.get("head") else None
+    return Progress(**{**fields, "history": history, "head": head, "counts": Counts(**counts)})

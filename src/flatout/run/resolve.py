@@ -12,7 +12,7 @@ from flatout.settings import nearest, nearest_path
 
 if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source
-    from flatout.run.advise import Rate
+    from flatout.run.advise import Speeds
 
 
 def resolve(
@@ -23,7 +23,8 @@ def resolve(
     accelerated: bool,
     console: Console,
     seconds: float | None = None,
-    rate: "Rate | None" = None,
+    began: float | None = None,
+    speeds: "Speeds | None" = None,
     words: Callable[[str], str] = str,
     explain: Callable[[str], None] = lambda sentence: None,
     fetch: bool = True,
@@ -35,15 +36,15 @@ def resolve(
         data: a path, a URL or data given in Python; None takes what the recipe names, or downloads the job's data.
         changes: dotted recipe keys to override.
         accelerated: whether a GPU or TPU trains; a recipe made for data then has a larger model and images.
-        seconds: the time budget, for a recipe made for data; None for none.
-        rate: measures models for such a recipe; None where the devices are not at hand.
+        seconds: the time budget, for a recipe made for data; None for none. It began at `began`, by time.perf_counter.
+        speeds: measures for such a recipe; None where the devices are not at hand.
         explain: also takes the reasons for a recipe made for data, for its report.
         fetch: whether published weights are found or downloaded for such a recipe; else they are taken to be there.
         words: puts advice that names flags in the words of the caller.
     """
     from flatout.data.load import find
 
-    recipe = _named_recipe(job)
+    recipe, changes = _named_recipe(job), _with_full_name(changes)
     if "data.path" in changes and (data is not None or recipe is None):
         raise InputError(f"data.path = {changes['data.path']!r}: data is given twice; remove one")
     if recipe is None:
@@ -68,7 +69,8 @@ def resolve(
             changes,
             accelerated=accelerated,
             seconds=seconds,
-            rate=rate,
+            began=began,
+            speeds=speeds,
             report=report,
             fetch=fetch,
         )
@@ -85,6 +87,18 @@ def resolve(
     if path := _plain(data):
         recipe = recipe.override({"data.path": path})
     return recipe, find(data, recipe.data, recipe.task, console=console)
+
+
+def _with_full_name(changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the changes with `timm:` before the name of a model that is timm's and not ours."""
+    from flatout.models.load import list_names
+
+    name = changes.get("model")
+    if not isinstance(name, str) or ":" in name or name.endswith(".py") or name in list_names():
+        return changes
+    import timm
+
+    return {**changes, "model": f"timm:{name}"} if timm.is_model(name.partition(".")[0]) else changes
 
 
 def is_of_job(recipe: Recipe, job: str) -> bool:

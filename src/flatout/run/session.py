@@ -12,6 +12,7 @@ from flatout.data.order import steps_per_epoch
 from flatout.dist.consistency import agree, data_facts
 from flatout.dist.env import restart_count
 from flatout.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
+from flatout.files import write_atomically
 from flatout.numerics.schedule import describe_jump, describe_scaling
 from flatout.recipe import Recipe, load_recipe, of_run
 from flatout.report import run_files
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source
     from flatout.dist.world import World
     from flatout.engine.base import DeviceSplit, Engine
+    from flatout.run.head_stage import HeadStage
 
 
 class Session:
@@ -74,6 +76,8 @@ class Session:
         self.devices, self.device_count = "", 0
         self.data_facts: dict[str, Any] = {}
         self.budget: Budget | None = None
+        # The head that was fitted before the first step.
+        self.stage: HeadStage | None = None
         self._claimed: Path | None = None
         # Whether images were still being decoded when the splits were placed.
         self._is_arriving = False
@@ -89,6 +93,13 @@ class Session:
         if isinstance(self.data, Pack):
             state["data"] = self._open.enter_context(share(self.data))
         return state
+
+    def devices_before(self) -> str:
+        """Return the devices on which the run that is resumed was trained; "" if it is new or does not tell."""
+        if self.options.resume and self.options.out:
+            with contextlib.suppress(OSError):
+                return (self.options.out / run_files.DEVICES).read_text(errors="replace")
+        return ""
 
     @contextlib.contextmanager
     def prepared(self, console: Console) -> "Iterator[Pack]":
@@ -114,14 +125,19 @@ class Session:
         with self.set_up(console, world) as (pack, splits, engine):
             progress = self._resume(engine, pack)
             self._begin_folder(overwrite=self.options.overwrite and not progress)
-            progress = progress or Progress()
-            placed = self.place(engine, splits)
-            self._fit_into_budget(engine, placed, progress)
+            progress = progress or self._begin(engine)
+            self.write_metrics(progress)
+            placed = self.place(engine, splits) if self.recipe.epochs else {}
+            if placed:
+                self._fit_into_budget(engine, placed, progress)
             with signals_noted(world.control):
-                self._check_sanity(engine, placed["train"], progress, len(pack.classes))
+                ended, failure = "", None
+                if placed:
+                    self._check_sanity(engine, placed["train"], progress, len(pack.classes))
                 self.calls = Calls(self, pack, progress)
-                ended, failure = self._train(engine, placed, progress)
-                failure = finish(self, engine, pack, placed, progress, ended, failure)
+                if placed:
+                    ended, failure = self._train(engine, placed, progress)
+                failure = finish(self, engine, pack, splits, placed, progress, ended, failure)
                 failure = self.calls.end(failure)
         if failure:
             raise failure
@@ -203,10 +219,10 @@ class Session:
         return splits
 
     def _of_run(self, key: str) -> str:
-        """Return the value of a key of `data` in the run that is continued; "" in a new run."""
+        """Return the value of a recipe key in the run that is continued; "" in a new run."""
         if not self._has_checkpoints():
             return ""
-        return self.world.from_main(lambda: getattr(of_run(load_recipe(self.out / run_files.RECIPE)).data, key))
+        return self.world.from_main(lambda: of_run(load_recipe(self.out / run_files.RECIPE)).flat()[key])
 
     def build_model(self, pack: "Pack", report: Callable[[str], None] = lambda sentence: None) -> "nn.Module":
         """Return the model with fresh weights; one given in Python as a copy."""
@@ -224,16 +240,18 @@ class Session:
         """Return the engine, with the weights to start from."""
         from flatout.engine.devices import spec_of
 
-        engine, self.recipe = start_engine(
+        engine, self.recipe, self.stage = start_engine(
             model,
             self.recipe,
             splits,
-            pack.classes,
             world=self.world,
             options=self.options,
-            fits_head=self.recipe.linear_probe and not self._has_checkpoints(),
+            pack=pack,
+            kept_precision=self._of_run("precision") if self.recipe.precision == "auto" else "",
             note=self.note,
         )
+        if self.stage:
+            self.seconds |= self.stage.seconds
         self.parameters = sum(p.numel() for p in model.parameters())
         self.trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         names = [name for names in self.world.all_gather_object(engine.device_names) for name in names]
@@ -262,7 +280,7 @@ class Session:
         from flatout.run.checkpoint import restore_newest
 
         self.data_facts = data_facts(pack, self.recipe)
-        if not self._is_continued():
+        if not (self._is_continued() and self.recipe.epochs):
             return None
         folder, since = self.out / run_files.CHECKPOINTS, self._checkpoints_since()
         newest = restore_newest(engine, folder, self.recipe, self.data_facts, self.world, self.note, since)
@@ -273,8 +291,21 @@ class Session:
         self._continued = newest.recipe
         return newest.progress
 
+    def _begin(self, engine: "Engine") -> Progress:
+        """Return the progress of a new run. A fitted head is the best until an epoch is better."""
+        stage = self.stage
+        if stage is None:
+            return Progress()
+        progress = Progress(head=stage.record)
+        if stage.training_only is not None and self.recipe.keep == "best" and "valid" in stage.labels:
+            weights = engine.snapshot(weights_only=True)
+            stage.give(engine)
+            progress.best = engine.snapshot(weights_only=True)
+            engine.restore(weights)
+        return progress
+
     def _begin_folder(self, *, overwrite: bool) -> None:
-        """Write the recipe, after an old run is removed if that was requested, and open the logs."""
+        """Write recipe and devices, after an old run is removed if that was requested, and open the logs."""
         if self.world.is_main:
             claim.begin(self.out, self.recipe, overwrite=overwrite)
         self.world.barrier()
@@ -284,6 +315,9 @@ class Session:
             self.console.open_log(log)
         except OSError as error:
             raise InputError(f"{log}: cannot be written: {error.strerror}") from None
+        if self.world.local_rank == 0:
+            given = self.options.devices
+            write_atomically(self.out / run_files.DEVICES, (self.devices if given == "auto" else given).encode())
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -316,7 +350,8 @@ class Session:
         seconds, images = self.options.seconds, len(placed["train"].samples)
         if seconds is None:
             return
-        rates = measure(engine, placed, self.recipe, self.world, seconds)
+        rate = self.stage.record.images_per_second if self.stage else None
+        rates = measure(engine, placed, self.recipe, self.world, seconds, rate)
         self.budget = budget = Budget(seconds, self.began, rates, self.recipe, images)
         steps = steps_per_epoch(images, self.recipe.batch_size, self.recipe.drop_last)
         done = progress.position(steps)
@@ -338,6 +373,11 @@ class Session:
         for sentence in sanity.check(engine, train, recipe, self.world, classes, is_fresh=is_fresh):
             self.note(sentence)
         self._time("check")
+
+    def write_metrics(self, progress: Progress) -> None:
+        """Write the lines of the fitted head and of all finished epochs, if there are any."""
+        if self.world.is_main and progress.records:
+            run_files.write_metrics(self.out / run_files.METRICS, [record.to_plain() for record in progress.records])
 
     def set_length(self, recipe: Recipe) -> None:
         """Go on with the main process's recipe, which has another length, and write it into the run folder."""

@@ -1,14 +1,12 @@
 """The engine of a run before its first step: the weights to start from, a fitted head, the number format."""
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flatout.errors import InputError
-from flatout.recipe import Augment, Recipe
+from flatout.recipe import Recipe
 from flatout.run.options import Options
 from flatout.tasks import task_of, weights_of
 
@@ -16,49 +14,68 @@ if TYPE_CHECKING:
     from torch import nn
 
     from flatout.data.feed import Samples
+    from flatout.data.pack import Pack
     from flatout.dist.world import World
     from flatout.engine.base import Engine
+    from flatout.run.head_stage import HeadStage
 
 
 def start_engine(
     model: "nn.Module",
     recipe: Recipe,
     splits: "Mapping[str, Samples]",
-    classes: Sequence[str],
     *,
     world: "World",
     options: Options,
-    fits_head: bool,
+    pack: "Pack",
+    kept_precision: str,
     note: Callable[[str], None],
-) -> "tuple[Engine, Recipe]":
-    """Return the engine with the weights to start from, and the recipe with the number format of the run.
+) -> "tuple[Engine, Recipe, HeadStage | None]":
+    """Return the engine with the weights to start from, the recipe with its number format, and the fitted head if any.
 
     All ranks call this.
 
     Args:
         model: with fresh weights; it is changed.
+        kept_precision: of the run that is continued, for precision = "auto"; "" in a new run.
 
     Raises:
         InputError: weights cannot be loaded, the head cannot be fitted, or the device lacks what the recipe asks for.
     """
     from flatout.engine.factory import make_engine, precisions
+    from flatout.run.head_stage import fit_to_features
 
     if recipe.pretrained or recipe.weights:
         _load_weights(model, recipe, world, note)
     elif recipe.freeze:
         note("frozen layers keep their random weights: no pre-trained weights were requested")
-    own = options.own
+    own, stage = options.own, None
+    class_weights = weights_of(recipe, task_of(recipe), splits["train"].labels, pack.classes)
     make = functools.partial(
         make_engine,
         engine=options.engine,
         devices=options.devices,
         world=world,
-        class_weights=weights_of(recipe, task_of(recipe), splits["train"].labels, classes),
+        class_weights=class_weights,
         # Only the torch engine takes functions of the user's; `check` has refused them elsewhere.
         **own.for_engine(recipe),
     )
+    if recipe.linear_probe:
+        stage = fit_to_features(model, recipe, splits, pack, make, world, class_weights=class_weights, report=note)
+        note(stage.sentence)
+        if recipe.epochs and options.minutes is not None and stage.is_enough():
+            note(
+                f"fine-tuning is left out: heads that have not seen them answer {stage.share_right:.2%} of the images "
+                "rightly; more images, or other ones, would help more than minutes"
+            )
+            recipe = recipe.override({"epochs": 0, "freeze": ""})
+            stage.give_to(model)
     formats = precisions(options.engine, world)
-    if recipe.precision == "auto" and "bf16" in formats and not recipe.exact_sums:
+    if not recipe.epochs:
+        recipe = recipe.override({"precision": "fp32"})
+    if recipe.precision == "auto" and kept_precision:
+        recipe = recipe.override({"precision": kept_precision if kept_precision in formats else "auto"})
+    elif recipe.precision == "auto" and "bf16" in formats and not recipe.exact_sums:
         from flatout.run.precision import fastest_precision
 
         chosen, reason = fastest_precision(
@@ -70,11 +87,9 @@ def start_engine(
         )
         note(reason)
         recipe = recipe.override({"precision": chosen})
-    if fits_head:
-        _fit_head(model, recipe, splits, make, world, note)
     engine = make(model, recipe, report=note)
     engine.task = replace(engine.task, own_metrics=own.metrics)
-    return engine, recipe
+    return engine, recipe, stage
 
 
 def _load_weights(model: "nn.Module", recipe: Recipe, world: "World", note: Callable[[str], None]) -> None:
@@ -86,35 +101,3 @@ def _load_weights(model: "nn.Module", recipe: Recipe, world: "World", note: Call
             load_pretrained(model, recipe, note)
 
     world.from_main(load)
-
-
-def _fit_head(
-    model: "nn.Module",
-    recipe: Recipe,
-    splits: "Mapping[str, Samples]",
-    make: "Callable[..., Engine]",
-    world: "World",
-    note: Callable[[str], None],
-) -> None:
-    """Fit the head to the output of the layers before it, computed on the devices of the run."""
-    from flatout.models.layers import freeze
-    from flatout.run.linear_probe import fit_head, linear_head
-
-    head, backbone = linear_head(model), copy.deepcopy(model)
-    freeze(backbone, "all-but-last-0")
-    plain = replace(recipe, augment=Augment(), shard="none")
-    with contextlib.closing(make(backbone, plain, report=lambda sentence: None)) as engine:
-        # The images of a fold choose nothing.
-        names = ("train",) if recipe.data.fold else ("train", "valid")
-        chosen = {name: samples for name, samples in splits.items() if name in names}
-        features = {name: engine.place(samples).features() for name, samples in chosen.items()}
-    found = {name: values for name, values in features.items() if values is not None and values.ndim == 2}
-    if head is None or len(found) < len(chosen) or found["train"].shape[1] != head.in_features:
-        raise InputError(
-            f"linear_probe = true: {recipe.model} has no single linear layer as its head, or torch.fx cannot "
-            "trace what is before it; set linear_probe = false"
-        )
-    if world.is_main:
-        # The engine takes the main process's weights.
-        labels = {name: samples.labels for name, samples in chosen.items()}
-        note(fit_head(head, found, labels, recipe))

@@ -156,15 +156,15 @@ def _of_sets(inside: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     }
 
 
-def missing(recipe: "Recipe", splits: Mapping[str, Any]) -> str:
+def missing(recipe: "Recipe", splits: Mapping[str, Samples]) -> str:
     """Return why a run can have no `Trust`, as a sentence; empty where it can, or where it makes no sense."""
     if recipe.task != "single-label" or recipe.data.fold:
         return ""
-    found = len(splits["valid"].samples) if "valid" in splits else 0
+    found = len(splits["valid"]) if "valid" in splits else 0
     if found >= LEAST_IMAGES:
         return ""
     few = f"only {found} validation images" if found else "no validation images"
-    left = len(splits["train"].samples) + found
+    left = len(splits["train"]) + found
     fraction = max(0.1, -(-100 * LEAST_IMAGES // left) / 100)
     fix = f"; --set data.valid_fraction={fraction:g} reserves training images for them" if fraction <= 0.5 else ""
     return (

@@ -44,7 +44,6 @@ class Regression(Task):
             "label_smoothing": (0.0, "smooths classes"),
             "class_weights": ("none", "weighs classes"),
             "augment.cutmix": (0.0, "the number of a patchwork of two images is unknown"),
-            "linear_probe": (False, "fits classes"),
         }
         refuse(recipe, "regression", only)
 

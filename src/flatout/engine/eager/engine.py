@@ -8,6 +8,7 @@ Shape letters: B samples of this rank in a batch, C channels.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,8 @@ from flatout.engine.eager.replaced_functions import ReplacedFunctions
 from flatout.engine.eager.split import Inputs, Source, TorchSplit, place
 from flatout.engine.eager.weight_average import WeightAverage
 from flatout.engine.recorder import Recorder
-from flatout.models.frozen_prefix import Cut, cut_frozen_prefix
+from flatout.models.frozen_prefix import Cut, before_head, cut_frozen_prefix
+from flatout.models.heads import Head
 from flatout.models.layers import learning_rate_scales, set_train_mode
 from flatout.numerics import augment, optim, pixels
 from flatout.numerics.metrics import Counts
@@ -60,6 +62,7 @@ class TorchEngine:
         accelerator: what its device can do; None asks the device.
         capture: whether the step may be recorded as a graph.
         cache_prefix: whether the output of a frozen prefix may be cached.
+        head: of a model of which nothing else is changed, in any way: then what it reads is computed once.
         loss: of logits and targets, in place of the task's; returns a loss for each sample.
         batch_transforms: of training images [B, C, H, W] as the model takes them; each returns such images.
 
@@ -77,6 +80,7 @@ class TorchEngine:
         accelerator: Accelerator | None = None,
         capture: bool = True,
         cache_prefix: bool = True,
+        head: Head | None = None,
         loss: Callable[..., torch.Tensor] | None = None,
         batch_transforms: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
         report: Callable[[str], None] = lambda sentence: None,
@@ -92,10 +96,10 @@ class TorchEngine:
             self.setup = prepare(accelerator, recipe.precision, undo, ranks_here=world.local_size)
             undo.callback(optim.keep_compiler_out())
             self.losses = Losses(loss, class_weights, self.device)
-            self._build(model, capture=capture, cache_prefix=cache_prefix)
+            self._build(model, capture=capture, cache_prefix=cache_prefix, head=head)
             self._undo = undo.pop_all()
 
-    def _build(self, model: nn.Module, *, capture: bool, cache_prefix: bool) -> None:
+    def _build(self, model: nn.Module, *, capture: bool, cache_prefix: bool, head: Head | None) -> None:
         """Bring the model to the device and prepare everything that the steps use."""
         recipe, world, accelerator = self.recipe, self.world, self.setup.accelerator
         self.threads, self.device_names = self.setup.threads, [str(self.device)]
@@ -127,9 +131,13 @@ class TorchEngine:
         self._communication_seconds = 0.0
         self._micro_batches, self._offload = 0, False
         may_cut = cache_prefix and recipe.is_cacheable and not self.is_sharded and not self._batch_transforms
-        self.cut: Cut | None = cut_frozen_prefix(self.model) if may_cut else None
-        if self.cut:
-            self._report(self.cut.describe(recipe.augment.views))
+        self.cut: Cut | None = None
+        if head:
+            self.cut = before_head(self.model, head)
+        elif may_cut and (cut := cut_frozen_prefix(self.model)):
+            self.cut = cut
+            self._report(cut.describe(recipe.augment.views))
+        self._prefix: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.input = NetworkInput(recipe, self.device, self.cut, self._batch_transforms)
 
     def _distribute(self, model: nn.Module) -> nn.Module:
@@ -250,9 +258,28 @@ class TorchEngine:
 
     def view_logits(self, network: nn.Module, images: torch.Tensor) -> torch.Tensor:
         """Return the logits of stored images, averaged over their views."""
-        images, prefix = self.input.normalised(images), self.cut.prefix if self.cut else nn.Identity()
-        seen = [network(prefix(pixels.view(torch, images, *view))) for view in augment.tta_views(self.recipe)]
+        images = self.input.normalised(images)
+        views = [pixels.view(torch, images, *view) for view in augment.tta_views(self.recipe)]
+        seen = [network(self.prefix(view, len(view)) if self.cut else view) for view in views]
         return self.task.averaged(torch.stack(seen))
+
+    def is_frozen_faster(self, count: int) -> bool:
+        """Return whether ONNX Runtime is worth its preparation for `count` images and a network that is frozen."""
+        from flatout.models.onnx_features import WORTHWHILE_PIXELS
+
+        is_worthwhile = count * math.prod(self.recipe.image_sides) >= WORTHWHILE_PIXELS
+        return self.setup.accelerator.is_host and is_worthwhile
+
+    def prefix(self, images: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the output of the frozen prefix for a batch, [B, C, H, W], one of those of `count` images."""
+        assert self.cut is not None
+        if self._prefix is None:
+            self._prefix = self.cut.prefix
+            if self.is_frozen_faster(count):
+                from flatout.models.onnx_features import frozen_network
+
+                self._prefix = frozen_network(self.cut.prefix, images, self.threads, self._report)
+        return self._prefix(images)
 
     @contextlib.contextmanager
     def evaluation_network(self) -> Iterator[nn.Module]:

@@ -37,6 +37,8 @@ Value = TypeVar("Value")
 FIRST_IMAGES, LONG_STEP = 2, 0.15
 # Then so many steps are measured, or as many as take so long.
 STEPS, SECONDS = 20, 0.4
+# Images at once, on a CPU, whose features are measured.
+FEATURE_BATCH = 16
 # Seconds of an all-reduce on a host: constant, and per byte of gradients.
 SUM_SECONDS, SUM_SECONDS_PER_BYTE = 5e-4, 2.5e-10
 
@@ -85,6 +87,38 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
             seconds = _measure(model, one.override({"batch_size": own}), world)
             times.append(seconds + (ranks > 1) * _sum_seconds(model) / own)
     return times[-1] if times[0] >= BF16_WORTH * times[-1] else times[0]
+
+
+def features_per_second(recipe: Recipe, device: str) -> float:
+    """Return the images per second before the head of a network, with its published weights, on a device.
+
+    What ONNX Runtime has made of the network is kept for the run.
+
+    Raises:
+        InputError: the network or its weights are not to be had.
+    """
+    from flatout.models.heads import FeatureNetwork, find_head
+    from flatout.models.load import build_model
+    from flatout.models.onnx_features import frozen_network
+    from flatout.models.pretrained import load_pretrained
+
+    accelerator = accelerator_of(torch.device(device))
+    model = build_model(recipe, 2)
+    load_pretrained(model, recipe, lambda sentence: None)
+    head = find_head(model, recipe.image_sides, recipe.channels)
+    network: nn.Module = model.eval() if head is None else FeatureNetwork(model, head)
+    batch = FEATURE_BATCH if accelerator.is_host else recipe.batch_size
+    images = torch.rand(batch, recipe.channels, *recipe.image_sides, device=accelerator.device)
+    compute = network.to(accelerator.device)
+    if accelerator.is_host:
+        compute = frozen_network(network, images, cpu_threads())
+    with torch.no_grad():
+        compute(images)
+        count, began = 0, time.perf_counter()
+        while count < 2 or time.perf_counter() - began < SECONDS:
+            float(compute(images).sum())  # waits for an accelerator
+            count += 1
+    return count * batch / (time.perf_counter() - began)
 
 
 def _sum_seconds(model: nn.Module) -> float:

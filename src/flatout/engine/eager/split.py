@@ -188,14 +188,13 @@ class TorchSplit:
     def _through_prefix(self) -> Source:
         """Return the output of the frozen prefix for the images, augmented by the tables of `_images` if there are."""
         engine, images = self._engine, self._images
-        assert engine.cut is not None
-        prefix = engine.cut.prefix
 
         def outputs() -> Iterator[torch.Tensor]:
             for inputs in self._batches(images, equally_many=True):
                 with torch.no_grad(), engine.setup.autocast():
                     rows = images.transforms_of(inputs.samples)
-                    yield prefix(engine.input.normalised(images.images_of(inputs), rows))
+                    normalised = engine.input.normalised(images.images_of(inputs), rows)
+                    yield engine.prefix(normalised, len(images.samples))
 
         wanted = engine.recipe.data.placement
         features = collect_features(outputs(), len(images.samples), wanted, engine.world, engine.setup.accelerator)
@@ -211,7 +210,11 @@ class TorchSplit:
         return source.samples.images if source.images is None else source.images.float().cpu().numpy()
 
     def compile(self) -> None:
-        """See `DeviceSplit.compile`. Nothing is compiled."""
+        """See `DeviceSplit.compile`. Nothing is compiled; what a frozen prefix makes of all views is computed."""
+        recipe = self._engine.recipe
+        if self._engine.cut:
+            for epoch in range(min(max(1, recipe.augment.views), recipe.epochs)):
+                self.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> None:
         """See `DeviceSplit.begin_epoch`. The output of a frozen prefix is computed once for each view."""
@@ -280,6 +283,8 @@ class TorchSplit:
         tta: bool = False,
     ) -> Evaluation:
         """See `DeviceSplit.evaluate`. Losses are those of the recipe, without class weights."""
+        # Whoever asks for more than metrics does not train on.
+        is_last = with_probabilities or with_logits or keep_features is not None
         # What a frozen prefix computes of moved images is not cached.
         engine, source = self._engine, self._images if tta else self._view(NOT_AUGMENTED, {})
         task, world, accelerator = engine.task, engine.world, engine.setup.accelerator
@@ -289,8 +294,12 @@ class TorchSplit:
         names += ["features"] * (keep_features is not None)
         rows = {name: _Rows(len(self.samples), world) for name in names}
         with contextlib.ExitStack() as stack:
-            network = stack.enter_context(engine.evaluation_network())
-            features = stack.enter_context(caught(engine.model, network)) if keep_features else None
+            network: Any = stack.enter_context(engine.evaluation_network())
+            features: Any = stack.enter_context(caught(engine.model, network)) if keep_features else None
+            if is_last and engine.setup.precision == "fp32" and engine.is_frozen_faster(len(self.samples)):
+                from flatout.models.onnx_features import FrozenClassifier
+
+                network = features = FrozenClassifier(engine.model, network, engine.threads)
             for inputs in self._batches(source, equally_many=engine.is_sharded):
                 start, real = int(inputs.batch.samples[0]), inputs.batch.count
                 with engine.setup.autocast():

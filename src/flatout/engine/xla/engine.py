@@ -33,6 +33,8 @@ from flatout.engine.xla.split import XlaSplit, fetch
 from flatout.engine.xla.step import Evaluated, FrozenPrefix, Inputs, Program, State, frozen_cut
 from flatout.errors import InputError
 from flatout.host import physical_cores
+from flatout.models.frozen_prefix import before_head
+from flatout.models.heads import Head
 from flatout.numerics.augment import Transforms
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe
@@ -53,6 +55,7 @@ class XlaEngine:
         world: the processes, one per host.
         class_weights: as `Task.class_weights` returns them; None for none.
         steps_per_dispatch: steps per program call; None for what suits the devices.
+        head: as for the torch engine.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class XlaEngine:
         class_weights: np.ndarray | None = None,
         report: Callable[[str], None] = lambda sentence: None,
         steps_per_dispatch: int | None = None,
+        head: Head | None = None,
     ) -> None:
         if recipe.exact_sums:
             raise InputError("exact_sums = true is not available with --engine xla; use --engine torch on CPUs")
@@ -80,8 +84,8 @@ class XlaEngine:
         kind = {"gpu": "cuda"}.get(self.platform, self.platform)
         self.device_names = [kind if kind == "cpu" else f"{kind}:{d.id}" for d in self.sharding.local_devices]
         self._precision = _precision(recipe.precision, self.platform)
-        self.cut = frozen_cut(model, recipe)
-        if self.cut:
+        self.cut = before_head(model, head) if head else frozen_cut(model, recipe)
+        if self.cut and not head:
             report(self.cut.describe(recipe.augment.views))
         self._program: Program | None = None
         self._state: State | None = None

