@@ -114,9 +114,26 @@ def test_the_parts_share_the_parameters_of_the_model() -> None:
     assert set(dict(HeadNetwork(model, head).named_parameters())) <= set(dict(model.named_parameters()))
 
 
+@torch.no_grad()
+def test_auxiliary_heads_are_silenced() -> None:
+    """volo adds half the largest value over all places of another head."""
+    model = make("volo_d1_224", 224)
+    set_train_mode(model)
+    head = found(model, 224)
+    assert (head.layers, head.silent) == (("head",), ("aux_head",))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("head."))
+    assert cut_at_head(model, head) is None  # the other head counts until it is zero
+    weight, bias = torch.randn(CLASSES, head.width), torch.randn(CLASSES)
+    set_head(model, head, weight, bias)
+    images = torch.rand(2, 3, 224, 224)
+    assert_close(FeatureNetwork(model, head)(images) @ weight.T + bias, model.eval()(images))
+    assert set(HeadNetwork(model, head).state_dict()) == {
+        f"{layer}.{kind}" for layer in ("head", "aux_head") for kind in ("weight", "bias")
+    }
+
+
 def test_a_head_that_is_not_linear_is_not_one() -> None:
-    """volo adds the largest value over all places."""
-    assert find_head(make("volo_d1_224", 224), (224, 224), 3) is None
     assert find_head(nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 4), nn.Softmax(1)), (8, 8), 3) is None
     assert find_head(nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 4)), (9, 9), 3) is None  # fails
     assert find_head(nn.Flatten(), (8, 8), 3) is None

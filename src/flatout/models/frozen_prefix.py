@@ -78,6 +78,8 @@ def cut_at_head(model: nn.Module, head: Head) -> Cut | None:
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if trained - {id(parameter) for layer in layers for parameter in layer.parameters()}:
         return None
+    if any(model.get_submodule(name).weight.any() for name in head.silent):  # pyright: ignore
+        return None
     for module in model.modules():
         is_random = isinstance(module, _RANDOM_MODULES) and getattr(module, "p", 1) > 0
         if module.training and (is_random or any(True for _ in module.buffers(recurse=False))):

@@ -10,7 +10,7 @@ Shape letters: B batch, F features, K outputs, H height, W width.
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
@@ -35,12 +35,15 @@ class Head:
         widths: how many features each of them reads.
         outputs: K.
         has_bias: whether any of them has a bias.
+        silent: other layers with logits, in which the model's are not linear, as of auxiliary heads: the head is one
+            while these are zero, as `set_head` makes them.
     """
 
     layers: tuple[str, ...]
     widths: tuple[int, ...]
     outputs: int
     has_bias: bool
+    silent: tuple[str, ...] = ()
 
     @property
     def width(self) -> int:
@@ -49,8 +52,7 @@ class Head:
 
     def of(self, model: nn.Module) -> list[Linear]:
         """Return the layers in a model, or in a copy of it."""
-        found = [model.get_submodule(name) for name in self.layers]
-        return [layer for layer in found if isinstance(layer, Linear)]
+        return _layers(model, self.layers)
 
 
 def find_head(model: nn.Module, sides: tuple[int, int], channels: int) -> Head | None:
@@ -79,16 +81,30 @@ def find_head(model: nn.Module, sides: tuple[int, int], channels: int) -> Head |
         inputs, logits = _computed(model, candidates, images)
         if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != 2:
             return None
-        last = [
-            name for name, read in inputs.items() if len(read) == 1 and _outputs(candidates[name]) == logits.shape[1]
-        ]
+        outputs = logits.shape[1]
+        last = [name for name, read in inputs.items() if len(read) == 1 and _outputs(candidates[name]) == outputs]
         for names in (last[-1:], last):
-            layers = [candidates[name] for name in names]
-            features = [_averaged(layer, inputs[name][0]) for name, layer in zip(names, layers, strict=True)]
-            if layers and _is_close(_mean_logits(layers, features), logits):
-                has_bias = any(layer.bias is not None for layer in layers)
-                return Head(tuple(names), tuple(f.shape[1] for f in features), logits.shape[1], has_bias)
+            if head := _head_of(candidates, names, inputs, logits):
+                return head
+        for name in last if len(last) > 1 else ():
+            others = tuple(other for other in last if other != name)
+            with _zeros([candidates[other] for other in others]):
+                inputs, logits = _computed(model, candidates, images)
+            if head := _head_of(candidates, [name], inputs, logits):
+                return replace(head, silent=others)
     return None
+
+
+def _head_of(
+    candidates: dict[str, Linear], names: list[str], inputs: dict[str, list[torch.Tensor]], logits: torch.Tensor
+) -> Head | None:
+    """Return layers as a head, if the logits are the mean of theirs."""
+    layers = [candidates[name] for name in names]
+    features = [_averaged(layer, inputs[name][0]) for name, layer in zip(names, layers, strict=True)]
+    if not layers or not _is_close(_mean_logits(layers, features), logits):
+        return None
+    has_bias = any(layer.bias is not None for layer in layers)
+    return Head(tuple(names), tuple(f.shape[1] for f in features), logits.shape[1], has_bias)
 
 
 class FeatureNetwork(nn.Module):
@@ -121,13 +137,14 @@ class FeatureNetwork(nn.Module):
 class HeadNetwork(nn.Module):
     """The head of a model alone: features [B, F] to logits [B, K].
 
-    The layers are those of the model, under the same names.
+    The layers are those of the model, under the same names; silent ones are there, but are not computed.
     """
 
     def __init__(self, model: nn.Module, head: Head) -> None:
         super().__init__()
         self._head = head
-        for name, layer in zip(head.layers, head.of(model), strict=True):
+        names = (*head.layers, *head.silent)
+        for name, layer in zip(names, _layers(model, names), strict=True):
             *path, last = name.split(".")
             module: nn.Module = self
             for part in path:
@@ -149,7 +166,7 @@ class HeadNetwork(nn.Module):
 def set_head(
     model: nn.Module, head: Head, weight: torch.Tensor, bias: torch.Tensor, rows: Sequence[int] | None = None
 ) -> None:
-    """Let a model's logits be `features @ weight.T + bias`.
+    """Let the logits of a model, or of its `HeadNetwork`, be `features @ weight.T + bias`.
 
     Args:
         weight: [K, F], for the features of `FeatureNetwork`.
@@ -165,6 +182,14 @@ def set_head(
         layer.weight[chosen] = (columns * len(layers)).reshape(-1, *layer.weight.shape[1:]).to(layer.weight)
         if layer.bias is not None:
             layer.bias[chosen] = (bias * (len(layers) / biased)).to(layer.bias)
+    for layer in _layers(model, head.silent):
+        for parameter in layer.parameters():
+            parameter[chosen] = 0
+
+
+def _layers(model: nn.Module, names: Sequence[str]) -> list[Linear]:
+    found = [model.get_submodule(name) for name in names]
+    return [layer for layer in found if isinstance(layer, Linear)]
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[Linear]:
@@ -241,14 +266,27 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _random_weights(layers: Sequence[Linear], generator: torch.Generator) -> Iterator[None]:
     """Give layers random weights inside the block: some networks start with zeros, which any features explain."""
+    with _restored(layers):
+        for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * max(parameter[0].numel(), 1) ** -0.5)
+        yield
+
+
+@contextlib.contextmanager
+def _zeros(layers: Sequence[Linear]) -> Iterator[None]:
+    with _restored(layers):
+        for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+            parameter.zero_()
+        yield
+
+
+@contextlib.contextmanager
+def _restored(layers: Sequence[Linear]) -> Iterator[None]:
+    """Restore the weights of layers after the block."""
     own = [(parameter, parameter.detach().clone()) for layer in layers for parameter in layer.parameters()]
     try:
         with torch.no_grad():
-            for parameter, _ in own:
-                parameter.copy_(
-                    torch.randn(parameter.shape, generator=generator) * max(parameter[0].numel(), 1) ** -0.5
-                )
-        yield
+            yield
     finally:
         with torch.no_grad():
             for parameter, value in own:
