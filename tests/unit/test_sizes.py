@@ -23,11 +23,13 @@ from flatout.recipe import Recipe
         ("vit_tiny_patch16_224", 10, 16),  # the smallest above
         ("levit_128s", 128, 224),  # attention biases are of one size
         ("levit_128s", (96, 160), 224),
+        ("pvt_v2_b0", 128, 128),  # patches overlap
         ("halonet26t", 128, 256),  # the least size that timm lists
         pytest.param("swin_tiny_patch4_window7_224", 128, 128, marks=pytest.mark.slow),
         pytest.param("crossvit_9_240", 128, 240, marks=pytest.mark.slow),
         pytest.param("volo_d1_224", 128, 224, marks=pytest.mark.slow),
         pytest.param("efficientformer_l1", 300, 224, marks=pytest.mark.slow),
+        pytest.param("sam2_hiera_tiny", 64, 224, marks=pytest.mark.slow),  # published: 896
         pytest.param("caformer_s18", 40, 40, marks=pytest.mark.slow),
     ],
 )
@@ -35,7 +37,7 @@ def test_the_size_fits_the_network_and_its_weights(name: str, wanted: Any, expec
     size = usable_size(f"timm:{name}", wanted, channels=1)
     assert size == expected
     recipe = Recipe(model=f"timm:{name}", image_size=size, channels=1, epochs=1, batch_size=1)
-    model = create_timm(recipe, 1000, timm.create_model(name).state_dict()).eval()
+    model = create_timm(recipe, 1000, timm.create_model(name, num_classes=1000).state_dict()).eval()
     images = torch.rand(1, 1, *(size if isinstance(size, tuple) else (size, size)))
     with torch.no_grad():
         assert model(images).shape == (1, 1000)

@@ -59,6 +59,8 @@ class _Network:
         self._name, self._channels, self._device = name, channels, "meta"
         self._classes, self.published, self._published_channels = default_shape(name)
         self._config: Any = timm.get_pretrained_cfg(name.removeprefix("timm:"))
+        least = getattr(self._config, "min_input_size", None) or (3, 1, 1)
+        self._least = least[1], least[2]
         self.is_fixed, parameters = False, 0
         with contextlib.suppress(Exception):
             self._model, self._has_option = self._build(self.published, self._published_channels)
@@ -81,16 +83,17 @@ class _Network:
                 yield count * down, max(1, width * count * down // height // across) * across
         for count in range(-(-height // down), -(-height // down) + _TRIALS):
             yield count * down, -(-width * count * down // height // across) * across
+        if self._least[0] > height or self._least[1] > width:
+            yield self._least
 
     def takes(self, size: tuple[int, int]) -> bool:
         """Return whether a size is one for the network and for its weights."""
-        least = getattr(self._config, "min_input_size", None) or (3, 1, 1)
         if size == sides(self.published):
             return True
         # Pixels that fill no patch would be left out.
         if any(side % patch for side, patch in zip(size, self._patch(), strict=True)):
             return False
-        if size[0] < least[1] or size[1] < least[2]:
+        if size[0] < self._least[0] or size[1] < self._least[1]:
             return False
         if not self._has_option:
             return self._computes(self._model, size, self._published_channels)
@@ -111,8 +114,13 @@ class _Network:
         return not self.is_fixed
 
     def _patch(self) -> tuple[int, int]:
-        patch = getattr(getattr(self._model, "patch_embed", None), "patch_size", 1)
-        return (patch, patch) if isinstance(patch, int) else (int(patch[0]), int(patch[1]))
+        """Return height and width of the patches, if they do not overlap; else 1."""
+        from torch import nn
+
+        proj = getattr(getattr(self._model, "patch_embed", None), "proj", None)
+        if not isinstance(proj, nn.Conv2d) or proj.kernel_size != proj.stride:
+            return 1, 1
+        return proj.stride[0], proj.stride[1]
 
     def _build(self, size: Size, channels: int, weights: Any = None) -> "tuple[nn.Module, bool]":
         """Return a model in evaluation mode, and whether it was built for the size."""
