@@ -23,9 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.cli import main
 from flatout.errors import InputError, WeightsUnavailable
-from flatout.models import backbones
 from flatout.models import hub as weights_hub
-from flatout.models.backbones import Backbone, most_accurate
+from flatout.models.backbones import Backbone
 from flatout.models.hub import find_weights
 from flatout.models.installed import PACKAGES, InstalledBackbone, find_installed, installed_backbones
 from flatout.models.pretrained import load_pretrained
@@ -86,15 +85,6 @@ def test_each_row_is_larger_and_more_accurate_than_the_one_before():
         assert smaller.top1 < larger.top1
 
 
-@needs_packages
-def test_the_choice_is_the_most_accurate_that_the_time_permits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(backbones, "physical_cores", lambda: 2)
-    small, medium, large = found = installed_backbones()
-    passes = 3 * 5 * 1000 / (2 * 4e9)
-    for backbone, seconds in ((small, 1.0), (medium, medium.operations * passes * 1.01), (large, 1e6)):
-        assert most_accurate(found, accelerated=False, images=1000, seconds=seconds) == backbone
-
-
 # --- the real packages ---
 
 
@@ -119,10 +109,9 @@ def test_every_tensor_is_that_of_the_file(name: str, tag: str):
 @needs_packages
 def test_another_head_and_grey_images():
     model, said = load(LITE0, classes=4)
-    fresh = build(LITE0, num_classes=4, image_size=64, channels=3, seed=1)
+    published, own = load(LITE0)[0].state_dict(), model.state_dict()
     assert "the head (classifier) starts fresh" in said[-1]
-    assert torch.equal(model.get_parameter("classifier.weight"), fresh.get_parameter("classifier.weight"))
-    assert not torch.equal(model.get_parameter("conv_head.weight"), fresh.get_parameter("conv_head.weight"))
+    assert all(torch.equal(tensor, published[n]) for n, tensor in own.items() if not n.startswith("classifier."))
     grey = build(LITE0, num_classes=4, image_size=64, channels=1, seed=1)
     load_pretrained(
         grey, Recipe(model=LITE0, image_size=64, channels=1, epochs=1, batch_size=1, pretrained=True), said.append

@@ -9,8 +9,9 @@ import pytest
 
 import flatout
 from flatout.data.source import Source
+from flatout.engine.factory import Speeds
 from flatout.errors import InputError, WeightsUnavailable
-from flatout.models import hub
+from flatout.models import hub, installed
 from flatout.recipe import Recipe
 from flatout.run.advise import advise
 from flatout.run.resolve import resolve
@@ -32,10 +33,16 @@ def advice(source: Source, changes: Mapping[str, Any] | None = None, **options: 
     return advise(source, "", changes or {}, **{"accelerated": False, **options})
 
 
+def speeds(training: Any, features: float = 100.0) -> Speeds:
+    """Return measurements of a machine that does not exist."""
+    return Speeds(training=training, features=lambda recipe: features)
+
+
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Pretend that all published weights are at hand; return the names that were looked for."""
     asked: list[str] = []
+    monkeypatch.setattr(hub, "unreachable", lambda: "")
     monkeypatch.setattr(hub, "find_weights", lambda name, report: asked.append(name))
     return asked
 
@@ -45,25 +52,33 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str, report: Any) -> None:
         raise WeightsUnavailable(f"could not download {name}")
 
+    monkeypatch.setattr(hub, "unreachable", lambda: "the hub cannot be reached")
+    monkeypatch.setattr(hub, "is_cached", lambda name: False)
     monkeypatch.setattr(hub, "find_weights", fail)
+    monkeypatch.setattr(installed, "PACKAGES", {})
 
 
 def test_photos_start_from_published_weights(published: list[str]) -> None:
     recipe, reasons = advice(make_source(size=96, channels=3))
     assert published == [recipe.model]
     assert recipe.model.startswith("timm:")
-    assert recipe.pretrained and recipe.linear_probe and recipe.optimizer.layer_decay < 1
+    assert recipe.pretrained and recipe.linear_probe and recipe.epochs == 0
     assert recipe.data.mean == (0.485, 0.456, 0.406)
     assert "% on ImageNet" in reasons["model"]
 
 
-@pytest.mark.parametrize(("size", "channels"), [(28, 1), (96, 1), (32, 3)])
+def test_large_grey_pictures_start_from_published_weights_in_three_channels(published: list[str]) -> None:
+    recipe, _ = advice(make_source(size=96, channels=1))
+    assert (published, recipe.channels) == ([recipe.model], 3)
+
+
+@pytest.mark.parametrize(("size", "channels"), [(28, 1), (32, 3), (96, 4)])
 def test_other_images_train_from_random_weights(size: int, channels: int, published: list[str]) -> None:
     recipe, _ = advice(make_source(size=size, channels=channels))
     assert (published, recipe.pretrained, recipe.model[:8]) == ([], False, "fast-cnn")
     # Grey images may be symbols, which have no mirror images.
     assert recipe.augment.flip == (channels == 3)
-    assert recipe.augment.shift == pytest.approx((2 if channels == 3 else 1) / size)
+    assert size > 64 or recipe.augment.shift == pytest.approx((2 if channels == 3 else 1) / size)
     # Views cost little for small images.
     assert recipe.tta == (size < 64)
 
@@ -72,7 +87,7 @@ def test_without_the_weights_photos_train_from_scratch_and_the_user_is_told(offl
     said: list[str] = []
     recipe, _ = advice(make_source(size=96, channels=3), report=said.append)
     assert recipe.model.startswith("fast-cnn") and not recipe.pretrained and not recipe.tta
-    assert "could not download" in said[0] and "--weights FILE" in said[0]
+    assert "cannot be reached" in said[0] and "--weights FILE" in said[0] and "flatout[weights]" in said[0]
     with pytest.raises(WeightsUnavailable):
         advice(make_source(size=96, channels=3), {"model": "timm:resnet18", "pretrained": True})
 
@@ -95,7 +110,7 @@ def test_the_widest_network_that_sees_enough_is_chosen(seconds: float, width: in
         assert classes == 10
         return 8000 / int(recipe.model.rpartition("-")[2])
 
-    recipe, reasons = advice(make_source(), seconds=seconds, rate=rate)
+    recipe, reasons = advice(make_source(), seconds=seconds, speeds=speeds(rate))
     assert recipe.model == f"fast-cnn-{width}"
     assert f"{8000 / width:,.0f} images per second here" in reasons["model"]
     fitting = max(0.95 * seconds - 15, seconds / 2) * 8000 / width / 600
@@ -127,7 +142,7 @@ def test_many_classes_need_width_more_than_epochs(
         return 8000 / int(recipe.model.rpartition("-")[2])
 
     source = make_source(size=size, channels=3, classes=classes)
-    recipe, reasons = advice(source, {"pretrained": False}, seconds=seconds, rate=rate)
+    recipe, reasons = advice(source, {"pretrained": False}, seconds=seconds, speeds=speeds(rate))
     assert (recipe.image_size, recipe.model) == (chosen[0], f"fast-cnn-{chosen[1]}")
     assert f"as wide as {epochs} epochs" in reasons["model"]
 
@@ -152,21 +167,35 @@ def test_photos_are_as_large_as_the_time_permits(
         return 2e8 / int(recipe.model.rpartition("-")[2]) / recipe.image_size**2
 
     source = make_source(size=128, channels=3)
-    recipe, reasons = advice(source, {"pretrained": False, **changes}, seconds=seconds, rate=rate)
+    recipe, reasons = advice(source, {"pretrained": False, **changes}, seconds=seconds, speeds=speeds(rate))
     assert (recipe.image_size, recipe.model) == (chosen[0], f"fast-cnn-{chosen[1]}")
     assert ("take too long" in reasons["image_size"]) == (chosen[0] == 64)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "freeze", "views"), [(100, "", 0), (50, "all-but-last-12", 3), (5, "all-but-last-0", 1)]
-)
-def test_layers_are_unfrozen_from_the_last_as_far_as_time_permits(
-    seconds: float, freeze: str, views: int, published: list[str]
+@pytest.mark.parametrize(("seconds", "epochs"), [(1e5, 8), (40, 0)])
+def test_the_last_layers_are_fine_tuned_if_the_time_permits(seconds: float, epochs: int, published: list[str]) -> None:
+    source = make_source(size=96, channels=3)
+    recipe, reasons = advice(source, seconds=seconds, speeds=speeds(lambda recipe, classes: 30.0, 30.0))
+    assert (recipe.epochs, recipe.freeze[:12]) == (epochs, "all-but-last" if epochs else "")
+    assert f"epochs = {epochs}" in reasons["epochs"]
+
+
+def test_a_network_of_timms_starts_from_its_published_weights_or_says_that_it_does_not(
+    published: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make_source(size=96, channels=3)
-    recipe, reasons = advice(source, seconds=seconds, rate=lambda recipe, classes: 30.0)
-    assert (recipe.freeze, recipe.augment.views) == (freeze, views)
-    assert ("freeze" in reasons["epochs"]) == bool(freeze)
+    recipe, _ = advice(source, {"model": "timm:resnet18"})
+    assert (published, recipe.pretrained, recipe.linear_probe) == (["timm:resnet18"], True, True)
+    # The normalisation of the weights, not that of the data.
+    assert recipe.data.mean == (0.485, 0.456, 0.406)
+
+    def fail(name: str, report: Any) -> None:
+        raise WeightsUnavailable(f"could not download {name}")
+
+    said: list[str] = []
+    monkeypatch.setattr(hub, "find_weights", fail)
+    recipe, _ = advice(source, {"model": "timm:resnet18"}, report=said.append)
+    assert not recipe.pretrained and said == ["could not download timm:resnet18: training starts from random weights"]
 
 
 @pytest.mark.slow
@@ -186,7 +215,7 @@ def test_weights_of_a_run_name_their_network(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("model", "rate", "is_told"), [("64", 60.0, True), ("64", 600.0, False), ("16", 60.0, False)])
 def test_a_network_that_is_too_wide_for_the_time_is_named(model: str, rate: float, is_told: bool) -> None:
-    options = {"seconds": 60.0, "rate": lambda recipe, classes: rate}
+    options = {"seconds": 60.0, "speeds": speeds(lambda recipe, classes: rate)}
     reasons = advice(make_source(size=64, channels=3), {"model": f"fast-cnn-{model}"}, **options)[1]
     assert ("a narrower network may learn more in 60 s" in reasons["epochs"]) == is_told
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from flatout.dist.world import World
-    from flatout.run.advise import Speeds
 
 # Seconds for starting several processes.
 LAUNCH_SECONDS = 4.0
@@ -31,6 +30,18 @@ class Processes:
     devices: Devices
     threads: int
     reason: str = ""
+
+
+# Images per second of training with a recipe, for a number of classes.
+Rate = Callable[[Recipe, int], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """Measurements on the devices of a run: `training`; and `features`, images per second before a network's head."""
+
+    training: Rate
+    features: Callable[[Recipe], float]
 
 
 def choose_processes(
@@ -121,13 +132,12 @@ def _most_ranks(devices: Devices, batch: int) -> int:
     return cores if is_split else 1
 
 
-def speeds_on(spec: str, engine: str) -> "Speeds | None":
+def speeds_on(spec: str, engine: str) -> Speeds | None:
     """Return functions that measure training, and the features of networks, on the devices of a SPEC.
 
     None where the ranks are started already, which would measure other speeds, and for XLA, which compiles too long.
     """
     from flatout.dist.env import launched
-    from flatout.run.advise import Speeds
 
     devices = parse_devices(spec, engine)
     if launched() is not None or engine == "xla":

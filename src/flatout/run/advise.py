@@ -8,12 +8,13 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.console import duration
 from flatout.data.source import DataRef, Source
+from flatout.engine.factory import Rate, Speeds
 from flatout.errors import InputError, WeightsUnavailable
 from flatout.models.load import default_shape
 from flatout.models.sizes import usable_size
@@ -49,18 +50,6 @@ USUAL_OPERATIONS = 1_000_000_000
 
 # What a recipe that is measured has as it is, whatever the user chooses.
 CHOSEN_BY_ADVICE = ("model", "image_size", "task", "weights", "pretrained", "linear_probe", "freeze")
-
-# Images per second of training with a recipe, for a number of classes, on the devices of the run.
-Rate = Callable[[Recipe, int], float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speeds:
-    """Measurements on the devices of the run: `training`; and `features`, images per second before a network's head."""
-
-    training: Rate
-    features: Callable[[Recipe], float]
-
 
 # A recipe as nested plain values, and a sentence for each key or section of it that gives the reason.
 Advice = tuple[dict[str, Any], dict[str, str]]

@@ -5,6 +5,7 @@ Expected errors are relative. ImageNet accuracy ranks the networks (Kornblith et
 Speeds are measured on the devices of the run.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -150,6 +151,10 @@ def plan_photos(
     speed = SPEED_OF_AN_ACCELERATOR if accelerated else SPEED_OF_A_CORE * cores
     rates: dict[tuple[str, Size], float] = {}
 
+    @functools.cache
+    def takes(model: str, size: Size) -> bool:
+        return usable_size(model, size, channels=channels) == size
+
     def rate_of(choice: _Choice) -> float:
         return rates.get((choice.backbone.model, choice.size), speed / choice.operations)
 
@@ -158,11 +163,9 @@ def plan_photos(
         left = USUAL_SECONDS
         if seconds is not None:
             left = seconds - data.fixed_seconds(cores) - (time.perf_counter() - began)
-        fitting = (choice for choice in choices if choice.seconds(data, rate_of(choice)) <= left)
-        for choice in fitting:
-            if usable_size(choice.backbone.model, choice.size, channels=channels) == choice.size:
-                return choice
-        return min(choices, key=lambda choice: (choice.seconds(data, rate_of(choice)), choice.error))
+        fitting = [choice for choice in choices if choice.seconds(data, rate_of(choice)) <= left]
+        quickest = sorted(choices, key=lambda choice: (choice.seconds(data, rate_of(choice)), choice.error))
+        return next(choice for choice in (*fitting, *quickest) if takes(choice.backbone.model, choice.size))
 
     chosen = best()
     while (

@@ -1,0 +1,81 @@
+"""The plan of a user's minutes on photos, at speeds of machines that do not exist."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flatout.models.backbones import BACKBONES
+from flatout.run import photo_plan
+from flatout.run.photo_plan import PhotoPlan, plan_photos
+
+SMALL, LARGE = BACKBONES[0], BACKBONES[2]
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(photo_plan, "physical_cores", lambda: 2)
+
+
+def plan(seconds: float | None, images: int = 2000, *, slowness: float = 1.0, **options: Any) -> PhotoPlan:
+    """Plan for networks of which the small one computes 400 images of 224 pixels per second, and the large one 100."""
+
+    def rate(model: str, size: Any) -> float:
+        return (400.0 if model == SMALL.model else 100.0) * (224 / size) ** 2 / slowness
+
+    given = {"training_images": images // 2, "classes": 10, "ratio": 1.0, "size": None, "accelerated": False}
+    return plan_photos([SMALL, LARGE], **{"images": images, "seconds": seconds, "rate": rate, **given, **options})
+
+
+def test_more_time_gives_a_better_network_then_fine_tuning() -> None:
+    short, long = plan(20), plan(600)
+    assert (short.backbone, short.epochs, short.mirrored) == (SMALL, 0, False)
+    assert (long.backbone, long.mirrored) == (LARGE, True) and long.epochs > 0
+
+
+def test_a_slower_machine_gets_smaller_images_or_networks() -> None:
+    """The plan follows what is measured: operations alone would give the same at any speed."""
+    fast, slow = plan(600), plan(600, slowness=60)
+    assert (fast.backbone, fast.image_size) == (LARGE, 224)
+    assert (slow.backbone, slow.image_size) != (LARGE, 224)
+
+
+def test_what_was_planned_fits_the_time_at_the_measured_speed() -> None:
+    for seconds in (30, 60, 120, 300, 600):
+        found = plan(seconds)
+        rate = (400.0 if found.backbone == SMALL else 100.0) * (224 / int(str(found.image_size))) ** 2
+        features = 2000 * (1 + found.mirrored) / rate
+        steps = found.epochs * 1000 * photo_plan.STEP_FACTOR / rate
+        assert features + steps < seconds
+
+
+def test_without_a_budget_nothing_is_fine_tuned_and_features_end_soon() -> None:
+    found = plan(None)
+    assert found.epochs == 0
+    assert found.backbone == LARGE
+
+
+def test_the_size_that_the_user_gives_is_kept() -> None:
+    assert plan(600, size=160).image_size == 160
+
+
+def test_a_network_that_takes_one_size_gets_it() -> None:
+    fixed = replace(SMALL, model="timm:levit_128s")
+    found = plan_photos(
+        [fixed],
+        images=10**6,
+        training_images=10**6,
+        classes=2,
+        ratio=1.0,
+        size=None,
+        accelerated=False,
+        seconds=60.0,
+        rate=None,
+    )
+    assert found.image_size == 224
+
+
+def test_reasons_name_the_speed_and_the_time() -> None:
+    reasons = plan(600).reasons
+    assert "100 images/s here" in reasons["model"]
+    assert "in 10 min" in reasons["epochs"]
