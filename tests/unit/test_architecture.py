@@ -30,7 +30,7 @@ def test_a_run_takes_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{i}.png")
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     # The measurement for a generated recipe builds models, too.
-    monkeypatch.setattr("flatout.engine.factory.rate_on", lambda spec, engine: None)
+    monkeypatch.setattr("flatout.engine.factory.speeds_on", lambda spec, engine: None)
     monkeypatch.setattr("flatout.report.page.draw_all", lambda run: None)
     # Imported before the calls are watched, which makes imports slow.
     for name in CALLS[:-1]:

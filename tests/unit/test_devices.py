@@ -227,10 +227,10 @@ def test_the_first_model_chooses_between_threads_and_processes(host: Host, monke
         return seconds[ranks]
 
     monkeypatch.setattr(probe, "seconds_per_image", measured)
-    rate = factory.rate_on("auto", "torch")
-    assert rate is not None
+    speeds = factory.speeds_on("auto", "torch")
+    assert speeds is not None
     recipe = Recipe(model="fast-cnn-16", image_size=28, channels=1, epochs=1, batch_size=64)
-    assert [rate(recipe, 10) for _ in range(2)] == [pytest.approx(4 / 3e-3)] * 2
+    assert [speeds.training(recipe, 10) for _ in range(2)] == [pytest.approx(4 / 3e-3)] * 2
     assert asked == [1, 4, 4]
 
 

@@ -138,8 +138,6 @@ def test_a_split_of_numbers_takes_the_same_share_of_small_and_large_ones() -> No
         ({"label_smoothing": 0.1}, "regression", "label_smoothing = 0.1: smooths classes"),
         ({"class_weights": "balanced"}, "regression", "class_weights = 'balanced': weighs classes"),
         ({"augment.cutmix": 1.0}, "regression", "augment.cutmix = 1.0: the number of a patchwork"),
-        ({"linear_probe": True}, "regression", "linear_probe = True: fits classes"),
-        ({"linear_probe": True}, "multi-label", "linear_probe = true: fits one class for each image"),
         ({"loss": "mse"}, "single-label", "loss = 'mse': the losses of a single-label task are cross-entropy"),
         ({"loss": "huber"}, "multi-label", "loss = 'huber': the losses of a multi-label task are binary"),
         ({"loss": "binary-cross-entropy"}, "regression", "the losses of a regression task are mse, huber"),

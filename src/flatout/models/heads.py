@@ -115,11 +115,10 @@ class FeatureNetwork(nn.Module):
 
     def __init__(self, model: nn.Module, head: Head) -> None:
         super().__init__()
-        self._caught: list[torch.Tensor | None] = [None] * len(head.layers)
         memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        layers = head.of(model)
-        memo |= {id(layer): _Catcher(layer, self._caught, i) for i, layer in enumerate(layers)}
-        self.body = copy.deepcopy(model, memo).eval()  # the catchers take the places of the layers
+        memo |= {id(layer): _Skipped(layer) for layer in head.of(model)}
+        self.body = copy.deepcopy(model, memo).eval()  # no time is spent on the layers
+        self._layers = head.layers
         super().train(False)
 
     def train(self, mode: bool = True) -> "FeatureNetwork":
@@ -128,10 +127,19 @@ class FeatureNetwork(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return the features of images, those of all layers side by side."""
-        self.body(images)
-        found = [features for features in self._caught if features is not None]
-        self._caught[:] = [None] * len(self._caught)
-        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        found: dict[nn.Module, torch.Tensor] = {}
+        layers = [self.body.get_submodule(name) for name in self._layers]
+
+        def catch(layer: Any, arguments: tuple[Any, ...]) -> None:
+            found[layer] = layer.averaged(arguments[0])
+
+        hooks = [layer.register_forward_pre_hook(catch) for layer in layers]
+        try:
+            self.body(images)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.cat([found[layer] for layer in layers], dim=1) if len(layers) > 1 else found[layers[0]]
 
 
 class HeadNetwork(nn.Module):
@@ -293,17 +301,20 @@ def _restored(layers: Sequence[Linear]) -> Iterator[None]:
                 parameter.copy_(value)
 
 
-class _Catcher(nn.Module):
-    """In the place of a layer: keeps what the layer reads, and passes on something of its output's shape."""
+class _Skipped(nn.Module):
+    """In the place of a layer: passes on something of its output's shape."""
 
-    def __init__(self, layer: Linear, caught: list[torch.Tensor | None], index: int) -> None:
+    def __init__(self, layer: Linear) -> None:
         super().__init__()
         self._is_convolution, self._outputs = isinstance(layer, nn.Conv2d), _outputs(layer)
-        self._caught, self._index = caught, index
+
+    def averaged(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the layer reads as [B, F]."""
+        if self._is_convolution:
+            return x.flatten(2).mean(dim=2)
+        return x.flatten(1, -2).mean(dim=1) if x.ndim > 2 else x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_convolution:
-            self._caught[self._index] = x.flatten(2).mean(dim=2)
             return x[:, :1].expand(-1, self._outputs, -1, -1)
-        self._caught[self._index] = x.flatten(1, -2).mean(dim=1) if x.ndim > 2 else x
         return x[..., :1].expand(*[-1] * (x.ndim - 1), self._outputs)

@@ -1,0 +1,207 @@
+"""The head fitted to features: against scikit-learn and a plain loop, and in whole runs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from torch import nn
+
+import flatout
+from flatout.cli import main
+from flatout.errors import InputError
+from flatout.models.weights import read_weights
+from flatout.run.head import fit_head
+from flatout.tasks.multi_label import MultiLabel
+from flatout.tasks.regression import Regression
+from flatout.tasks.single_label import SingleLabel
+
+HEAD_ONLY = ("train", "digits", "--epochs", "0", "--set", "linear_probe=true")
+CLASSES = SingleLabel(loss="cross-entropy")
+pytestmark = pytest.mark.usefixtures("no_pictures_in_module")
+
+
+def features_of(labels: np.ndarray, *, width: int = 7, seed: int = 3) -> np.ndarray:
+    """Return features of different scales that say something of the labels."""
+    rng = np.random.default_rng(seed)
+    noise = rng.normal(size=(len(labels), width)) * 3 + 2
+    return (noise + labels[:, None] * rng.normal(size=width)).astype(np.float32)
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_the_head_is_that_of_scikit_learn(classes: int) -> None:
+    labels = np.random.default_rng(3).integers(0, classes, 200)
+    features = features_of(labels)
+    head = fit_head([features], labels, CLASSES, classes, strength=0.05)
+    scaled = (features - features.mean(axis=0)) / features.std(axis=0)
+    expected = LogisticRegression(C=1 / (0.05 * len(labels)), max_iter=1000, tol=1e-8).fit(scaled, labels)
+    found = torch.from_numpy(features @ head.weight.T + head.bias).softmax(dim=1).numpy()
+    if classes == 2:
+        # scikit-learn regularises one row of weights, and a softmax two that are half as large.
+        expected = LogisticRegression(C=2 / (0.05 * len(labels)), max_iter=1000, tol=1e-8).fit(scaled, labels)
+    np.testing.assert_allclose(found, expected.predict_proba(scaled), atol=2e-3)
+
+
+def test_numbers_are_fitted_by_ridge_regression() -> None:
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(100, 5)).astype(np.float32)
+    labels = (features @ rng.normal(size=5) + 0.1 * rng.normal(size=100)).astype(np.float32)
+    task = Regression(loss="mse", label_mean=float(labels.mean()), label_std=float(labels.std()))
+    head = fit_head([features], labels, task, 1, strength=0.2)
+    scaled = (features - features.mean(0)) / features.std(0)
+    targets = (labels - labels.mean()) / labels.std()
+    # mean((xw - t)^2) + 0.1 w^2
+    expected = np.linalg.solve(scaled.T @ scaled / 100 + 0.1 * np.eye(5), scaled.T @ targets / 100)
+    np.testing.assert_allclose(head.weight[0] * features.std(0), expected, atol=2e-3)
+
+
+def test_several_labels_are_fitted_each_for_itself() -> None:
+    labels = np.random.default_rng(1).integers(0, 2, (150, 3)).astype(np.int64)
+    features = features_of(labels[:, 0])
+    head = fit_head([features], labels, MultiLabel(loss="binary-cross-entropy"), 3, strength=0.1)
+    found = 1 / (1 + np.exp(-(features @ head.weight.T + head.bias)))
+    assert np.abs(found.mean(axis=0) - labels.mean(axis=0)).max() < 0.01  # the bias is free
+    assert ((found[:, 0] > 0.5) == labels[:, 0]).mean() > 0.6
+
+
+def test_cross_validation_prefers_strong_regularisation_for_noise() -> None:
+    rng = np.random.default_rng(5)
+    features = rng.normal(size=(400, 30)).astype(np.float32)
+    clear, noise = (features @ rng.normal(size=30) > 0).astype(np.int64), rng.integers(0, 2, 400)
+    strengths = [fit_head([features], labels, CLASSES, 2).strength for labels in (noise, clear)]
+    assert strengths[0] > 10 * strengths[1]
+
+
+def test_answers_of_the_folds_come_from_heads_that_have_not_seen_the_image() -> None:
+    """More features than images fit any labels, but say nothing about unseen ones."""
+    rng = np.random.default_rng(7)
+    features, labels = rng.normal(size=(80, 200)).astype(np.float32), rng.integers(0, 2, 80)
+    head = fit_head([features], labels, CLASSES, 2)
+    seen = (features @ head.weight.T + head.bias).argmax(axis=1)
+    assert (seen == labels).mean() > 0.9
+    assert (head.out_of_fold.argmax(axis=1) == labels).mean() < 0.7
+
+
+def test_images_of_a_group_share_a_fold() -> None:
+    """Copies of an image in several folds would make random labels predictable."""
+    rng = np.random.default_rng(8)
+    features, labels = rng.normal(size=(40, 60)).astype(np.float32), rng.integers(0, 2, 40)
+    groups, copies, doubled = np.repeat(np.arange(40), 2), np.repeat(features, 2, axis=0), np.repeat(labels, 2)
+    right = [
+        (fit_head([copies], doubled, CLASSES, 2, groups=given).out_of_fold.argmax(axis=1) == doubled).mean()
+        for given in (groups, None)
+    ]
+    assert right[0] < right[1]
+
+
+def test_mirrored_views_are_fitted_and_averaged_together() -> None:
+    labels = np.random.default_rng(3).integers(0, 3, 90)
+    views = [features_of(labels, seed=seed) for seed in (1, 2)]
+    twice = fit_head(views, labels, CLASSES, 3, strength=0.1)
+    both = fit_head([np.concatenate(views)], np.tile(labels, 2), CLASSES, 3, strength=0.1)
+    np.testing.assert_allclose(twice.weight, both.weight, atol=1e-3)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_fewer_images_than_folds(count: int) -> None:
+    labels = np.arange(count) % 2
+    head = fit_head([features_of(labels)], labels, CLASSES, 2)
+    assert np.isfinite(head.weight).all()
+
+
+@pytest.mark.parametrize("engine", [("cpu", "torch"), ("2xcpu", "torch"), ("2xcpu", "xla")])
+def test_a_run_of_no_epochs_is_its_head(engine: tuple[str, str], tmp_path: Path) -> None:
+    devices, name = engine
+    assert main([*HEAD_ONLY, "--devices", devices, "--engine", name, "--out", str(tmp_path / "run")]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    (line,) = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (line["epoch"], summary["epochs"], summary["epochs_trained"], summary["kept_epoch"]) == (0, 0, 0, 0)
+    assert summary["test_accuracy"] > 0.9
+    assert summary["valid_accuracy"] == line["valid_accuracy"]
+    assert summary["trust"]["calibration_images"] == summary["valid_count"]
+    # What is written answers as the run did.
+    evaluated = flatout.load(tmp_path / "run").evaluate(devices="cpu")
+    assert evaluated["test_correct"] == summary["test_correct"]
+
+
+def test_the_recipe_of_a_run_repeats_it(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main([*HEAD_ONLY, "--devices", "cpu", "--out", str(first)]) == 0
+    assert main(["train", str(first / "recipe.toml"), "--devices", "cpu", "--out", str(second)]) == 0
+    ours, theirs = (read_weights(out / "weights.safetensors")[0] for out in (first, second))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_fine_tuning_that_makes_it_worse_is_not_kept(tmp_path: Path) -> None:
+    """The fitted head is one of the results to choose from, and the one for all images is kept."""
+    bad = ("--epochs", "1", "--lr", "3", "--set", "linear_probe=true", "--devices", "cpu")
+    assert main(["train", "digits", *bad, "--out", str(tmp_path / "tuned")]) in (0, 1)
+    assert main([*HEAD_ONLY, "--devices", "cpu", "--out", str(tmp_path / "head")]) == 0
+    tuned, head = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("tuned", "head"))
+    assert tuned["kept_epoch"] == 0
+    assert tuned["test_accuracy"] == head["test_accuracy"]
+    assert tuned["valid_accuracy"] == head["valid_accuracy"]
+
+
+def test_fine_tuning_starts_from_a_head_that_has_not_seen_validation_images(tmp_path: Path) -> None:
+    still = ("--epochs", "1", "--lr", "1e-12", "--set", "linear_probe=true", "--set", "keep=last", "--devices", "cpu")
+    assert main(["train", "digits", *still, "--out", str(tmp_path / "run")]) == 0
+    head, last = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (head["epoch"], last["epoch"]) == (0, 1)
+    # Both have not seen them, but are fitted to other images.
+    assert last["valid_accuracy"] == pytest.approx(head["valid_accuracy"], abs=0.03)
+    assert last["valid_loss"] != head["valid_loss"]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    flags = ("train", "digits", "--lr", "1e-3", "--set", "linear_probe=true", "--devices", "cpu")
+    flags = (*flags, "--set", "schedule.name=constant")
+    assert main([*flags, "--epochs", "3", "--out", str(tmp_path / "whole")]) == 0
+    assert main([*flags, "--epochs", "2", "--out", str(tmp_path / "parts")]) == 0
+    assert main(["train", "--resume", "--epochs", "3", "--devices", "cpu", "--out", str(tmp_path / "parts")]) == 0
+    whole, parts = (read_weights(tmp_path / out / "weights.safetensors")[0] for out in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+class NoHead(nn.Module):
+    """Logits that are not linear in what any layer reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.body(x.flatten(1)))
+
+
+def test_a_network_without_a_head_is_refused(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"job": "digits", "linear_probe": True, "devices": "cpu", "quiet": True}
+    with pytest.raises(InputError, match="no head can be fitted; set linear_probe = false"):
+        flatout.fit(NoHead(), out=tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_epochs_need_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "digits", "--epochs", "0", "--out", str(tmp_path / "run")]) == 2
+    assert "epochs = 0: must be at least 1, or linear_probe must be true" in capsys.readouterr().err
+
+
+def test_class_weights_shift_the_head() -> None:
+    labels = (np.arange(200) % 10 == 0).astype(np.int64)
+    features = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
+    plain = fit_head([features], labels, CLASSES, 2, strength=1.0)
+    weighted = fit_head(
+        [features],
+        labels,
+        replace(CLASSES, is_balanced=True),
+        2,
+        strength=1.0,
+        class_weights=np.array([1 / 1.8, 5.0], np.float32),
+    )
+    answers = [(features @ head.weight.T + head.bias).argmax(axis=1).mean() for head in (plain, weighted)]
+    assert answers[0] == 0 and answers[1] > 0.2
