@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import numpy as np
 import torch
@@ -140,12 +141,15 @@ def _exported(network: nn.Module, example: torch.Tensor) -> bytes:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's warnings about its older exporter, and about Python numbers in a trace."""
+    """Silence torch's warnings about its older exporter, and about Python numbers in a trace.
+
+    Where its exporter fails, it also prints the whole graph, at any level of logging.
+    """
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), mock.patch.object(torch._C, "_jit_onnx_log", lambda *words: None):
             warnings.simplefilter("ignore")
             yield
     finally:
