@@ -95,10 +95,14 @@ def before_head(model: nn.Module, head: Head) -> Cut:
 
 
 class _Tracer(fx.Tracer):
-    """Keeps batch normalisation whole, also in subclasses such as timm's: whether it is frozen is up to the module."""
+    """Keeps modules without parts whole, such as timm's padded convolutions, whose code depends on shapes.
+
+    Batch normalisation is kept whole, too, also in subclasses with parts: whether it is frozen is up to the module.
+    """
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, nn.modules.batchnorm._BatchNorm) or super().is_leaf_module(m, module_qualified_name)
+        is_whole = isinstance(m, nn.modules.batchnorm._BatchNorm) or not any(True for _ in m.children())
+        return (is_whole and m is not self.root) or super().is_leaf_module(m, module_qualified_name)
 
 
 def _trace(model: nn.Module) -> fx.GraphModule:
@@ -144,10 +148,16 @@ def _is_fixed(node: fx.Node, model: nn.Module, modules: dict[str, nn.Module]) ->
         module = modules[str(node.target)]
         trained = any(p.requires_grad for p in module.parameters())
         moves_buffers = module.training and any(True for _ in module.buffers())
-        random = module.training and any(isinstance(m, _RANDOM_MODULES) for m in module.modules())
+        random = module.training and any(isinstance(m, _RANDOM_MODULES) or _is_foreign(m) for m in module.modules())
         return not (trained or moves_buffers or random)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return not any(word in name for word in _RANDOM_WORDS)
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    """Whether a module's own code is not torch's, and may be random in training, as stochastic depth is."""
+    is_plain = isinstance(module, nn.modules.conv._ConvNd | nn.modules.batchnorm._BatchNorm | nn.Linear)
+    return not (is_plain or type(module).__module__.startswith("torch.nn"))
 
 
 def _split(model: nn.Module, traced: fx.GraphModule, index: int) -> tuple[nn.Module, nn.Module]:

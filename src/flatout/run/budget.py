@@ -71,6 +71,10 @@ class Budget:
             late = f"--minutes {minutes}: no time is left for training; one epoch ends after {duration(needed)} in all"
         return self._with_steps(recipe, total, done), late
 
+    def fits_epoch(self) -> bool:
+        """Return whether there is time for an epoch, to a fifth."""
+        return self._fitting() >= 0.8 * self._steps
+
     def is_due(self) -> bool:
         """Return whether to plan again; for the main process."""
         return time.perf_counter() - self._planned_at > REPLAN_SHARE * self._seconds

@@ -141,10 +141,10 @@ class _Problem:
     def solve(
         self, strength: float, start: torch.Tensor, iterations: int, images: np.ndarray | None = None
     ) -> torch.Tensor:
-        """Return the best head for some images, or all, [components + 1, K], in these coordinates."""
+        """Return the best head for some images, or for all with all views, [components + 1, K] in these coordinates."""
         rows, targets, weights = self._rows, self._targets, self._weights.repeat(self.views)
         if images is not None:
-            chosen = torch.from_numpy(np.concatenate([images + view * self.count for view in range(self.views)]))
+            chosen = torch.from_numpy(images)
             rows, targets, weights = rows[chosen], targets[chosen], weights[chosen]
         weights = weights / weights.sum()
         scale = torch.cat([self._curvature * self._variances + strength, torch.tensor([self._curvature])]).sqrt()[

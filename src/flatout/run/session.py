@@ -128,8 +128,8 @@ class Session:
             progress = progress or self._begin(engine)
             self.write_metrics(progress)
             placed = self.place(engine, splits) if self.recipe.epochs else {}
-            if placed:
-                self._fit_into_budget(engine, placed, progress)
+            if placed and not self._fit_into_budget(engine, placed, progress):
+                placed = {}
             with signals_noted(world.control):
                 ended, failure = "", None
                 if placed:
@@ -250,8 +250,6 @@ class Session:
             kept_precision=self._of_run("precision") if self.recipe.precision == "auto" else "",
             note=self.note,
         )
-        if self.stage:
-            self.seconds |= self.stage.seconds
         self.parameters = sum(p.numel() for p in model.parameters())
         self.trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         names = [name for names in self.world.all_gather_object(engine.device_names) for name in names]
@@ -259,6 +257,9 @@ class Session:
         for sentence in engine.describe():
             self.console.note(sentence)
         self._time("model")
+        if self.stage:
+            self.seconds |= self.stage.seconds
+            self.seconds["model"] -= sum(self.stage.seconds.values())
         return engine
 
     def _is_continued(self) -> bool:
@@ -345,23 +346,33 @@ class Session:
         is_arriving = any(samples.is_arriving for samples in splits.values())
         return self.recipe.data.decode == "during" and any(self.world.all_gather_object(is_arriving))
 
-    def _fit_into_budget(self, engine: "Engine", placed: "dict[str, DeviceSplit]", progress: Progress) -> None:
-        """Choose the number of steps by the time that some take, where the user has given a time budget."""
+    def _fit_into_budget(self, engine: "Engine", placed: "dict[str, DeviceSplit]", progress: Progress) -> bool:
+        """Choose the number of steps by the time that some take, where the user has given a time budget.
+
+        Returns:
+            Whether to train. A fitted head is the result of a run that has no time for an epoch more.
+        """
         seconds, images = self.options.seconds, len(placed["train"].samples)
         if seconds is None:
-            return
+            return True
         rate = self.stage.record.images_per_second if self.stage else None
         rates = measure(engine, placed, self.recipe, self.world, seconds, rate)
         self.budget = budget = Budget(seconds, self.began, rates, self.recipe, images)
         steps = steps_per_epoch(images, self.recipe.batch_size, self.recipe.drop_last)
         done = progress.position(steps)
         # The main process's clock decides for all.
+        if self.stage and not done and not self.world.broadcast_object(budget.fits_epoch()):
+            self.budget = None
+            self.note("fine-tuning is left out: an epoch takes longer than what is left of the time")
+            self.set_length(self.recipe.override({"epochs": 0, "freeze": ""}))
+            return False
         recipe, late = self.world.from_main(lambda: budget.plan(self.recipe, done))
         self.set_length(recipe)
         count, rate = recipe.total_steps(steps) - done, recipe.batch_size / rates.step
         fit = f"{count:,} steps fit, {count / steps:.1f} epochs, at {rate:,.0f} images per second"
         self.note(late or f"--minutes {seconds / 60:g}: {fit}")
         self._time("measure")
+        return True
 
     def _check_sanity(self, engine: "Engine", train: "DeviceSplit", progress: Progress, classes: int) -> None:
         """Before a long run, note what would make it useless. A resumed run has been checked before."""
