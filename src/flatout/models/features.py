@@ -41,9 +41,10 @@ def compact(x: torch.Tensor) -> torch.Tensor:
     if x.ndim == 3:
         x = x.mean(dim=1)
     x = x.flatten(2).mean(dim=2) if x.ndim > 3 else x
-    group = -(-x.shape[1] // MOST_FEATURES)
+    width = int(x.shape[1])  # a constant in a trace, whose division would round otherwise
+    group = -(-width // MOST_FEATURES)
     if group > 1:
-        x = functional.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group)).mean(dim=2)
+        x = functional.pad(x, (0, -width % group)).unflatten(1, (-1, group)).mean(dim=2)
     return x
 
 

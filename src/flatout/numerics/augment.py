@@ -45,8 +45,9 @@ TRIVIAL_MAGNITUDES = 31
 SAMPLES_AT_ONCE = 1 << 16
 # Test-time augmentation moves images of this size by two pixels, smaller ones by one.
 TWO_PIXELS_FROM = 64
-# From this size on they are photos, which are not moved.
+# From this size on they are photos, which are not moved, and have these views if they are flipped.
 PHOTO_FROM = 96
+MIRRORED = ((0, False), (0, True))
 # Training images that grow do so by so many pixels at a time, those below the second number by fewer.
 SIZE_STEP, SMALL_SIZE, SMALL_SIZE_STEP = 32, 64, 4
 # Random erasing: area and aspect ratio of the rectangle (Zhong et al., arXiv 1708.04896).

@@ -132,7 +132,7 @@ def measure(
     if held_out:
         name = "valid" if "valid" in held_out else "test"
         began = time.perf_counter()
-        held_out[name].evaluate()
+        held_out[name].evaluate(tta=recipe.tta and feature_rate is not None)
         watched = _longest(world, time.perf_counter() - began)
         images = sum(len(s.samples) for s in held_out.values()) * (len(tta_views(recipe)) if recipe.tta else 1)
         # Some training images are evaluated, too.

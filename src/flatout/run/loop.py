@@ -159,7 +159,8 @@ class _Loop:
         watched = "valid" if "valid" in self.splits else "test"
         began = time.perf_counter()
         if watched in self.splits:
-            result = self.splits[watched].evaluate()
+            # A fitted head was judged by the mean over its views, and epochs are compared with it.
+            result = self.splits[watched].evaluate(tta=self.recipe.tta and progress.head is not None)
             if not math.isfinite(result.loss):
                 where = f"epoch {progress.epoch + 1}: the {watched} loss is not finite"
                 raise TrainingFailed(f"training diverged in {where}{FIX}")

@@ -177,6 +177,11 @@ class TorchSplit:
         """What the network reads in training."""
         return self._view(NOT_AUGMENTED, {})
 
+    @functools.cached_property
+    def _mirrored(self) -> "TorchSplit":
+        """The split with mirrored images."""
+        return self._engine.place(self.samples.mirrored())
+
     def _view(self, view: int, transforms: augment.Transforms) -> Source:
         """Return the images; or the output of the frozen prefix for a view, computed the first time."""
         if view not in self._views:
@@ -285,8 +290,12 @@ class TorchSplit:
         """See `DeviceSplit.evaluate`. Losses are those of the recipe, without class weights."""
         # Whoever asks for more than metrics does not train on.
         is_last = with_probabilities or with_logits or keep_features is not None
-        # What a frozen prefix computes of moved images is not cached.
-        engine, source = self._engine, self._images if tta else self._view(NOT_AUGMENTED, {})
+        engine, views = self._engine, augment.tta_views(self._engine.recipe) if tta else []
+        if is_mirrored := engine.cut is not None and views == list(augment.MIRRORED):
+            sources = [self._view(NOT_AUGMENTED, {}), self._mirrored._view(NOT_AUGMENTED, {})]
+        else:
+            # What a frozen prefix computes of moved images is not cached.
+            sources = [self._images if tta else self._view(NOT_AUGMENTED, {})]
         task, world, accelerator = engine.task, engine.world, engine.setup.accelerator
         engine.synchronise_buffers()
         loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
@@ -300,13 +309,18 @@ class TorchSplit:
                 from flatout.models.onnx_features import FrozenClassifier
 
                 network = features = FrozenClassifier(engine.model, network, engine.threads)
-            for inputs in self._batches(source, equally_many=engine.is_sharded):
+            batches = [self._batches(source, equally_many=engine.is_sharded) for source in sources]
+            for inputs, *others in zip(*batches, strict=True):
                 start, real = int(inputs.batch.samples[0]), inputs.batch.count
                 with engine.setup.autocast():
-                    images = source.images_of(inputs)
-                    logits = engine.view_logits(network, images) if tta else network(engine.input.of(images))
+                    read = [source.images_of(one) for source, one in zip(sources, (inputs, *others), strict=True)]
+                    if is_mirrored:
+                        logits = task.averaged(torch.stack([network(engine.input.of(images)) for images in read]))
+                    else:
+                        (images,) = read
+                        logits = engine.view_logits(network, images) if tta else network(engine.input.of(images))
                     logits = logits[:real]
-                targets = source.targets.index_select(0, inputs.samples[:real])
+                targets = sources[0].targets.index_select(0, inputs.samples[:real])
                 loss_sum += engine.losses.of(engine.task, logits, targets).sum()
                 where = slice(start, start + real)
                 rows["predicted"].put(where, task.predicted(logits))
