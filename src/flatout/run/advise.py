@@ -406,6 +406,7 @@ def _fine_tuning(facts: Facts, model: str) -> Advice:
         "batch_size": batch,
         "label_smoothing": 0.1,
         "linear_probe": True,
+        "ema": 0.99,
         "optimizer": {"name": "adamw", "lr": 0.0003, "weight_decay": 0.05},
         "schedule": {"name": "cosine", "warmup_epochs": 0.4},
         "augment": {"flip": True, "views": 2},
