@@ -2,8 +2,8 @@
 
     python benchmarks/gains.py --data caltech101=D/caltech101 [--networks tf_efficientnet_lite0] [--epochs 0,2,4,8]
 
-Each row is a run of `flatout train` in a process of its own, with the weights that the machine has. A row is written when
-its run has ended, and rows in the file are not run again.
+Each row is a run of `flatout train` in a process of its own, with the weights that the machine has. A row is written
+when its run has ended, and rows in the file are not run again.
 """
 
 import argparse
