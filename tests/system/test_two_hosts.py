@@ -164,10 +164,11 @@ def test_two_hosts_give_the_answer_of_one_process(hosts: tuple[Host, Host], tmp_
     for name, tensor in weights(alone).items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
-    # Packs and logs are local to each host; the run itself is written once, by rank 0.
+    # Packs, logs and devices are local to each host; the run itself is written once, by rank 0.
     assert all(list((host.folder / "cache" / "packs").glob("*/images.npy")) for host in hosts)
     assert {log.name for log in (together / "logs").glob("*.log")} == {"rank-0.log", "rank-1.log"}
-    assert {str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()} == {"logs/rank-2.log"}
+    here = {str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()}
+    assert here == {"logs/devices", "logs/rank-2.log"}
 
 
 def test_losing_a_host_ends_the_other_one(hosts: tuple[Host, Host]) -> None:

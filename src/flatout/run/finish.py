@@ -143,7 +143,8 @@ def finish(
 
 def _known(session: "Session", engine: "Engine", some: Samples) -> Known | None:
     """Return where the features of training images are: the same numbers on all ranks."""
-    found = engine.place(some).evaluate(keep_features=np.array)
+    # Where the network is large, as behind a fitted head, the images themselves show enough.
+    found = engine.place(some).evaluate(keep_features=np.array, tta=session.recipe.tta and session.stage is None)
     return session.world.from_main(lambda: Known.of(found.features, found.labels))
 
 
