@@ -363,6 +363,8 @@ class Session:
         # The main process's clock decides for all.
         if self.stage and not done and not self.world.broadcast_object(budget.fits_epoch()):
             self.budget = None
+            # Whatever `keep` says, the weights are those of the head that is evaluated.
+            self.stage.give(engine)
             self.note("fine-tuning is left out: an epoch takes longer than what is left of the time")
             self.set_length(self.recipe.override({"epochs": 0, "freeze": ""}))
             return False
