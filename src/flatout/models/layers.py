@@ -155,14 +155,18 @@ def frozen_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module, flags in trains.items() if flags and not any(flags)]
 
 
-def set_train_mode(model: nn.Module) -> None:
-    """Put a model in training mode, but its frozen modules in evaluation mode.
+def set_train_mode(model: nn.Module, norm: str = "global") -> None:
+    """Put a model in training mode, but its frozen modules, and with norm = "frozen" all batch norms, in evaluation mode.
 
     A frozen batch norm must not move its statistics, and what a frozen block computes must not vary with dropout.
     """
     model.train()
     for module in frozen_modules(model):
         module.eval()
+    if norm == "frozen":
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
 
 
 def set_dropout(model: nn.Module, share: float) -> None:

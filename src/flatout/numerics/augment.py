@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 Transforms = dict[str, np.ndarray]
-FLIP, SHEAR, ZOOM_X, ZOOM_Y, ROTATE, SHIFT_X, SHIFT_Y, CROP_AREA, CROP_ASPECT, CROP_X, CROP_Y, DRAWS = range(12)
+SHEAR, ZOOM_X, ZOOM_Y, ROTATE, SHIFT_X, SHIFT_Y, CROP_AREA, CROP_ASPECT, CROP_X, CROP_Y, DRAWS = range(11)
 CROP_ASPECTS = (3 / 4, 4 / 3)
 
 # The operations of TrivialAugment and RandAugment, with the strongest magnitude of each (torchvision's wide ranges).
@@ -88,7 +88,9 @@ def _transforms(recipe: Recipe, epoch: int, start: int, count: int) -> Transform
     found: Transforms = {}
     colors = np.tile(pixels.UNCHANGED, (count, 1))
     draws = uniform(seed, Stream.AUGMENT, epoch, (count, DRAWS), start)
-    flip = (draws[:, FLIP] < 0.5) & augment.flip
+    # Every second epoch shows the other side of each image (K. Jordan, arXiv 2404.00498).
+    sides = uniform(seed, Stream.FLIP, epoch // 2, (count, 1), start)[:, 0]
+    flip = ((sides < 0.5) ^ (epoch % 2 == 1)) & augment.flip
     if augment.is_affine:
         (height, width), (stored_height, stored_width) = recipe.image_sides, recipe.stored_sides
         aspect = width / height

@@ -27,6 +27,7 @@ class Stream(IntEnum):
     MIX = 9
     PARTNER = 10
     BLOCKS = 11
+    FLIP = 12
 
 
 def raw(seed: int, stream: Stream, index: int, count: int, start: int = 0) -> np.ndarray:

@@ -50,6 +50,8 @@ class Recipe(Checked):
         exact_sums: whether the weights have the same bits on one to four CPU processes, at the cost of speed.
         task: what the labels are: one class, any number of classes, or a number. auto: as the data shows.
         loss: by the task; the default stands for that of the task.
+        norm: whose statistics batch norms use in training: those of the whole batch; of each device's share of it; or
+            the running ones of the weights that training starts from, which stay as they are.
         dropout: the rate of every dropout layer; -1 for the model's own.
         class_weights: of the classes in the loss: balanced, inverse to their number of images; a number for each; or
             numbers by name, and 1 for the other classes.
@@ -77,7 +79,7 @@ class Recipe(Checked):
     micro_batch: Annotated[int, "[0, inf)"] = 0
     shard: Literal["none", "full"] = "none"
     seed: int = 1
-    norm: Literal["global", "per-device"] = "global"
+    norm: Literal["global", "per-device", "frozen"] = "global"
     exact_sums: bool = False
     task: Literal["auto", "single-label", "multi-label", "regression"] = "auto"
     loss: Literal["cross-entropy", "binary-cross-entropy", "mse", "huber"] = "cross-entropy"
@@ -113,6 +115,11 @@ class Recipe(Checked):
             (bool(self.model), "model", "must name a model"),
             (self.epochs > 0 or self.linear_probe, "epochs", "must be at least 1, or linear_probe must be true"),
             (all(weight >= 0 for weight in weights) and (not weights or any(weights)), "class_weights", positive),
+            (
+                self.norm != "frozen" or self.pretrained or bool(self.weights),
+                "norm",
+                '"frozen" keeps the statistics of pre-trained weights: set pretrained = true or weights',
+            ),
             (0 <= self.seed < 2**63, "seed", "must be at least 0 and less than 2^63"),
         )
         largest = self._largest_sides

@@ -383,7 +383,8 @@ def _fitted_head(facts: Facts, backbones: "Sequence[Backbone]", speeds: Speeds |
         "data": _normalisation(plan.backbone, channels),
     }
     if plan.epochs:
-        recipe["freeze"] = f"all-but-last-{trained_layers(plan.backbone.model)}"
+        # With batch statistics, this learns a point less on Caltech 101.
+        recipe |= {"freeze": f"all-but-last-{trained_layers(plan.backbone.model)}", "norm": "frozen"}
     if not weights:
         recipe["pretrained"] = True
     kept = ("batch_size", "augment") if plan.epochs else ()

@@ -105,7 +105,7 @@ class TorchEngine:
         self.threads, self.device_names = self.setup.threads, [str(self.device)]
         self.is_sharded = recipe.shard == "full" and world.is_joined
         self.model = self._distribute(model)
-        set_train_mode(self.model)
+        set_train_mode(self.model, self.recipe.norm)
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._exact = None
         if recipe.exact_sums:
@@ -288,7 +288,7 @@ class TorchEngine:
             try:
                 yield self.cut.eval_suffix if self.cut else self.model.eval()
             finally:
-                set_train_mode(self.model)
+                set_train_mode(self.model, self.recipe.norm)
 
     def _activations(self) -> contextlib.AbstractContextManager[object]:
         """Return the context that decides where activations are kept for the backward pass."""

@@ -50,7 +50,7 @@ def exact_sums(model: nn.Module, recipe: Recipe, world: World, precision: str) -
         f"only CPUs sum exactly, not {world.device.type}": world.device.type != "cpu",
         f"{world.size} ranks; at most {max(RANKS)} are supported": world.size > max(RANKS),
         f"precision = {precision!r}; it must be 'fp32'": precision != "fp32",
-        "norm = 'per-device' depends on the number of devices": recipe.norm != "global",
+        "norm = 'per-device' depends on the number of devices": recipe.norm == "per-device",
         "shard = 'full' adds up in torch's own order": recipe.shard == "full",
         f"optimizer.name = {recipe.optimizer.name!r} may add up in torch's own order": recipe.optimizer.is_of_library,
         f"micro_batch = {recipe.micro_batch} sums in another order": recipe.micro_batch > 0,

@@ -146,7 +146,7 @@ class Program:
     def _training(self, shape: tuple[int, ...]) -> "_Network":
         """Return the network for training batches of a shape."""
         if shape not in self._networks:
-            set_train_mode(self._model)
+            set_train_mode(self._model, self._recipe.norm)
             network = self._cut.train_suffix if self._cut else self._model
             self._networks[shape] = self._network(network, shape, self._class_weights)
         return self._networks[shape]
@@ -342,7 +342,7 @@ def frozen_cut(model: nn.Module, recipe: Recipe) -> Cut | None:
     """
     if isinstance(model, KerasModule) or recipe.shard == "full" or not recipe.is_cacheable or recipe.tta:
         return None
-    set_train_mode(model)
+    set_train_mode(model, recipe.norm)
     return cut_frozen_prefix(model)
 
 
