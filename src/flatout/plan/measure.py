@@ -155,9 +155,10 @@ def _warm_up(work: Work, engine: "Engine", world: "World", images: int) -> tuple
         return time.perf_counter() - began
 
     placed = engine.place(random_samples(work, images))
+    # The output of frozen layers is cached for each view when an epoch begins with it for the first time.
+    views = range(min(max(1, work.recipe.augment.views), work.recipe.epochs))
+    first, again = (sum(map(seconds_to_begin, views)) for _ in range(2))
     placed.compile()
-    # The output of frozen layers is cached when an epoch begins for the first time.
-    first, again = map(seconds_to_begin, range(2))
     timed = Timed(training(placed, engine, world, work.recipe), engine, world)
     timed.seconds(1)
     return world.broadcast_object(max(0.0, first - again)), timed
