@@ -54,6 +54,9 @@ def plain_loop(net: nn.Module, samples: Samples, recipe: Recipe, optimizer: torc
     x = (pixels - mean[:, None, None]) / std[:, None, None]
     y = torch.from_numpy(samples.labels)
     net.train()
+    for layer in net.modules():
+        if isinstance(layer, nn.BatchNorm2d) and recipe.norm == "frozen":
+            layer.eval()
     for epoch in range(recipe.epochs):
         for batch in epoch_batches(recipe, samples, epoch):
             chosen = torch.from_numpy(batch.samples[: batch.count])
@@ -130,6 +133,19 @@ def test_equals_plain_loop(usual: Usual) -> None:
     net = make_net()
     expected = plain_loop(net, make_samples(), USUAL, torch.optim.SGD(net.parameters(), lr=0.05)).state_dict()
     assert_close(usual.weights, expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_frozen_statistics_equal_those_of_a_plain_loop(engine: str) -> None:
+    recipe = USUAL.override({"norm": "frozen", "pretrained": True})
+    nets = [make_net(), make_net()]
+    for net in nets:
+        for layer in (layer for layer in net if isinstance(layer, nn.BatchNorm2d)):
+            layer.running_mean.fill_(0.2)  # pyright: ignore[reportOptionalMemberAccess]
+            layer.running_var.fill_(0.5)  # pyright: ignore[reportOptionalMemberAccess]
+    optimizer = torch.optim.SGD(nets[0].parameters(), lr=0.05)
+    expected = plain_loop(nets[0], make_samples(), recipe, optimizer).state_dict()
+    assert_close(engine_weights(nets[1], make_samples(), recipe, engine), expected)
 
 
 def test_counts_are_of_every_sample_once(usual: Usual) -> None:

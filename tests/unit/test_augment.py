@@ -138,6 +138,8 @@ def test_rows_belong_to_samples_and_epochs_differ() -> None:
     assert flips is not None
     assert flips["flip"].dtype == np.uint8
     assert 400 < flips["flip"].sum() < 600
+    others = augment.epoch_transforms(recipe(Augment(flip=True)), 1, 1000) or {}
+    assert np.array_equal(others["flip"], 1 - flips["flip"])
     assert augment.epoch_transforms(recipe(Augment()), 0, 100) is None
 
 

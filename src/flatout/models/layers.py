@@ -156,7 +156,7 @@ def frozen_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def set_train_mode(model: nn.Module, norm: str = "global") -> None:
-    """Put a model in training mode, but its frozen modules, and with norm = "frozen" all batch norms, in evaluation mode.
+    """Put a model in training mode, but its frozen modules in evaluation mode; all batch norms if norm = "frozen".
 
     A frozen batch norm must not move its statistics, and what a frozen block computes must not vary with dropout.
     """

@@ -5,7 +5,7 @@ Shape letters: N samples of the split, B samples of this rank in a batch, K outp
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -290,13 +290,9 @@ class TorchSplit:
         """See `DeviceSplit.evaluate`. Losses are those of the recipe, without class weights."""
         # Whoever asks for more than metrics does not train on.
         is_last = with_probabilities or with_logits or keep_features is not None
-        engine, views = self._engine, augment.tta_views(self._engine.recipe) if tta else []
-        if is_mirrored := engine.cut is not None and views == list(augment.MIRRORED):
-            sources = [self._view(NOT_AUGMENTED, {}), self._mirrored._view(NOT_AUGMENTED, {})]
-        else:
-            # What a frozen prefix computes of moved images is not cached.
-            sources = [self._images if tta else self._view(NOT_AUGMENTED, {})]
+        engine = self._engine
         task, world, accelerator = engine.task, engine.world, engine.setup.accelerator
+        sources, logits_of = self._evaluated(tta=tta)
         engine.synchronise_buffers()
         loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
         names = ["predicted"] + ["probabilities"] * with_probabilities + ["logits"] * with_logits
@@ -312,14 +308,9 @@ class TorchSplit:
             batches = [self._batches(source, equally_many=engine.is_sharded) for source in sources]
             for inputs, *others in zip(*batches, strict=True):
                 start, real = int(inputs.batch.samples[0]), inputs.batch.count
+                read = [source.images_of(one) for source, one in zip(sources, (inputs, *others), strict=True)]
                 with engine.setup.autocast():
-                    read = [source.images_of(one) for source, one in zip(sources, (inputs, *others), strict=True)]
-                    if is_mirrored:
-                        logits = task.averaged(torch.stack([network(engine.input.of(images)) for images in read]))
-                    else:
-                        (images,) = read
-                        logits = engine.view_logits(network, images) if tta else network(engine.input.of(images))
-                    logits = logits[:real]
+                    logits = logits_of(network, *read)[:real]
                 targets = sources[0].targets.index_select(0, inputs.samples[:real])
                 loss_sum += engine.losses.of(engine.task, logits, targets).sum()
                 where = slice(start, start + real)
@@ -338,6 +329,20 @@ class TorchSplit:
             loss_sum=float(world.all_reduce(loss_sum)),
             labels=self.samples.labels,
         )
+
+    def _evaluated(self, *, tta: bool) -> tuple[list[Source], Callable[..., torch.Tensor]]:
+        """Return what an evaluation reads, and the function of the network and a batch of it that returns logits."""
+        engine = self._engine
+        if not tta:
+            return [self._view(NOT_AUGMENTED, {})], lambda network, images: network(engine.input.of(images))
+        if engine.cut is None or augment.tta_views(engine.recipe) != list(augment.MIRRORED):
+            # What a frozen prefix computes of moved images is not cached.
+            return [self._images], engine.view_logits
+
+        def mean_of_both(network: Any, *read: torch.Tensor) -> torch.Tensor:
+            return engine.task.averaged(torch.stack([network(engine.input.of(images)) for images in read]))
+
+        return [self._view(NOT_AUGMENTED, {}), self._mirrored._view(NOT_AUGMENTED, {})], mean_of_both
 
     def _batches(self, source: Source, *, equally_many: bool) -> Iterator[Inputs]:
         """Yield this rank's evaluation batches, every `size`-th of the split.
