@@ -140,9 +140,7 @@ def test_frozen_statistics_equal_those_of_a_plain_loop(engine: str) -> None:
     recipe = USUAL.override({"norm": "frozen", "pretrained": True})
     nets = [make_net(), make_net()]
     for net in nets:
-        for layer in (layer for layer in net if isinstance(layer, nn.BatchNorm2d)):
-            layer.running_mean.fill_(0.2)  # pyright: ignore[reportOptionalMemberAccess]
-            layer.running_var.fill_(0.5)  # pyright: ignore[reportOptionalMemberAccess]
+        net.load_state_dict({name: value + 0.2 for name, value in net.state_dict().items() if "running" in name}, False)
     optimizer = torch.optim.SGD(nets[0].parameters(), lr=0.05)
     expected = plain_loop(nets[0], make_samples(), recipe, optimizer).state_dict()
     assert_close(engine_weights(nets[1], make_samples(), recipe, engine), expected)
