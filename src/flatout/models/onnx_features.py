@@ -25,13 +25,14 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 WORTHWHILE_PIXELS = 5_000_000
 # Images at once: their activations stay in the processor's cache. Twice as many are a fifth slower.
 BATCH = 8
-# Images whose features are compared with torch's: not the two of the export, whose number could be taken for a constant.
-# More would cost seconds, as torch's first batch does.
+# Images whose features are compared with torch's: not two, as in the export, which could take that for a constant; and
+# few, since torch's first batch of 32 takes seconds.
 COMPARED = 3
 # The largest difference from torch's output, as a share of its largest value.
 TOLERANCE = 1e-4
-# The function made last, by its key: the measurement of a network prepares the run.
+# Functions by their keys. Measurements prepare the run: the last ones are kept until one of them is asked for again.
 _kept: dict[str, Function] = {}
+KEPT = 3
 
 
 def frozen_network(
@@ -59,7 +60,10 @@ def frozen_network(
     if not difference <= TOLERANCE:
         report(f"features are computed by torch: those of ONNX Runtime differ by {difference:.1e} of the largest")
         return network
-    _kept.clear()
+    if key in _kept:
+        _kept.clear()
+    elif len(_kept) == KEPT:
+        del _kept[next(iter(_kept))]
     _kept[key] = computed
     return computed
 
