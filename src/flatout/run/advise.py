@@ -8,6 +8,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -246,7 +247,14 @@ def _from_backbone(facts: Facts, model: str, speeds: Speeds | None, report: Call
         if report:
             hub.find_weights(model, report=report)
         return _fitted_head(facts, [_backbone_named(model)], speeds)
-    reason = hub.unreachable() if report else ""
+    reason = ""
+    if report:
+        # The answer may take a second, and so does the import.
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(hub.unreachable)
+            import timm  # noqa: F401
+
+            reason = answer.result()
     choices = _at_hand() if reason else BACKBONES
     if choices and reason and report:
         report(f"{reason}: using weights that are on this machine")
