@@ -255,7 +255,7 @@ def _from_backbone(facts: Facts, model: str, speeds: Speeds | None, report: Call
             import timm  # noqa: F401
 
             reason = answer.result()
-    choices = _at_hand() if reason else BACKBONES
+    choices = _at_hand() if reason else [row for row in BACKBONES if not row.package]
     if choices and reason and report:
         report(f"{reason}: using weights that are on this machine")
     try:
@@ -283,7 +283,8 @@ def _at_hand() -> "list[Backbone]":
     from flatout.models.backbones import BACKBONES
     from flatout.models.installed import installed_backbones
 
-    return [*(backbone for backbone in BACKBONES if hub.is_cached(backbone.model)), *installed_backbones()]
+    cached = (backbone for backbone in BACKBONES if not backbone.package and hub.is_cached(backbone.model))
+    return [*cached, *installed_backbones()]
 
 
 def _backbone_named(model: str) -> "Backbone":
@@ -292,12 +293,10 @@ def _backbone_named(model: str) -> "Backbone":
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from flatout.models.backbones import BACKBONES, Backbone
-    from flatout.models.installed import PACKAGES
+    from flatout.models.backbones import Backbone, backbone_named
 
-    for backbone in (*BACKBONES, *PACKAGES.values()):
-        if model in (backbone.model, backbone.model.removesuffix(".in1k")):
-            return replace(backbone, model=model)
+    if known := backbone_named(model):
+        return replace(known, model=model)
     name = model.removeprefix("timm:")
     config, operations, parameters = timm.get_pretrained_cfg(name), 0, 0
     _, size, channels = default_shape(model)
