@@ -4,12 +4,9 @@ ONNX Runtime folds batch norms into convolutions, joins them with activations, a
 the processor's vectors hold. `benchmarks/features.py` measures it.
 """
 
-import contextlib
 import hashlib
 import io
-import logging
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,6 +15,7 @@ from torch import nn
 
 from flatout.errors import first_line
 from flatout.models.features import caught
+from flatout.models.load import quiet
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -131,8 +129,8 @@ def _key(network: nn.Module, example: torch.Tensor, threads: int) -> str:
 def _exported(network: nn.Module, example: torch.Tensor) -> bytes:
     """Return a network as an ONNX model of any number of images."""
     file = io.BytesIO()
-    # Two images, since tracing takes the number 1 for a constant.
-    with torch.no_grad(), _quiet():
+    # Two images, since tracing takes the number 1 for a constant; torch warns of Python's numbers in a trace.
+    with torch.no_grad(), quiet("torch.onnx"):
         torch.onnx.export(
             network,
             (example[:2].contiguous(),),
@@ -145,20 +143,6 @@ def _exported(network: nn.Module, example: torch.Tensor) -> bytes:
             dynamic_axes={"images": {0: "batch"}, "features": {0: "batch"}},
         )
     return file.getvalue()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's warnings about its older exporter, and about Python numbers in a trace."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _session(model: bytes, threads: int) -> Function:
