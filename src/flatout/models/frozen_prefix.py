@@ -68,25 +68,6 @@ def cut_frozen_prefix(model: nn.Module) -> Cut | None:
     return Cut(prefix=prefix.eval(), train_suffix=train_suffix, eval_suffix=eval_suffix, layers=layers, at=at)
 
 
-def cut_at_head(model: nn.Module, head: Head) -> Cut | None:
-    """Return the model cut before its head; None where more than the head trains, or is random in training.
-
-    Unlike `cut_frozen_prefix`, this takes models that torch.fx cannot trace, but does not see what their code drops
-    without a module. The model must be in training mode, with its frozen modules in evaluation mode.
-    """
-    layers = head.of(model)
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    if trained - {id(parameter) for layer in layers for parameter in layer.parameters()}:
-        return None
-    if any(model.get_submodule(name).weight.any() for name in head.silent):  # pyright: ignore
-        return None
-    for module in model.modules():
-        is_random = isinstance(module, _RANDOM_MODULES) and getattr(module, "p", 1) > 0
-        if module.training and (is_random or any(True for _ in module.buffers(recurse=False))):
-            return None
-    return before_head(model, head)
-
-
 def before_head(model: nn.Module, head: Head) -> Cut:
     """Return the model cut before its head, for a model of which nothing else changes or is random."""
     prefix, suffix = FeatureNetwork(model, head), HeadNetwork(model, head)

@@ -100,7 +100,9 @@ def _head_of(
 ) -> Head | None:
     """Return layers as a head, if the logits are the mean of theirs."""
     layers = [candidates[name] for name in names]
-    features = [_averaged(layer, inputs[name][0]) for name, layer in zip(names, layers, strict=True)]
+    features = [
+        _averaged(inputs[name][0], isinstance(layer, nn.Conv2d)) for name, layer in zip(names, layers, strict=True)
+    ]
     if not layers or not _is_close(_mean_logits(layers, features), logits):
         return None
     has_bias = any(layer.bias is not None for layer in layers)
@@ -131,7 +133,7 @@ class FeatureNetwork(nn.Module):
         layers = [self.body.get_submodule(name) for name in self._layers]
 
         def catch(layer: Any, arguments: tuple[Any, ...]) -> None:
-            found[layer] = layer.averaged(arguments[0])
+            found[layer] = _averaged(arguments[0], layer.is_convolution)
 
         hooks = [layer.register_forward_pre_hook(catch) for layer in layers]
         try:
@@ -214,9 +216,9 @@ def _outputs(layer: Linear) -> int:
     return layer.out_channels if isinstance(layer, nn.Conv2d) else layer.out_features
 
 
-def _averaged(layer: Linear, read: torch.Tensor) -> torch.Tensor:
+def _averaged(read: torch.Tensor, is_convolution: bool) -> torch.Tensor:
     """Return what a layer reads as [B, F]: the mean over places, as heads before the pooling are linear in it."""
-    if isinstance(layer, nn.Conv2d):
+    if is_convolution:
         return read.flatten(2).mean(dim=2)
     return read.flatten(1, -2).mean(dim=1) if read.ndim > 2 else read
 
@@ -306,15 +308,9 @@ class _Skipped(nn.Module):
 
     def __init__(self, layer: Linear) -> None:
         super().__init__()
-        self._is_convolution, self._outputs = isinstance(layer, nn.Conv2d), _outputs(layer)
-
-    def averaged(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the layer reads as [B, F]."""
-        if self._is_convolution:
-            return x.flatten(2).mean(dim=2)
-        return x.flatten(1, -2).mean(dim=1) if x.ndim > 2 else x
+        self.is_convolution, self._outputs = isinstance(layer, nn.Conv2d), _outputs(layer)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._is_convolution:
+        if self.is_convolution:
             return x[:, :1].expand(-1, self._outputs, -1, -1)
         return x[..., :1].expand(*[-1] * (x.ndim - 1), self._outputs)

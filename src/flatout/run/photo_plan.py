@@ -24,7 +24,7 @@ SIZE_EXPONENT = 1.8
 # Shares of the published size that are considered.
 SIZE_SHARES = (1.0, 6 / 7, 5 / 7, 4 / 7)
 # Multiply-adds per second before anything is measured: of a core with ONNX Runtime, and of a modest GPU.
-SPEED_OF_A_CORE, SPEED_OF_AN_ACCELERATOR = 25e9, 2e12
+SPEED_OF_A_CORE, SPEED_OF_AN_ACCELERATOR = 35e9, 2e12
 # Networks that are measured at most.
 MEASUREMENTS = 3
 # Seconds besides features: images decoded per second on each core; the network made ready; pictures and report.

@@ -1,0 +1,57 @@
+"""Networks that no longer change, through ONNX Runtime: the values of torch, and what is prepared once."""
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.models import onnx_features
+from flatout.models.onnx_features import frozen_network
+
+
+class Unknown(nn.Module):
+    """A network that ONNX Runtime cannot compute."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.adaptive_avg_pool2d(x, 3).flatten(1).cumprod(1)
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.rand(19, 3, 7, 7, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_features_are_those_of_torch_for_any_number_of_images(images: torch.Tensor) -> None:
+    own = network(0)
+    computed = frozen_network(own, images, 2)
+    assert computed is not own
+    for count in (1, 8, 19):
+        torch.testing.assert_close(computed(images[:count]), own(images[:count]))
+
+
+def test_the_run_uses_what_a_measurement_has_prepared(images: torch.Tensor) -> None:
+    """Also where other networks were measured after the one that is chosen; then they are forgotten."""
+    first, second = frozen_network(network(1), images, 2), frozen_network(network(2), images, 2)
+    assert frozen_network(network(1), images, 2) is first
+    assert frozen_network(network(2), images, 2) is not second
+
+
+def test_functions_of_many_networks_are_not_kept(images: torch.Tensor) -> None:
+    for seed in range(2 * onnx_features.KEPT):
+        frozen_network(network(seed), images, 1)
+    assert len(onnx_features._kept) == onnx_features.KEPT
+
+
+def test_a_network_that_onnx_runtime_cannot_compute_is_its_own_function(
+    images: torch.Tensor, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The reason is reported, and torch prints nothing beside it."""
+    own, sentences = Unknown(), list[str]()
+    assert frozen_network(own, images, 2, sentences.append) is own
+    assert len(sentences) == 1 and "adaptive_avg_pool2d" in sentences[0]
+    assert capfd.readouterr() == ("", "")
