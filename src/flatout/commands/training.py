@@ -33,10 +33,9 @@ def do_train(args: Namespace, console: Console) -> None:
     from flatout.callbacks.trackers import callbacks_of
     from flatout.dist.hosts import Hosts
     from flatout.engine.devices import parse_devices
-    from flatout.engine.factory import speeds_on
-    from flatout.run.fit import train_recipe
+    from flatout.run import claim
     from flatout.run.options import Options
-    from flatout.run.resolve import resolve
+    from flatout.run.resolve import resolve, start_of
 
     engine = engine_of(args)
     timeout = {} if args.rendezvous_timeout is None else {"timeout": args.rendezvous_timeout}
@@ -56,11 +55,21 @@ def do_train(args: Namespace, console: Console) -> None:
         callbacks=callbacks_of(args.track),
     )
     job = _job_to_resume(args) if args.resume else args.job
-    devices, reasons = parse_devices(args.devices, engine), list[str]()
+    changes, reasons = changes_of(args), list[str]()
+    plain, is_complete = start_of(job, changes)
+    claim.check(options)
+    if (place := str(args.data or job or "").partition("?")[0]) or is_complete:
+        # The name alone: an address may hold a password.
+        console.note(f"looking at {plain.job if is_complete else Path(place).absolute().name}")
+    devices = parse_devices(args.devices, engine)
+    # This imports torch, which takes seconds.
+    from flatout.engine.factory import speeds_on
+    from flatout.run.fit import train_recipe
+
     recipe, data = resolve(
         job,
         args.data,
-        changes_of(args),
+        changes,
         accelerated=devices.is_accelerated,
         console=console,
         seconds=options.seconds,
