@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flatout.cli import main
+from flatout.commands.command import changes_of
 from flatout.parser import parse
 from flatout.run.resolve import start_of
 from flatout.settings import nearest, parse_setting, python_words
@@ -33,6 +34,16 @@ def test_operands_are_given_by_position_or_by_name(words: str) -> None:
 def test_files_to_predict_follow_the_run(words: str) -> None:
     args = parse(words.split())
     assert (args.run, args.files, args.top) == (Path("R"), ["a.jpg", "b.jpg"], 2)
+
+
+def test_published_weights_are_required_or_refused_or_left_to_the_data() -> None:
+    wanted = (
+        ([], {}),
+        (["--pretrained"], {"pretrained": True}),
+        (["--no-pretrained"], {"pretrained": False, "weights": ""}),
+    )
+    for words, changes in wanted:
+        assert changes_of(parse(["train", "photos", *words])) == changes
 
 
 def test_data_is_a_flag_too() -> None:
@@ -106,6 +117,7 @@ def test_the_folder_beside_is_suggested(
         ("--model timm:resnet18; --batch-size N", "model='timm:resnet18'; batch_size=N"),
         ("use --engine xla, with --epochs 3", "use engine='xla', with epochs=3"),
         ("--no-pretrained, --no-cache", "pretrained=False, cache=False"),
+        ("--pretrained to end instead", "pretrained=True to end instead"),
     ],
 )
 def test_messages_in_the_words_of_python(message: str, expected: str) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @command(
     "[JOB]",
-    "--data --images --model --minutes --epochs --folds --batch-size --lr --seed --set --weights --no-pretrained"
+    "--data --images --model --minutes --epochs --folds --batch-size --lr --seed --set --weights --pretrained"
     " --on-bad-image --out --resume --overwrite --no-cache --track --devices --engine --allow-untested"
     " --nodes --node-rank --rendezvous --rendezvous-timeout --restarts",
     "train my-photos/ --epochs 20 --out runs/first",
@@ -99,8 +99,7 @@ def _job_to_resume(args: Namespace) -> str | Path:
 
 @command(
     "[JOB]",
-    "--data --model --batch-size --seed --set --weights --no-pretrained --devices --engine --allow-untested"
-    " --out --json",
+    "--data --model --batch-size --seed --set --weights --pretrained --devices --engine --allow-untested --out --json",
     "lr fashion-mnist --data data/ --batch-size 512",
 )
 def do_lr(args: Namespace, console: Console) -> Output:
@@ -121,7 +120,8 @@ def _train_command(args: Namespace, lr: float) -> str:
     for flag in ("data", "model", "batch_size", "seed", "weights"):
         if (value := getattr(args, flag)) is not None:
             words += [f"--{flag.replace('_', '-')}", str(value)]
-    words += ["--no-pretrained"] * args.no_pretrained
+    if args.pretrained is not None:
+        words.append("--pretrained" if args.pretrained else "--no-pretrained")
     # A rate given with --set would take precedence over --lr.
     words += [word for text in args.set if parse_setting(text)[0] != "optimizer.lr" for word in ("--set", text)]
     for flag in ("devices", "engine"):
