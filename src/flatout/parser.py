@@ -37,7 +37,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--seed": {"type": int, "metavar": "N", "help": "seed of weights, sample order and augmentation"},
     "--set": {"action": "append", "default": [], "metavar": "KEY=VALUE", "help": "any recipe key; repeatable"},
     "--weights": {"type": Path, "metavar": "PATH", "help": "initial weights: a file or a run folder"},
-    "--no-pretrained": {"action": "store_true", "help": "start from random weights"},
+    "--pretrained": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "start from published weights, or end if there are none; --no-pretrained: from random ones",
+    },
     "--on-bad-image": {"choices": ("stop", "skip"), "help": "what to do with unreadable images (stop)"},
     "--max-bad-share": {"type": float, "default": 0.05, "metavar": "X", "help": "the most that skip accepts (0.05)"},
     "--out": {"type": Path, "metavar": "DIR", "help": "an empty or new folder; default: a new one under runs/"},
@@ -168,7 +171,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     command, subparser = COMMANDS[args.command], subparsers[args.command]
     usage = subparser.format_usage().strip()
     for flag in (word.partition("=")[0] for word in extra if word.startswith("-") and word != "--"):
-        subparser.error(f"there is no flag {flag}; {nearest(flag, command.flags.split())}")
+        words = [word for word in subparser._option_string_actions if word.startswith("--")]
+        subparser.error(f"there is no flag {flag}; {nearest(flag, words)}")
     # argparse leaves operands behind flags among the unknown arguments.
     operands = [*getattr(args, "operands", ()), *extra]
     for operand in command.operands.split():

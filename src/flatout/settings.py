@@ -119,7 +119,7 @@ def nearest_path(path: Path) -> str:
     return f"did you mean '{path.parent / close[0]}'?" if close else ""
 
 
-_SWITCHES = ("allow-code", "resume", "overwrite")
+_SWITCHES = ("allow-code", "resume", "overwrite", "pretrained")
 _SETTING = re.compile(r"--set (\w[\w.]*=[^\s;,)]+)")
 # A flag, and its value where a colon follows, or it is a placeholder (PATH), a number, a device, an engine or a model.
 _VALUE = r"\S+(?=: )|[A-Z]+\b|\d[\w:,.]*\b|(?:auto|cpu|cuda|mps|tpu|torch|xla|timm)\b[\w:,.]*\b"

@@ -15,6 +15,7 @@ import flatout
 from flatout.cli import main
 from flatout.errors import InputError
 from flatout.models.weights import read_weights
+from flatout.run import head_stage
 from flatout.run.head import fit_head
 from flatout.tasks.multi_label import MultiLabel
 from flatout.tasks.regression import Regression
@@ -123,6 +124,7 @@ def test_a_run_of_no_epochs_is_its_head(engine: tuple[str, str], tmp_path: Path)
     assert summary["test_accuracy"] > 0.9
     assert summary["valid_accuracy"] == line["valid_accuracy"]
     assert summary["trust"]["calibration_images"] == summary["valid_count"]
+    assert summary["trained_parameters"] < summary["parameters"]  # those of the head alone
     # What is written answers as the run did.
     evaluated = flatout.load(tmp_path / "run").evaluate(devices="cpu")
     assert evaluated["test_correct"] == summary["test_correct"]
@@ -145,6 +147,22 @@ def test_fine_tuning_that_makes_it_worse_is_not_kept(tmp_path: Path) -> None:
     assert tuned["kept_epoch"] == 0
     assert tuned["test_accuracy"] == head["test_accuracy"]
     assert tuned["valid_accuracy"] == head["valid_accuracy"]
+
+
+@pytest.mark.parametrize("keep", ["best", "last"])
+def test_without_time_for_an_epoch_the_head_that_is_evaluated_is_written(
+    keep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has another one by then: that for the training images alone, from which fine-tuning would start."""
+    # Else the head would be good enough to end before the time of an epoch is measured.
+    monkeypatch.setattr(head_stage, "ENOUGH", 2.0)
+    short = ("--minutes", "0.01", "--epochs", "1", "--set", "linear_probe=true", "--set", f"keep={keep}")
+    assert main(["train", "digits", *short, "--devices", "cpu", "--out", str(tmp_path / "run")]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert any("fine-tuning is left out: an epoch takes longer" in note for note in summary["notes"])
+    evaluated = flatout.load(tmp_path / "run").evaluate(devices="cpu")
+    assert evaluated["test_accuracy"] == summary["test_accuracy"]
+    assert evaluated["test_loss"] == pytest.approx(summary["test_loss"], rel=1e-4)
 
 
 def test_fine_tuning_starts_from_a_head_that_has_not_seen_validation_images(tmp_path: Path) -> None:

@@ -1,13 +1,17 @@
 """The words of the command line: operands, flags, and what is suggested for those that do not exist."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from flatout.cli import main
+from flatout.commands.command import changes_of
 from flatout.parser import parse
-from flatout.settings import nearest, python_words
+from flatout.run.resolve import start_of
+from flatout.settings import nearest, parse_setting, python_words
 
 
 @pytest.mark.parametrize(
@@ -30,6 +34,16 @@ def test_operands_are_given_by_position_or_by_name(words: str) -> None:
 def test_files_to_predict_follow_the_run(words: str) -> None:
     args = parse(words.split())
     assert (args.run, args.files, args.top) == (Path("R"), ["a.jpg", "b.jpg"], 2)
+
+
+def test_published_weights_are_required_or_refused_or_left_to_the_data() -> None:
+    wanted = (
+        ([], {}),
+        (["--pretrained"], {"pretrained": True}),
+        (["--no-pretrained"], {"pretrained": False, "weights": ""}),
+    )
+    for words, changes in wanted:
+        assert changes_of(parse(["train", "photos", *words])) == changes
 
 
 def test_data_is_a_flag_too() -> None:
@@ -103,6 +117,7 @@ def test_the_folder_beside_is_suggested(
         ("--model timm:resnet18; --batch-size N", "model='timm:resnet18'; batch_size=N"),
         ("use --engine xla, with --epochs 3", "use engine='xla', with epochs=3"),
         ("--no-pretrained, --no-cache", "pretrained=False, cache=False"),
+        ("--pretrained to end instead", "pretrained=True to end instead"),
     ],
 )
 def test_messages_in_the_words_of_python(message: str, expected: str) -> None:
@@ -124,3 +139,41 @@ def test_the_cache_is_shown_and_cleared(
     assert not list((tmp_path / "downloads").iterdir())
     assert main(["cache"]) == 0
     assert "in 0 entries" in capsys.readouterr().out
+
+
+REFUSED_AT_ONCE = {
+    "--set optimizer.lr=high": "flatout: optimizer.lr = 'high': must be a finite number",
+    "--set lr_rate=1": "flatout: unknown recipe key 'lr_rate'",
+    "--epochs -1": "flatout: epochs = -1: must be at least 0",
+    "--out old": "flatout: old: exists; choose another --out",
+    "--restarts -1": "flatout: --restarts -1: must be 0 or more",
+    "--devices nonsense": "flatout: --devices nonsense: unknown kind of device",
+}
+
+
+def test_wrong_flags_are_refused_before_torch_is_imported_and_the_data_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "file").touch()
+    (tmp_path / "photos").mkdir()
+    code = (
+        "import sys; from flatout.cli import main\n"
+        f"codes = [main(['train', 'photos', *words.split()]) for words in {list(REFUSED_AT_ONCE)}]\n"
+        "assert set(codes) == {2} and 'torch' not in sys.modules, codes"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "looking at photos\n"
+    for line, message in zip(ended.stderr.splitlines(), REFUSED_AT_ONCE.values(), strict=True):
+        assert line.startswith(message)
+
+
+@pytest.mark.parametrize("key", ["epochs=0", "augment.start_size=32", "optimizer.nesterov=true"])
+def test_settings_that_suit_some_recipe_wait_for_it(key: str) -> None:
+    _, is_complete = start_of(None, dict([parse_setting(key)]))
+    assert not is_complete
+
+
+def test_an_address_is_shown_without_what_may_be_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    address = "https://me:secret@example.test/pets.zip?token=secret"
+    assert main(["train", address, "--devices", "nonsense"]) == 2
+    assert capsys.readouterr().out == "looking at pets.zip\n"

@@ -18,7 +18,7 @@ from flatout.errors import InputError
 from flatout.report import pictures
 from flatout.report.page import TIME_PARTS, draw_all
 from flatout.tasks import single_label
-from tests.unit.runs import RECIPE, epoch_line, write_run
+from tests.unit.runs import RECIPE, epoch_line, summary_of, write_run
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -284,6 +284,7 @@ def test_readable_names_of_classes(tmp_path: Path, file: str):
 def test_every_part_of_the_time_has_a_colour_of_its_own():
     # What session.py and finish.py measure.
     parts = {"start", "pack", "launch", "read", "model", "place", "compile", "train", "evaluate", "pictures", "other"}
+    parts |= {"features", "head"}
     assert parts <= TIME_PARTS.keys()
     assert len({colour for _, colour in TIME_PARTS.values()}) == len(TIME_PARTS)
 
@@ -305,3 +306,25 @@ def test_notes_about_devices_are_not_part_of_the_verdict(tmp_path: Path):
     assert "processes" not in sections["Verdict"]
     assert "using 2 processes" in sections["Environment"]
     assert "cpu: 2 threads" in sections["Environment"]
+
+
+@pytest.mark.usefixtures("page_alone")
+def test_stages_of_a_run_from_published_weights(tmp_path: Path):
+    times = {"features": 12.0, "head": 1.5, "train": 60.0, "evaluate": 2.0}
+    figures: dict[str, Any] = {"parameters": 5000, "trained_parameters": 1000, "epochs_trained": 4, "kept_epoch": 3}
+    given = {"pretrained": True, "linear_probe": True, "freeze": "all-but-last-3"}
+    run = write_run(tmp_path / "run", ["a", "b"], **figures)
+    assert "Stages" not in Page(_drawn(run)).sections
+    (run / "recipe.toml").write_text(RECIPE.override(given).to_toml(), encoding="utf-8")
+    (run / "summary.json").write_text(json.dumps(summary_of(["a", "b"], time_seconds=times, **figures)))
+    stages = Page(_drawn(run)).sections["Stages"]
+    assert "pre-trained | the layers before the head: the published weights of cnn" in stages
+    assert "frozen: their output is computed once for each image | 12 s" in stages
+    assert "the head is fitted to the features | 1.5 s" in stages
+    assert "1,000 of 5,000 parameters, 4 epochs; the others are frozen | 60 s" in stages
+    assert "the weights of epoch 3 | 2.0 s" in stages
+
+
+def _drawn(run: Path) -> Path:
+    draw_all(run)
+    return run / "report.html"

@@ -54,11 +54,11 @@ def changes_of(args: Namespace) -> dict[str, Any]:
     given = vars(args)
     keys = {"lr": "optimizer.lr", "on_bad_image": "data.on_bad_image", "image_folder": "data.images"}
     keys |= {"folds": "data.folds"}
-    flags = ("model", "epochs", "batch_size", "seed", *keys)
+    flags = ("model", "epochs", "batch_size", "seed", "pretrained", *keys)
     changes = {keys.get(flag, flag): given[flag] for flag in flags if given.get(flag) is not None}
     if given.get("weights") is not None:
         changes |= {"weights": str(args.weights.absolute()), "pretrained": True}
-    if given.get("no_pretrained"):
+    if given.get("pretrained") is False:
         changes |= {"pretrained": False, "weights": ""}
     return changes | dict(map(parse_setting, args.set))
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @command(
     "[JOB]",
-    "--data --images --model --minutes --epochs --folds --batch-size --lr --seed --set --weights --no-pretrained"
+    "--data --images --model --minutes --epochs --folds --batch-size --lr --seed --set --weights --pretrained"
     " --on-bad-image --out --resume --overwrite --no-cache --track --devices --engine --allow-untested"
     " --nodes --node-rank --rendezvous --rendezvous-timeout --restarts",
     "train my-photos/ --epochs 20 --out runs/first",
@@ -33,10 +33,9 @@ def do_train(args: Namespace, console: Console) -> None:
     from flatout.callbacks.trackers import callbacks_of
     from flatout.dist.hosts import Hosts
     from flatout.engine.devices import parse_devices
-    from flatout.engine.factory import speeds_on
-    from flatout.run.fit import train_recipe
+    from flatout.run import claim
     from flatout.run.options import Options
-    from flatout.run.resolve import resolve
+    from flatout.run.resolve import resolve, start_of
 
     engine = engine_of(args)
     timeout = {} if args.rendezvous_timeout is None else {"timeout": args.rendezvous_timeout}
@@ -56,11 +55,21 @@ def do_train(args: Namespace, console: Console) -> None:
         callbacks=callbacks_of(args.track),
     )
     job = _job_to_resume(args) if args.resume else args.job
-    devices, reasons = parse_devices(args.devices, engine), list[str]()
+    changes, reasons = changes_of(args), list[str]()
+    plain, is_complete = start_of(job, changes)
+    claim.check(options)
+    if (place := str(args.data or job or "").partition("?")[0]) or is_complete:
+        # The name alone: an address may hold a password.
+        console.note(f"looking at {plain.job if is_complete else Path(place).absolute().name}")
+    devices = parse_devices(args.devices, engine)
+    # This imports torch, which takes seconds.
+    from flatout.engine.factory import speeds_on
+    from flatout.run.fit import train_recipe
+
     recipe, data = resolve(
         job,
         args.data,
-        changes_of(args),
+        changes,
         accelerated=devices.is_accelerated,
         console=console,
         seconds=options.seconds,
@@ -90,8 +99,7 @@ def _job_to_resume(args: Namespace) -> str | Path:
 
 @command(
     "[JOB]",
-    "--data --model --batch-size --seed --set --weights --no-pretrained --devices --engine --allow-untested"
-    " --out --json",
+    "--data --model --batch-size --seed --set --weights --pretrained --devices --engine --allow-untested --out --json",
     "lr fashion-mnist --data data/ --batch-size 512",
 )
 def do_lr(args: Namespace, console: Console) -> Output:
@@ -112,7 +120,8 @@ def _train_command(args: Namespace, lr: float) -> str:
     for flag in ("data", "model", "batch_size", "seed", "weights"):
         if (value := getattr(args, flag)) is not None:
             words += [f"--{flag.replace('_', '-')}", str(value)]
-    words += ["--no-pretrained"] * args.no_pretrained
+    if args.pretrained is not None:
+        words.append("--pretrained" if args.pretrained else "--no-pretrained")
     # A rate given with --set would take precedence over --lr.
     words += [word for text in args.set if parse_setting(text)[0] != "optimizer.lr" for word in ("--set", text)]
     for flag in ("devices", "engine"):

@@ -66,6 +66,29 @@ def list_names() -> list[str]:
     return list(_NETS)
 
 
+def check_name(name: str) -> None:
+    """Raise InputError for the name of a model that is neither ours, nor timm's, nor the place of a factory."""
+    if name in _NETS or (":" in name and not name.startswith("timm:")):
+        return
+    import timm
+
+    architecture, _, tag = name.removeprefix("timm:").partition(".")
+    if ":" not in name:
+        hint = f"{nearest(name, _NETS)} (or timm:NAME, package.module:factory, file.py:factory)"
+        if name.endswith(".py"):
+            hint = f"to use a class or function of this file, write {name}:NAME"
+        elif timm.is_model(architecture):
+            hint = f"did you mean 'timm:{name}'?"
+        raise InputError(f"no model called {name!r}; {hint}")
+    if not timm.is_model(architecture):
+        close = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.5)
+        hint = f"nearest: {', '.join(f'timm:{c}' for c in close)}" if close else "see timm.list_models()"
+        raise InputError(f"timm has no model called {architecture!r}; {hint}")
+    tags = [tagged.partition(".")[2] for tagged in timm.list_pretrained(f"{architecture}.*")]
+    if tag and tag not in tags:
+        raise InputError(f"timm has no weights {tag!r} for {architecture}; {nearest(tag, tags)}")
+
+
 def net_named(name: str) -> "Callable[..., nn.Module] | None":
     """Return what makes our own net of a name from outputs, image size and channels; None where there is none."""
     from flatout.models import nets
@@ -121,19 +144,11 @@ def _build(recipe: Recipe, num_outputs: int, allow_code: bool) -> "nn.Module":
     if net := net_named(name):
         with seeded(recipe.seed):
             return net(num_outputs, recipe.image_size, recipe.channels)
+    check_name(name)
     if name.startswith("timm:"):
         return _build_timm(recipe, num_outputs)
     if name.startswith("python:"):
         raise InputError(f"model = {name!r}: was given in Python; train it with flatout.fit(model, ...)")
-    if ":" not in name:
-        import timm
-
-        hint = f"{nearest(name, _NETS)} (or timm:NAME, package.module:factory, file.py:factory)"
-        if name.endswith(".py"):
-            hint = f"to use a class or function of this file, write {name}:NAME"
-        elif timm.is_model(name.partition(".")[0]):
-            hint = f"did you mean 'timm:{name}'?"
-        raise InputError(f"no model called {name!r}; {hint}")
     if not allow_code:
         raise InputError(
             f"model = {name!r}: is Python code, and code named in a file is never run; if you trust it, "
@@ -229,16 +244,6 @@ def _create_timm(recipe: Recipe, options: dict[str, Any]) -> "tuple[nn.Module, d
 
 
 def _build_timm(recipe: Recipe, num_outputs: int) -> "nn.Module":
-    import timm
-
-    architecture, _, tag = recipe.model.removeprefix("timm:").partition(".")
-    if not timm.is_model(architecture):
-        close = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.5)
-        hint = f"nearest: {', '.join(f'timm:{c}' for c in close)}" if close else "see timm.list_models()"
-        raise InputError(f"timm has no model called {architecture!r}; {hint}")
-    tags = [tagged.partition(".")[2] for tagged in timm.list_pretrained(f"{architecture}.*")]
-    if tag and tag not in tags:
-        raise InputError(f"timm has no weights {tag!r} for {architecture}; {nearest(tag, tags)}")
     try:
         with seeded(recipe.seed):
             return create_timm(recipe, num_outputs)

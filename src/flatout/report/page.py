@@ -17,6 +17,7 @@ from flatout.numerics.pixels import centre
 from flatout.report import pictures, trust
 from flatout.report.html import SMOOTH_FROM_PIXELS, data_uri, thumbnail, write_page
 from flatout.report.run_files import METRICS, REPORT, SUMMARY, Predictions, RunFiles, read_run
+from flatout.report.stages import stages
 from flatout.report.verdict import CHECKED
 from flatout.style import finite, number, plain
 from flatout.tasks import task_named
@@ -31,6 +32,8 @@ TIME_PARTS = {
     "pack": ("packing", "#d2620a"),
     "launch": ("starting processes", "#a3acb5"),
     "model": ("building the model", "#c9a227"),
+    "features": ("features of the images", "#9c755f"),
+    "head": ("fitting the head", "#d45087"),
     "place": ("copying to the devices", "#4c9a8b"),
     "compile": ("compiling", "#8a6bbf"),
     "measure": ("measuring the speed", "#3e5c76"),
@@ -132,6 +135,7 @@ def _content(files: RunFiles, names: list[str]) -> dict[str, Any]:
         "pairs": _confused_pairs(shown, names, task) if shown else [],
         "worst": rows[:CLASSES_SHOWN],
         "all_classes": sorted(rows) if len(rows) > CLASSES_SHOWN else [],
+        "stages": stages(summary, files.recipe),
         "time": _time(summary),
         "recipe": re.split(r"\n\n(?=\[)", files.recipe_text.strip()),
         "environment": _environment(summary),

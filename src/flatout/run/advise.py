@@ -86,15 +86,14 @@ def advise(
         facts = _of_size(facts, changes["image_size"])
     if speeds:
         speeds = replace(speeds, training=_as_changed(speeds.training, changes))
-    model, is_scratch = str(changes.get("model", "")), changes.get("pretrained") is False
+    model, is_required = str(changes.get("model", "")), bool(changes.get("pretrained"))
+    is_scratch = changes.get("pretrained") is False
     if changes.get("weights"):
         recipe, reasons = _from_weights(facts, Path(changes["weights"]), model, speeds)
     elif model.startswith("timm:") and not is_scratch:
-        recipe, reasons = _from_published(
-            facts, model, speeds, report if fetch else None, bool(changes.get("pretrained"))
-        )
-    elif facts.suits_backbones and not is_scratch and (not model or changes.get("pretrained")):
-        recipe, reasons = _from_backbone(facts, model, speeds, report if fetch else None)
+        recipe, reasons = _from_published(facts, model, speeds, report if fetch else None, is_required)
+    elif facts.suits_backbones and not is_scratch and (not model or is_required):
+        recipe, reasons = _from_backbone(facts, model, speeds, report if fetch else None, is_required)
     elif model and not model.startswith("fast-cnn"):
         recipe, reasons = _any_model(facts, model)
     else:
@@ -227,16 +226,20 @@ def _from_published(
 ) -> Advice:
     """Return a recipe for a network of timm's that the user names: from its published weights where they can be had."""
     try:
-        return _from_backbone(facts, model, speeds, report)
+        return _from_backbone(facts, model, speeds, report, is_required)
     except WeightsUnavailable as error:
         if is_required or not report:
             raise
-        report(f"{error.problem}: training starts from random weights")
+        report(
+            f"{error.problem}: training starts from random weights; give --weights FILE, or --pretrained to end instead"
+        )
         return _any_model(facts, model)
 
 
-def _from_backbone(facts: Facts, model: str, speeds: Speeds | None, report: Callable[[str], None] | None) -> Advice:
-    """Return a recipe that starts from published weights; from random ones where those cannot be had.
+def _from_backbone(
+    facts: Facts, model: str, speeds: Speeds | None, report: Callable[[str], None] | None, is_required: bool
+) -> Advice:
+    """Return a recipe that starts from published weights; from random ones where those can neither be had nor must be.
 
     Without `report`, they are not searched for.
     """
@@ -270,6 +273,9 @@ def _from_backbone(facts: Facts, model: str, speeds: Speeds | None, report: Call
         if error.problem != reason and (choices := _at_hand()):
             report(f"{error.problem}: using weights that are on this machine")
             return _fitted_head(facts, choices, speeds)
+        if is_required:
+            fix = "pip install 'flatout[weights]' has small networks; or give --model NAME --weights FILE"
+            raise WeightsUnavailable(error.problem, fix) from None
         report(
             f"{error.problem}. Training starts from random weights, which costs much of the accuracy on photos. "
             "pip install 'flatout[weights]' has small networks; or give --model NAME --weights FILE"

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from flatout.dist.env import launched
 from flatout.errors import InputError, Stopped
 from flatout.files import sweep_temporary_files, write_atomically
 from flatout.host import process_place
 from flatout.recipe import Recipe
 from flatout.report import run_files
+from flatout.run.options import Options
 
 # What --overwrite removes: the files that a run writes, before the folders that hold them.
 _FILES_OF_A_RUN = (
@@ -41,6 +43,12 @@ _FOLDS = run_files.FOLD.format("[1-9]*")
 _OWN_FILES = (*(f"{_FOLDS}/{name}" for name in _FILES_OF_A_RUN), _FOLDS, *_FILES_OF_A_RUN)
 
 
+def check(options: Options) -> None:
+    """Raise InputError where `claimed` will refuse the folder of a run on this host, before the data is looked at."""
+    if options.hosts.most == 1 and launched() is None:
+        _check_content(options.out, resume=options.resume, overwrite=options.overwrite)
+
+
 @contextlib.contextmanager
 def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
     """Make a run folder if need be, and hold it while the context lasts.
@@ -54,10 +62,7 @@ def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Ite
     Raises:
         InputError: another process holds the folder, it has other content, or it cannot be written.
     """
-    if resume and overwrite:
-        raise InputError("--resume and --overwrite contradict each other: give one of them")
-    if out:
-        _check_content(out, resume=resume, overwrite=overwrite)
+    _check_content(out, resume=resume, overwrite=overwrite)
     target = out or Path("runs/new")
     existed = {path for path in (target, *target.parents) if path.exists()}
     with contextlib.ExitStack() as stack:
@@ -152,8 +157,10 @@ def _remove_run(folder: Path) -> None:
             path.rmdir()
 
 
-def _check_content(folder: Path, *, resume: bool, overwrite: bool) -> None:
-    if not folder.exists() or _is_empty(folder):
+def _check_content(folder: Path | None, *, resume: bool, overwrite: bool) -> None:
+    if resume and overwrite:
+        raise InputError("--resume and --overwrite contradict each other: give one of them")
+    if folder is None or not folder.exists() or _is_empty(folder):
         return
     if not resume and not overwrite:
         raise InputError(f"{folder}: exists; choose another --out, or --resume or --overwrite the run in it")

@@ -20,6 +20,7 @@ from flatout.host import installed, peak_rss_bytes
 from flatout.numerics.augment import tta_views
 from flatout.numerics.novelty import Known
 from flatout.report import run_files
+from flatout.report.stages import stages
 from flatout.run import trust
 from flatout.run.predictions import write_predictions
 from flatout.run.progress import Progress
@@ -265,6 +266,11 @@ def _summary(run: _Ended, results: "dict[str, Evaluation]") -> dict[str, Any]:
     recipe = session.recipe
     chosen = progress.best_epoch if progress.best else len(progress.history)
     record, task = progress.history[chosen - 1] if chosen else progress.head, engine.task
+    trained_parameters = session.trained_parameters
+    if session.stage and not progress.history:
+        # The run has chosen the parameters of the head alone.
+        fitted = session.stage.fitted
+        trained_parameters = fitted.weight.size + fitted.bias.size * session.stage.head.has_bias
     figures: dict[str, Any] = {"train_loss": record.train_loss if record else None}
     figures[f"train_{task.step_metric}"] = record.of("train")[task.step_metric] if record else None
     for name in ("valid", "test"):
@@ -298,7 +304,7 @@ def _summary(run: _Ended, results: "dict[str, Evaluation]") -> dict[str, Any]:
         "task": recipe.task,
         "seed": recipe.seed,
         "parameters": session.parameters,
-        "trained_parameters": session.trained_parameters,
+        "trained_parameters": trained_parameters,
         "classes": list(pack.classes),
         **{f"{name}_images": len(samples) for name, samples in run.samples.items()},
         "images_trained": progress.images_trained,
@@ -349,6 +355,8 @@ def _say(session: "Session", summary: dict[str, Any]) -> None:
             f"trained {summary['images_trained']:,} images in {summary['train_seconds']:.1f} s: "
             f"{summary['images_per_second']:,.0f} per second"
         )
+    for stage, layers, seconds in stages(summary, session.recipe.to_dict()):
+        say(f"{stage}: {layers}" + f" ({seconds})" * bool(seconds))
     for sentence in summary["verdict"]:
         say(sentence)
     if session.options.report:

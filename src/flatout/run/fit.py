@@ -101,6 +101,7 @@ def fit(
     from flatout.engine.factory import speeds_on
     from flatout.models.keras import KerasModule, is_keras
     from flatout.models.load import copied
+    from flatout.run import claim
     from flatout.run.arguments import check_names, is_own_loss, join_data, loader_batch_size, recipe_changes
     from flatout.run.own import own_functions
     from flatout.run.resolve import resolve
@@ -140,6 +141,7 @@ def fit(
     )
     reasons: list[str] = []
     try:
+        claim.check(options)
         recipe, found = resolve(
             job,
             data,

@@ -46,8 +46,6 @@ def run_on_devices(
         return _join_and_call(console, spec, engine, function, args)
     hosts = hosts or Hosts()
     restarts = hosts.most - hosts.least if restarts is None else restarts
-    if restarts < 0:
-        raise InputError(f"--restarts {restarts}: must be 0 or more")
     names = parse_devices(spec, engine).ranks.names
     if len(names) == hosts.most == 1 and restarts == 0 and not own_process:
         return _join_and_call(console, spec, engine, function, args)

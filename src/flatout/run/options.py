@@ -58,3 +58,5 @@ class Options:
     def __post_init__(self) -> None:
         if self.minutes is not None and not (self.minutes > 0 and math.isfinite(self.minutes)):
             raise InputError(f"--minutes {self.minutes:g}: must be greater than 0")
+        if self.restarts is not None and self.restarts < 0:
+            raise InputError(f"--restarts {self.restarts}: must be 0 or more")

@@ -44,10 +44,11 @@ def resolve(
     """
     from flatout.data.load import find
 
-    recipe, changes = _named_recipe(job), _with_full_name(changes)
-    if "data.path" in changes and (data is not None or recipe is None):
+    plain, is_complete = start_of(job, changes)
+    changes = _with_full_name(changes)
+    if "data.path" in changes and (data is not None or not is_complete):
         raise InputError(f"data.path = {changes['data.path']!r}: data is given twice; remove one")
-    if recipe is None:
+    if not is_complete:
         from flatout.run.advise import advise
 
         if job is not None and data is not None:
@@ -55,8 +56,6 @@ def resolve(
         if job is None and data is None:
             raise InputError("no job and no data: give one of them")
         data = str(job) if data is None else data
-        options = {key: value for key, value in changes.items() if key.startswith("data.") or key == "task"}
-        plain = with_settings(options)
         found = find(data, plain.data, plain.task, console=console)
 
         def report(sentence: str) -> None:
@@ -81,7 +80,7 @@ def resolve(
                 console.note(f"  {words(reason)}")
                 explain(words(reason))
         return recipe.override(changes), found
-    recipe = recipe.override(changes)
+    recipe = plain.override(changes)
     if data is None:
         data = recipe.data.path or _public_data(recipe, console)
     if path := _plain(data):
@@ -89,16 +88,37 @@ def resolve(
     return recipe, find(data, recipe.data, recipe.task, console=console)
 
 
+def start_of(job: str | Path | Recipe | None, changes: Mapping[str, Any]) -> tuple[Recipe, bool]:
+    """Return the recipe that a job names, changed, and True; else False, and a recipe that is nothing but the changes.
+
+    Nothing is downloaded or measured, and torch is not imported.
+
+    Raises:
+        InputError: there is no such job, a key of the changes is unknown, or a value is impossible.
+    """
+    recipe = _named_recipe(job)
+    if recipe is not None:
+        return recipe.override(changes), True
+    # The recipe that is made decides whether these are possible, unless the user also gives what they depend on.
+    later = {"augment.start_size": "image_size"}
+    later |= dict.fromkeys(("optimizer.nesterov", "optimizer.dampening"), "optimizer.name")
+    known = {key: value for key, value in changes.items() if later.get(key, key) in changes}
+    return with_settings({"linear_probe": True, **known}), False
+
+
 def _with_full_name(changes: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the changes with `timm:` before the name of a model that is timm's and not ours."""
-    from flatout.models.load import list_names
+    from flatout.models.load import check_name, list_names
 
     name = changes.get("model")
-    if not isinstance(name, str) or ":" in name or name.endswith(".py") or name in list_names():
+    if not isinstance(name, str) or name in list_names():
         return changes
-    import timm
+    if ":" not in name:
+        import timm
 
-    return {**changes, "model": f"timm:{name}"} if timm.is_model(name.partition(".")[0]) else changes
+        name = f"timm:{name}" if timm.is_model(name.partition(".")[0]) else name
+    check_name(name)
+    return {**changes, "model": name}
 
 
 def is_of_job(recipe: Recipe, job: str) -> bool:
