@@ -40,6 +40,8 @@ class FittedHead:
     Attributes:
         weight, bias: float32 [K, F] and [K].
         strength: of the regularisation.
+        temperature: by which the logits were divided, so that probabilities of images that the head has not seen are
+            calibrated; 1 where nothing was cross-validated, and for other tasks than one class for each image.
         out_of_fold: float32 [N, K], logits of each image by a head that has not seen it; NaN for images beyond
             `MAX_IMAGES`, and where there are too few images to divide.
     """
@@ -47,6 +49,7 @@ class FittedHead:
     weight: np.ndarray
     bias: np.ndarray
     strength: float
+    temperature: float
     out_of_fold: np.ndarray
 
 
@@ -61,6 +64,7 @@ def fit_head(
     has_bias: bool = True,
     seed: int = 1,
     strength: float | None = None,
+    temperature: float = 1.0,
 ) -> FittedHead:
     """Fit a head to the features of images, on all their views.
 
@@ -72,7 +76,7 @@ def fit_head(
         groups: int64 [N]; images of a group share a fold.
         has_bias: whether the head has one.
         seed: chooses the folds.
-        strength: of the regularisation, where it is known; then nothing is cross-validated.
+        strength, temperature: of a head for more images, where they are known; then nothing is cross-validated.
     """
     task = replace(task, label_smoothing=0.0)
     out_of_fold = np.full((len(labels), num_outputs), np.nan, np.float32)
@@ -82,10 +86,19 @@ def fit_head(
         problem = _Problem(views_VNF, labels, task, num_outputs, class_weights, has_bias=has_bias)
         if strength is None:
             strength, heads, answers, chosen = _cross_validate(problem, groups, seed)
-            out_of_fold[chosen] = answers
+            if task.name == "single-label" and heads:
+                # Of few images that all are answered rightly, weak regularisation makes logits of any size.
+                temperature = fit_temperature(answers, labels[chosen])
+            out_of_fold[chosen] = answers / temperature
         start = torch.stack(heads).mean(0) if heads else problem.zeros()
         weight, bias = problem.plain(problem.solve(strength, start, LAST_ITERATIONS))
-    return FittedHead(weight=weight, bias=bias, strength=strength, out_of_fold=out_of_fold)
+    return FittedHead(
+        weight=weight / temperature,
+        bias=bias / temperature,
+        strength=strength,
+        temperature=temperature,
+        out_of_fold=out_of_fold,
+    )
 
 
 @contextlib.contextmanager

@@ -164,7 +164,7 @@ def fit_to_features(
     computed = time.perf_counter()
     names = tuple(name for name in FITTED if name in splits and not (recipe.data.fold and name != "train"))
 
-    def fit(names: tuple[str, ...], strength: float | None = None) -> FittedHead:
+    def fit(names: tuple[str, ...], like: FittedHead | None = None) -> FittedHead:
         groups = None if pack.groups is None else np.concatenate([pack.groups[splits[name].rows] for name in names])
         views = [np.concatenate([features[name][view] for name in names]) for view in range(len(features["train"]))]
         return fit_head(
@@ -176,13 +176,13 @@ def fit_to_features(
             groups=groups,
             has_bias=head.has_bias,
             seed=recipe.seed,
-            strength=strength,
+            **({"strength": like.strength, "temperature": like.temperature} if like else {}),
         )
 
     def fit_both() -> tuple[FittedHead, FittedHead | None]:
         with world.heartbeat.alone("fitting the head"):
             fitted = fit(names)
-            return fitted, fit(("train",), fitted.strength) if recipe.epochs else None
+            return fitted, fit(("train",), fitted) if recipe.epochs else None
 
     fitted, training_only = world.from_main(fit_both)
     layers = copy.deepcopy(HeadNetwork(model, head)).cpu()
