@@ -186,6 +186,23 @@ def test_a_resumed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+class Killed(BaseException):
+    """Ends a run as SIGKILL does: what it has written by then stays."""
+
+
+def test_a_run_that_is_killed_before_it_trains_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*words: object, **named: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("flatout.run.head_stage.fit_head", killed)
+        main([*HEAD_ONLY, "--devices", "cpu", "--out", str(tmp_path / "run")])
+    assert (tmp_path / "run" / "logs" / "devices").read_text() == "cpu"
+    assert main(["train", "--resume", "--out", str(tmp_path / "run")]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["epochs_trained"], summary["devices"]) == (0, "cpu")
+
+
 class NoHead(nn.Module):
     """Logits that are not linear in what any layer reads."""
 

@@ -139,6 +139,8 @@ def test_verdict_on_too_few_epochs():
     (found,) = verdict(summary, metrics, RECIPE)
     assert found == "Accuracy 0.431 after few epochs: 1 epoch is rarely enough. Try --epochs 10."
     assert verdict(summary | {"stopped": "interrupted"}, metrics, RECIPE) == []
+    # A head that was fitted, without fine-tuning.
+    assert verdict(summary, [epoch_line(1, train_accuracy=0.3) | {"epoch": 0}], RECIPE) == []
 
 
 def test_verdict_on_photos_without_pretraining():

@@ -219,7 +219,8 @@ def _split_gap(run: _Run) -> Iterator[str]:
 
 
 def _more_epochs(run: _Run) -> Iterator[str]:
-    epochs, accuracy = len(run.metrics), run.held_out
+    # A fitted head has a line, too, but took no epoch.
+    epochs, accuracy = sum(line["epoch"] > 0 for line in run.metrics), run.held_out
     if run.summary.get("stopped"):
         return
     if 0 < epochs < FEW_EPOCHS and accuracy is not None and accuracy < GOOD_ACCURACY:

@@ -110,6 +110,8 @@ class Session:
         with contextlib.ExitStack() as self._open:
             if self.options.hosts.most == 1:
                 self._open.enter_context(self._claim_folder())
+                if not (self.recipe.data.folds or (self.out / run_files.RECIPE).is_file()):
+                    self._begin_early()
             self.data = self._open.enter_context(self._load_pack())
             self.recipe = with_task(self.recipe, self.data.task)
             yield self.data
@@ -304,6 +306,13 @@ class Session:
             progress.best = engine.snapshot(weights_only=True)
             engine.restore(weights)
         return progress
+
+    def _begin_early(self) -> None:
+        """Write recipe and devices of a new run, which can then be resumed even if it is killed before it trains."""
+        claim.begin(self.out, self.recipe, overwrite=False)
+        if self.options.devices != "auto":
+            (self.out / run_files.LOGS).mkdir(exist_ok=True)
+            write_atomically(self.out / run_files.DEVICES, self.options.devices.encode())
 
     def _begin_folder(self, *, overwrite: bool) -> None:
         """Write recipe and devices, after an old run is removed if that was requested, and open the logs."""
