@@ -1,9 +1,8 @@
-"""What ranks and exact sums change on a CPU: a job on one thread, on all threads, and on a rank for each core.
+"""What ranks change on a CPU: a job on one thread, on all threads, and on a rank for each core.
 
     python benchmarks/ranks.py --data-root FOLDER [--repeats 3] [--jobs fashion-mnist,caltech101] [--out FILE]
 
-On all threads and on the ranks, the job runs with `exact_sums` as well, where its layers permit. All compute in 32-bit
-floats, which exact sums need. Every run is a fresh `flatout train`; the variants alternate, round after round. See
+All compute in 32-bit floats. Every run is a fresh `flatout train`; the variants alternate, round after round. See
 README.md beside this file.
 """
 
@@ -25,22 +24,18 @@ JOBS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "fashion-mnist-keras": ("fashion-mnist", 2, ()),
     "mnist-parallel": ("mnist.json.gz", 2, ()),
     "caltech101": ("caltech101", 6, ()),
-    # Dropout draws on each rank for its own samples, which exact sums refuse.
-    "cats-dogs": ("cats-dogs", 2, ("--set", "dropout=0")),
+    "cats-dogs": ("cats-dogs", 2, ()),
     "oct-vgg16": ("oct", 2, ("--no-pretrained", "--set", "image_size=128")),
 }
 
-# The convolutions of VGG16 have more weights than exact sums can take.
-WITHOUT_EXACT = {"oct-vgg16"}
 FP32 = ("--set", "precision=fp32")
-EXACT = ("--set", "exact_sums=true")
 
 
-def run(job: str, data: Path, devices: str, threads: int, more: tuple[str, ...], folder: Path) -> dict[str, float]:
+def run(job: str, data: Path, devices: str, threads: int, folder: Path) -> dict[str, float]:
     """Train once; return the figures of the run."""
     _, epochs, flags = JOBS[job]
     command = [sys.executable, "-m", "flatout", "train", job, "--data", str(data), "--epochs", str(epochs), *flags]
-    command += ["--devices", devices, "--out", str(folder), "--overwrite", "--set", "early_stopping=0", *FP32, *more]
+    command += ["--devices", devices, "--out", str(folder), "--overwrite", "--set", "early_stopping=0", *FP32]
     seconds, _ = run_process(command, OMP_NUM_THREADS=str(threads))
     summary = json.loads((folder / "summary.json").read_text())
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -57,15 +52,7 @@ def run(job: str, data: Path, devices: str, threads: int, more: tuple[str, ...],
 def measure(job: str, root: Path, repeats: int, folder: Path) -> dict[str, Any]:
     """Run the variants in turn; return all figures, and medians of the ratios of each round."""
     count, data = physical_cores(), root / JOBS[job][0]
-    variants: dict[str, tuple[str, int, tuple[str, ...]]] = {
-        "one thread": ("cpu", 1, ()),
-        "threads": ("cpu", count, ()),
-        "threads exact": ("cpu", count, EXACT),
-        "ranks": (f"{count}xcpu", 1, ()),
-        "ranks exact": (f"{count}xcpu", 1, EXACT),
-    }
-    if job in WITHOUT_EXACT:
-        variants = {name: variant for name, variant in variants.items() if EXACT not in variant}
+    variants = {"one thread": ("cpu", 1), "threads": ("cpu", count), "ranks": (f"{count}xcpu", 1)}
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     for repeat in range(repeats):
         for name, variant in variants.items():
@@ -82,11 +69,6 @@ def measure(job: str, root: Path, repeats: int, folder: Path) -> dict[str, Any]:
         "rounds": rounds,
         "ranks_over_one_thread": ratio("ranks", "one thread"),
         "ranks_over_threads": ratio("ranks", "threads"),
-        **{
-            f"default_over_exact_{kind}": ratio(kind, f"{kind} exact")
-            for kind in ("threads", "ranks")
-            if f"{kind} exact" in rounds
-        },
         "communication_fraction": statistics.median(r["communication_fraction"] for r in rounds["ranks"]),
         "launch_seconds": statistics.median(
             a["overhead_seconds"] - b["overhead_seconds"]

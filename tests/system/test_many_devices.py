@@ -21,7 +21,6 @@ SPECS = ("cpu", "3xcpu")
 TRAIN_IMAGES, TEST_IMAGES, EPOCHS = 600, 101, 3
 RECIPE = {
     "batch_size": 100,
-    "exact_sums": "true",
     "image_size": 16,
     "optimizer.name": "sgd",
     "optimizer.lr": 0.05,
@@ -37,6 +36,12 @@ SAME = ("train_images", "images_trained", "batch_size", "epochs", "seed", "param
 
 def flatout(*arguments: object) -> None:
     assert main([str(argument) for argument in arguments]) == 0
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Weights of other numbers of ranks agree up to the order of summation."""
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
 
 
 def sets(recipe: dict[str, Any]) -> list[str]:
@@ -114,7 +119,7 @@ def test_the_result_is_the_same(runs: dict[str, Path]) -> None:
             assert (line["epoch"], line["learning_rate"]) == (other["epoch"], other["learning_rate"])
             assert line["train_loss"] == pytest.approx(other["train_loss"], rel=1e-3)
             assert line["valid_loss"] == pytest.approx(other["valid_loss"], rel=1e-3)
-        assert [n for n, value in weights(runs[spec]).items() if not torch.equal(value, expected_weights[n])] == []
+        assert_close(weights(runs[spec]), expected_weights)
 
 
 @pytest.mark.slow
@@ -153,7 +158,7 @@ def test_a_rank_without_an_image_changes_nothing(
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_devices(runs: dict[str, Path], tmp_path: Path) -> None:
-    """The last epochs on two ranks instead of three: the weights of an uninterrupted run, to the bit."""
+    """The last epochs on two ranks instead of three: the weights of an uninterrupted run."""
     out = tmp_path / "run"
     shutil.copytree(runs["3xcpu"], out)
     (first, *_) = sorted((out / "checkpoints").glob("epoch-*"))
@@ -165,7 +170,7 @@ def test_a_run_goes_on_with_another_number_of_devices(runs: dict[str, Path], tmp
     flatout("train", "--devices", "2xcpu", "--resume", "--out", out)
     assert summary(out)["images_trained"] == summary(runs["cpu"])["images_trained"]
     assert summary(out)["devices"] == "2xcpu"
-    assert all(torch.equal(value, weights(out)[name]) for name, value in weights(runs["cpu"]).items())
+    assert_close(weights(out), weights(runs["cpu"]))
 
 
 @pytest.mark.parametrize(
@@ -196,12 +201,3 @@ def test_wrong_devices_are_refused_before_any_work(
     assert main(["train", str(digits), *arguments.split(), "--out", str(tmp_path / "run")]) == 2
     assert re.search(said, capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == [], "neither a run nor a pack"
-
-
-def test_exact_sums_that_cannot_be_had_are_refused(
-    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ("train", str(digits), "--model", "timm:resnet18", "--epochs", "1", "--out", str(tmp_path / "run"))
-    assert main([*command, "--devices", "cpu", "--set", "exact_sums=true"]) == 2
-    said = "exact_sums = true is not available: the convolution .* has more than 262,144 weights"
-    assert re.search(said, capsys.readouterr().err)

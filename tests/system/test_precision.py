@@ -122,9 +122,3 @@ def test_the_formats_of_a_cpu_go_by_its_instructions_and_the_users_limit(
     monkeypatch.setattr(accelerator, "processor_flags", lambda: flags)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     assert CPU(torch.device("cpu")).precisions() == formats
-
-
-def test_exact_sums_stay_in_32_bits(measured: dict[str, float], tmp_path: Path) -> None:
-    measured["bf16"] = 0.1
-    assert main([*ONE_EPOCH, "--set", "exact_sums=true", "--out", str(tmp_path / "run")]) == 0
-    assert load_recipe(tmp_path / "run/recipe.toml").precision == "auto"

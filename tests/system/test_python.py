@@ -203,7 +203,6 @@ def test_class_weights_by_name(tmp_path: Path) -> None:
 
 
 FUNCTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"batch_transforms": torch.clone, "exact_sums": True}, "batch_transforms: .* exact_sums=False"),
     ({"loss": nn.MultiMarginLoss(), "shard": "full"}, "sharded model"),
     ({"loss": lambda logits, targets: logits.sum()}, r"loss: must return a loss for each image, .* not \(\)"),
     ({"batch_transforms": lambda images: images[:1]}, r"batch_transforms: <lambda> returned \(1, 1, 8, 8\)"),
@@ -222,7 +221,6 @@ FUNCTIONS: list[tuple[dict[str, Any], str]] = [
     ({"transform": [torch.clone, v2.Resize(4)]}, r"transform: Resize returned torch.float32 \[1, 4, 4\]; images are"),
     ({"transform": ToTensor()}, "transform: ToTensor raised TypeError: pic should be PIL Image .*leave ToTensor"),
     ({"transform": "flip"}, r"transform: 'f' is no function of an image \[C, H, W\]"),
-    ({"transform": torch.clone, "exact_sums": True}, "transform: a function of your own .* exact_sums=False"),
     ({"augment": torch.clone}, "functions go into transform= or batch_transforms="),
     ({"transforms": torch.clone}, r"transforms: fit has no such argument; did you mean 'transform'\?"),
     ({"callback": []}, r"callback: fit has no such argument; did you mean 'callbacks'\?"),

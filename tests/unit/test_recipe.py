@@ -144,6 +144,7 @@ WRONG = [
     ({"data.valid_fraction": 0.6, "data.test_fraction": 0.5}, "leaves no training images"),
     ({"norm": "batch"}, "norm = 'batch': known: global, per-device, frozen"),
     ({"norm": "frozen"}, "norm = 'frozen'"),
+    ({"exact_sums": True}, "exact_sums = True: is no longer available"),
     ({"optimizer": 3}, "optimizer = 3"),
     ({"model.name": "x"}, "unknown recipe key 'model.name'"),
     ({"channels": 0}, "channels = 0: must be at least 1 and at most 1024"),

@@ -87,10 +87,8 @@ def choose_processes(
         return Processes(devices=chosen, threads=cpu_threads(count), reason=reason)
     if devices.kind != "cpu" or _most_ranks(devices, batch) == 1:
         return Processes(devices=devices, threads=threads)
-    from flatout.engine.eager.exact_sums import RANKS
     from flatout.engine.eager.probe import seconds_per_image
 
-    cores = min(cores, max(RANKS)) if recipe.exact_sums else cores
     model, trained = build(), images * recipe.epochs
     by_threads, launch = seconds_per_image(model, recipe) * trained, 0 if has_budget else LAUNCH_SECONDS
     # A job that is shorter than the start of processes needs no second measurement.

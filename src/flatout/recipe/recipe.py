@@ -16,6 +16,10 @@ T = TypeVar("T")
 
 MAX_CHANNELS = 1024
 Channels = Annotated[int, f"[1, {MAX_CHANNELS}]"]
+# Keys of earlier versions: the value that changes nothing, and what to do about others.
+REMOVED = {
+    "exact_sums": (False, "weights on several devices agree up to floating-point summation order"),
+}
 # Of an optimizer whose name is changed.
 KEPT_OF_OPTIMIZER = ("lr", "lr_base_batch", "layer_decay", "weight_decay")
 # These keys may differ when a run is resumed: they set its length, or change results by rounding only.
@@ -47,7 +51,6 @@ class Recipe(Checked):
             automatic.
         shard: whether each device keeps all parameters and optimizer state, or a slice (full).
         norm: whether batch normalisation uses the global batch.
-        exact_sums: whether the weights have the same bits on one to four CPU processes, at the cost of speed.
         task: what the labels are: one class, any number of classes, or a number. auto: as the data shows.
         loss: by the task; the default stands for that of the task.
         norm: whose statistics batch norms use in training: those of the whole batch; of each device's share of it; or
@@ -80,7 +83,6 @@ class Recipe(Checked):
     shard: Literal["none", "full"] = "none"
     seed: int = 1
     norm: Literal["global", "per-device", "frozen"] = "global"
-    exact_sums: bool = False
     task: Literal["auto", "single-label", "multi-label", "regression"] = "auto"
     loss: Literal["cross-entropy", "binary-cross-entropy", "mse", "huber"] = "cross-entropy"
     label_smoothing: Annotated[float, "[0, 1)"] = 0.0
@@ -254,6 +256,11 @@ def _build(cls: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
     hints, values = typing.get_type_hints(cls), {}
     for name, value in table.items():
         key = prefix + name
+        if key in REMOVED:
+            default, reason = REMOVED[key]
+            if value != default:
+                raise InputError(f"{key} = {value!r}: is no longer available; {reason}")
+            continue
         if name not in hints:
             raise InputError(f"unknown recipe key {key!r}; {nearest(key, known_keys())}")
         if key == "data.resize" and value == "stretch":

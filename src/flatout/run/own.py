@@ -34,7 +34,6 @@ class OwnFunctions:
         reasons = {
             "the XLA engine compiles its own losses and augmentations; use engine='torch'": engine == "xla",
             "a sharded model is trained by FSDP with built-in functions; set shard='none'": recipe.shard == "full",
-            "exact sums are known for built-in functions only; set exact_sums=False": recipe.exact_sums,
         }
         for reason, applies in reasons.items():
             if given and applies:

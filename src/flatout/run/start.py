@@ -75,7 +75,7 @@ def start_engine(
         recipe = recipe.override({"precision": "fp32"})
     if recipe.precision == "auto" and kept_precision:
         recipe = recipe.override({"precision": kept_precision if kept_precision in formats else "auto"})
-    elif recipe.precision == "auto" and "bf16" in formats and not recipe.exact_sums:
+    elif recipe.precision == "auto" and "bf16" in formats:
         from flatout.run.precision import fastest_precision
 
         chosen, reason = fastest_precision(

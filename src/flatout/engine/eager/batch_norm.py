@@ -14,7 +14,6 @@ import torch
 from torch.nn import functional
 
 from flatout.dist.world import ALONE, World
-from flatout.engine.eager.exact_sums import ExactSums
 from flatout.errors import InputError
 
 # With fewer channels than this, a row of the reduction is a row of the image instead of a pixel, so that it vectorises.
@@ -31,7 +30,6 @@ class BatchNorm:
 
     Args:
         world: the ranks whose samples are normalised together; `ALONE` for each rank by itself.
-        exact: computes sums independently of the number of ranks; None where that was not requested.
         on_host: on a CPU, where torch's kernel is fast for some numbers of channels only.
 
     Attributes:
@@ -45,8 +43,8 @@ class BatchNorm:
     These numbers are constants of a recorded step: batches with other numbers run eagerly, on all ranks.
     """
 
-    def __init__(self, world: World = ALONE, exact: ExactSums | None = None, *, on_host: bool = True) -> None:
-        self.world, self.exact, self.on_host = world, exact, on_host
+    def __init__(self, world: World = ALONE, *, on_host: bool = True) -> None:
+        self.world, self.on_host = world, on_host
         self.batch_size = self.count = self.total = self.micro_batch = 0
         self.is_padded = False
         self.was_used = False
@@ -78,8 +76,7 @@ class BatchNorm:
                 "device together; leave micro_batch out"
             )
         world, is_batch, channels = self.world, x.shape[0] == self.batch_size, x.shape[1]
-        is_padded, exact = is_batch and self.is_padded, self.exact if is_batch else None
-        is_plain = not is_padded and exact is None
+        is_plain = not (is_batch and self.is_padded)
         count = self.count if is_batch else x.shape[0]
         total = count
         if training and world.is_joined:
@@ -96,7 +93,7 @@ class BatchNorm:
         if is_plain and self.on_host and x.dtype in (torch.float32, torch.bfloat16):
             y, mean, var = _NormaliseByKernel.apply(x, scale, shift, eps, total, world)
         else:
-            y, mean, var = _Normalise.apply(x.float(), scale, shift, eps, count, total, world, exact)
+            y, mean, var = _Normalise.apply(x.float(), scale, shift, eps, count, total, world)
         with torch.no_grad():
             if running_mean is not None:
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -119,22 +116,20 @@ class _Normalise(torch.autograd.Function):
         count: int,
         total: int,
         world: World,
-        exact: ExactSums | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = _Rows(x)
         values = rows.of(x)
         counted = values[: count * rows.per_sample]
         n = total * rows.per_sample * rows.tiles
-        mean = (world.all_reduce(rows.sums(exact, counted)) / n).float()
+        mean = (world.all_reduce(rows.sums(counted)) / n).float()
         centred = values - rows.tiled(mean)
         squares = centred[: len(counted)].square()
-        var = (world.all_reduce(rows.sums(exact, squares)) / n).float()
+        var = (world.all_reduce(rows.sums(squares)) / n).float()
         inverse = torch.rsqrt(var + eps)
         y = rows.empty_like(x)
         torch.addcmul(rows.tiled(shift), centred, rows.tiled(inverse * scale), out=rows.of(y))
         ctx.save_for_backward(centred, inverse, scale)
-        ctx.rows, ctx.count, ctx.n, ctx.world, ctx.exact = rows, count, n, world, exact
-        ctx.ids = id(scale), id(shift)
+        ctx.rows, ctx.count, ctx.n, ctx.world = rows, count, n, world
         ctx.mark_non_differentiable(mean, var)
         return y, mean, var
 
@@ -146,8 +141,7 @@ class _Normalise(torch.autograd.Function):
         counted = grads[: ctx.count * rows.per_sample]
         centred_counted = centred[: len(counted)]
         # This rank's part of the gradients of shift and scale; all-reduced with the other gradients of the model.
-        exact = ctx.exact
-        own = torch.stack([rows.sums(exact, counted), rows.sums(exact, counted * centred_counted) * inverse])
+        own = torch.stack([rows.sums(counted), rows.sums(counted * centred_counted) * inverse])
         grad_shift, grad_scale = ctx.world.all_reduce(own).float()
         factor = scale * inverse
         grad_x = torch.addcmul(rows.tiled(-factor * grad_shift / n), counted, rows.tiled(factor))
@@ -155,10 +149,7 @@ class _Normalise(torch.autograd.Function):
         if len(counted) < len(grads):
             # Padding is normalised by the statistics but does not enter them.
             grad_x = torch.cat([grad_x, grads[len(counted) :] * rows.tiled(factor)])
-        if exact is None:
-            return rows.back(grad_x), own[1], own[0], None, None, None, None, None
-        of_scale, of_shift = exact.rounded(own[1], ctx.ids[0]), exact.rounded(own[0], ctx.ids[1])
-        return rows.back(grad_x), of_scale, of_shift, None, None, None, None, None
+        return rows.back(grad_x), own[1], own[0], None, None, None, None
 
 
 class _NormaliseByKernel(torch.autograd.Function):
@@ -235,13 +226,9 @@ class _Rows:
         strides = torch.empty(self.shape, device="meta").movedim(-1, 1).stride()
         return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
-    def sums(self, exact: ExactSums | None, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the sum of each channel, [C]; float64 where it is exact."""
-
-        def of(rows: torch.Tensor) -> torch.Tensor:
-            return rows.sum(0).view(self.tiles, self.channels).sum(0)
-
-        return of(matrix) if exact is None else exact.sums(lambda piece: [of(matrix[piece])], self.per_sample)[0]
+    def sums(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each channel, [C]."""
+        return matrix.sum(0).view(self.tiles, self.channels).sum(0)
 
     def tiled(self, per_channel: torch.Tensor) -> torch.Tensor:
         """Return values per channel [C] repeated to a row of the matrix."""

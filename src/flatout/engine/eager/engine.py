@@ -24,7 +24,6 @@ from flatout.engine.eager.accelerator import Accelerator, accelerator_of
 from flatout.engine.eager.batch_norm import BatchNorm
 from flatout.engine.eager.cuda_graph import CapturedStep
 from flatout.engine.eager.device_setup import MEMORY_SHARE, prepare
-from flatout.engine.eager.exact_sums import exact_sums, unavailable
 from flatout.engine.eager.grad_accumulation import COPIES_OF_WEIGHTS, count_micro_batches
 from flatout.engine.eager.grad_reduce import BucketedAllReduce, FSDPGradients, Gradients, LocalGradients
 from flatout.engine.eager.losses import Losses
@@ -67,7 +66,7 @@ class TorchEngine:
         batch_transforms: of training images [B, C, H, W] as the model takes them; each returns such images.
 
     Raises:
-        InputError: the device lacks the recipe's `precision`, or `exact_sums` is not available.
+        InputError: the device lacks the recipe's `precision`.
     """
 
     def __init__(
@@ -107,12 +106,7 @@ class TorchEngine:
         self.model = self._distribute(model)
         set_train_mode(self.model, self.recipe.norm)
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._exact = None
-        if recipe.exact_sums:
-            self._exact = exact_sums(self.model, recipe, world, self.setup.precision)
-        self._batch_norm = BatchNorm(
-            world if recipe.norm == "global" else ALONE, self._exact, on_host=accelerator.is_host
-        )
+        self._batch_norm = BatchNorm(world if recipe.norm == "global" else ALONE, on_host=accelerator.is_host)
         can_capture = capture and accelerator.can_capture and self._can_capture()
         self._gradients = self._make_gradients()
         scales = learning_rate_scales(self.model, recipe.optimizer.layer_decay)
@@ -175,7 +169,6 @@ class TorchEngine:
             list(self.parameters.values()),
             self.world,
             SUMS + len(self.world.control.outgoing),
-            self._exact,
             is_async=self.setup.accelerator.is_async,
         )
 
@@ -185,8 +178,6 @@ class TorchEngine:
             how = {"memory": "shared memory", "gloo": "gloo", "nccl": "NCCL"}[self.world.backend]
             how = "FSDP2, which shards the model" if self.is_sharded else how
             sentences.append(f"{self.world.size} ranks; gradients are added up through {how}")
-        if self._exact:
-            sentences.append("exact sums: the weights do not depend on the number of devices")
         return sentences
 
     # --- training -------------------------------------------------------------------------------------------------
@@ -219,8 +210,6 @@ class TorchEngine:
         for number in range(self._micro_batches):
             self._gradients.is_last_micro_batch = number == self._micro_batches - 1
             sums += self._backward(source, inputs.micro_batch(number, self._micro_batches), self._batch_norm)
-        if self._exact:
-            self._exact.check(self.parameters)
         sums = self._gradients.all_reduce(torch.cat([sums, self.world.control.outgoing]))
         self.world.control.incoming.copy_(sums[SUMS:])
         if self.recipe.clip_norm:
@@ -233,11 +222,8 @@ class TorchEngine:
     def _backward(self, source: Source, inputs: Inputs, batch_norm: BatchNorm) -> torch.Tensor:
         """Add up the gradients of a micro-batch; return the sums of its metrics, float32 [SUMS]."""
         batch_norm.begin(len(inputs.batch.samples), inputs.batch.count, inputs.total, is_padded=inputs.is_padded)
-        replaced = {functional.batch_norm: batch_norm}
-        if self._exact:
-            replaced |= self._exact.begin(min(self.recipe.batch_size, len(source.samples)))
         targets, weights = source.targets.index_select(0, inputs.samples), inputs.weights
-        with self.setup.autocast(), ReplacedFunctions(replaced), self._activations():
+        with self.setup.autocast(), ReplacedFunctions({functional.batch_norm: batch_norm}), self._activations():
             network = self.cut.train_suffix if self.cut else self.model
             logits = network(self.input.of_batch(source, inputs))
             losses = self.losses.of_batch(self.task, logits, targets, source, inputs)
@@ -303,7 +289,6 @@ class TorchEngine:
         """Decide before the first step how the share of a batch is divided.
 
         Raises:
-            InputError: `exact_sums` needs the whole share at once.
             TrainingFailed: not even the smallest micro-batch fits.
         """
         share, wanted = len(inputs.batch.samples), self.recipe.micro_batch
@@ -325,21 +310,18 @@ class TorchEngine:
         if self._offload:
             self._report("activations are offloaded to host memory: they do not fit on the device")
         if self._micro_batches > 1:
-            if self._exact:
-                raise unavailable("the batch needs gradient accumulation to fit into memory")
             count, samples = self._micro_batches, -(-share // self._micro_batches)
             self._report(f"gradient accumulation: {count} micro-batches of up to {samples}")
 
     def _try(self, source: Source, inputs: Inputs) -> None:
         """Compute a micro-batch without the other ranks, and undo its effects."""
         buffers = [buffer.clone() for buffer in self.model.buffers()]
-        alone, exact, self._exact = BatchNorm(on_host=self._batch_norm.on_host), self._exact, None
+        alone = BatchNorm(on_host=self._batch_norm.on_host)
         self._gradients.is_last_micro_batch = False
         reserved = [torch.empty_like(p) for p in self.parameters.values() for _ in range(COPIES_OF_WEIGHTS)]
         try:
             self._backward(source, inputs, alone)
         finally:
-            self._exact = exact
             self._batch_norm.was_used |= alone.was_used
             self._forget_gradients()
             reserved.clear()

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from flatout.dist.world import Bucket, World
-from flatout.engine.eager.exact_sums import ExactSums
 
 BUCKET_BYTES = 16 << 20
 ALIGNMENT = 16
@@ -90,7 +89,6 @@ class BucketedAllReduce:
     Args:
         parameters: those that are trained, in the model's order, on one device.
         extras: how many numbers are summed with them in each step.
-        exact: knows the rounding errors of the gradients, whose sums are then in float64; None for float32.
         is_async: whether reading a value would wait for the device.
     """
 
@@ -99,14 +97,12 @@ class BucketedAllReduce:
         parameters: list[torch.nn.Parameter],
         world: World,
         extras: int,
-        exact: ExactSums | None = None,
         *,
         is_async: bool = False,
     ) -> None:
         self._world, self._extras, self._is_async = world, extras, is_async
-        self._exact = exact
         # The gradients of the last parameters are computed first. A bucket is sent when it is complete.
-        self._parts = _partition(parameters[::-1], exact)
+        self._parts = _partition(parameters[::-1])
         self._buckets = _make_buckets(self._parts, world, extras)
         self._place = {id(p): (i, k) for i, part in enumerate(self._parts) for k, p in enumerate(part.parameters)}
         self._started = 0
@@ -123,22 +119,15 @@ class BucketedAllReduce:
     def _arrived(self, parameter: torch.Tensor) -> None:
         if not self.is_last_micro_batch:
             return
+        assert parameter.grad is not None
         index, k = self._place[id(parameter)]
         part = self._parts[index]
-        self._put(parameter, part.views(self._buckets[index].input)[k])
+        part.views(self._buckets[index].input)[k].copy_(parameter.grad)
         part.awaited.discard(k)
         # All ranks send in the same order, in whatever order their gradients are computed. `all_reduce` sends the last
         # bucket, to which it adds the extra numbers.
         while self._started < len(self._parts) - 1 and not self._parts[self._started].awaited:
             self._send()
-
-    def _put(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
-        """Copy a gradient to its place in a bucket."""
-        assert parameter.grad is not None
-        view.copy_(parameter.grad)
-        residue = self._exact.residues.get(id(parameter)) if self._exact else None
-        if residue is not None and view.dtype == torch.float64:
-            view.add_(residue)
 
     def _send(self) -> None:
         part, bucket = self._parts[self._started], self._buckets[self._started]
@@ -150,7 +139,7 @@ class BucketedAllReduce:
                 view.zero_()
                 marks[k] = 0
             else:
-                self._put(part.parameters[k], view)
+                view.copy_(gradient)
         bucket.start()
         self._started += 1
 
@@ -174,31 +163,26 @@ class BucketedAllReduce:
         # decides; that of another rank differs only in models whose structure depends on the batch.
         present = [p.grad is not None for p in part.parameters] if self._is_async else part.marks(total).tolist()
         for parameter, view, has_gradient in zip(part.parameters, part.views(total), present, strict=True):
-            parameter.grad = view.to(parameter.dtype) if has_gradient else None
+            parameter.grad = view if has_gradient else None
 
 
 Gradients = LocalGradients | BucketedAllReduce | FSDPGradients
 
 
-def _partition(parameters: list[torch.nn.Parameter], exact: ExactSums | None) -> list[_Part]:
+def _partition(parameters: list[torch.nn.Parameter]) -> list[_Part]:
     groups: list[list[torch.nn.Parameter]] = []
     free = 0
     for parameter in parameters:
-        if not groups or parameter.nbytes > free or _dtype(parameter, exact) != _dtype(groups[-1][-1], exact):
+        if not groups or parameter.nbytes > free or parameter.dtype != groups[-1][-1].dtype:
             groups.append([])
             free = BUCKET_BYTES
         groups[-1].append(parameter)
         free -= parameter.nbytes
-    parts = [_Part(group, _dtype(group[0], exact)) for group in groups]
+    parts = [_Part(group, group[0].dtype) for group in groups]
     if parts[-1].dtype.itemsize < torch.float32.itemsize:
         # A narrower type would round the extra numbers, which are sums and counts.
         parts.append(_Part([], torch.float32))
     return parts
-
-
-def _dtype(parameter: torch.Tensor, exact: ExactSums | None) -> torch.dtype:
-    """Return the type in which a gradient is summed: float64 where the sum is to be exact."""
-    return torch.float64 if exact and parameter.dtype == torch.float32 else parameter.dtype
 
 
 def _make_buckets(parts: list[_Part], world: World, extras: int) -> list[Bucket]:

@@ -60,7 +60,7 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
     ranks = min(ranks, recipe.batch_size)  # more ranks than images are refused where the run begins
     accelerator = accelerator_of(torch.device(device))
     formats = [choose_precision(accelerator, recipe.precision)]
-    if recipe.precision == "auto" and not recipe.exact_sums and "bf16" in accelerator.precisions():
+    if recipe.precision == "auto" and "bf16" in accelerator.precisions():
         formats.append("bf16")
     middle = [0.5] * recipe.channels
     recipe = recipe.override(
@@ -69,7 +69,6 @@ def seconds_per_image(model: nn.Module, recipe: Recipe, device: str = "cpu", *, 
             "task": "single-label",
             "loss": "cross-entropy",
             "shard": "none",
-            "exact_sums": False,
             "augment.start_size": 0,
             "data.mean": recipe.data.mean or middle,
             "data.std": recipe.data.std or middle,
