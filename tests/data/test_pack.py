@@ -229,17 +229,6 @@ def test_skip_leaves_bad_images_out(tmp_path, monkeypatch):
         load(source, tmp_path / "cache", settings(on_bad_image="skip", max_bad_share=0.25))
 
 
-def test_skip_after_stop_does_not_decode_again(tmp_path):
-    source = class_folders(tmp_path / "data")
-    spoil(source, [3])
-    with pytest.raises(InputError):
-        load(source, tmp_path / "cache")
-    report = Recorder()
-    pack = load_pack(source, settings(on_bad_image="skip"), cache=tmp_path / "cache", report=report)
-    assert len(pack.labels) == 44
-    assert not [update for update in report.updates if update[2] == "images"]
-
-
 def test_a_class_that_loses_all_training_images_is_refused(tmp_path):
     source = class_folders(tmp_path / "data")
     spoil(source, [i for i in range(36) if source.labels[i] == 1])

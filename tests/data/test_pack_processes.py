@@ -1,6 +1,5 @@
 """Packs and other processes: killed, at the same time, short of room, short of memory."""
 
-import json
 import resource
 import shutil
 import subprocess
@@ -98,31 +97,21 @@ def output(process: subprocess.Popen[str], returncode: int = 0) -> str:
     return text.strip()
 
 
-@pytest.mark.parametrize("damage", ["", "a block", "the journal"])
-def test_after_a_kill_the_next_process_goes_on(tmp_path, damage, killed):
-    source, count, cache = class_folders(tmp_path / "data"), 400, tmp_path / "cache"
+def test_after_a_kill_the_next_process_makes_it_anew(tmp_path, killed):
+    source, cache = class_folders(tmp_path / "data"), tmp_path / "cache"
     assert source.files is not None
     shutil.copytree(killed, cache)
     (partial,) = cache.glob("packs/*.partial")
-    blocks = (partial / "journal.jsonl").read_text().splitlines()[1:]
-    assert len(blocks) >= 1
-    if damage == "a block":
-        flip(partial / "images.npy", 1000)
-    if damage == "the journal":
-        (partial / "journal.jsonl").write_text("".join(f"{line}\n" for line in ["not JSON", *blocks]))
+    flip(partial / "images.npy", 1000)
 
-    same = repeated(tmp_path / "data", count)
-    wanted, report = settings(size=256, max_bad_share=0.0), Recorder()
-    pack = load_pack(same, wanted, cache=cache, report=report)
+    same, wanted = repeated(tmp_path / "data", 400), settings(size=256, max_bad_share=0.0)
+    pack = load_pack(same, wanted, cache=cache, report=Recorder())
     assert not pack.was_cached
     images = expected_images(source, wanted)
     row_of = {file: row for row, file in enumerate(source.files)}
     assert np.array_equal(pack.images, images[[row_of[file] for file in same.files or ()]])
     assert not list(cache.glob("packs/*.partial"))
     assert load(same, cache, wanted).was_cached
-    if not damage:
-        decoded_before = json.loads(blocks[-1])["samples"]
-        assert min(done for done, _, unit in report.updates if unit == "images") > decoded_before
 
 
 @pytest.mark.slow

@@ -48,9 +48,9 @@ def test_a_run_takes_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     sys.setprofile(note)
     try:
-        # Number formats would be measured by steps before training, and images decoded during it.
+        # Number formats would be measured by steps before training.
         flags = ["--epochs", "1", "--devices", "cpu", "--out", str(tmp_path / "run")]
-        flags += ["--set", "precision=fp32", "--set", "data.decode=before"]
+        flags += ["--set", "precision=fp32"]
         code = main(["train", str(tmp_path / "photos"), *flags])
     finally:
         sys.setprofile(None)

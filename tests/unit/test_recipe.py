@@ -144,6 +144,7 @@ WRONG = [
     ({"data.valid_fraction": 0.6, "data.test_fraction": 0.5}, "leaves no training images"),
     ({"norm": "batch"}, "norm = 'batch': known: global, per-device, frozen"),
     ({"norm": "frozen"}, "norm = 'frozen'"),
+    ({"data.decode": "during"}, "data.decode = 'during': is no longer available"),
     ({"exact_sums": True}, "exact_sums = True: is no longer available"),
     ({"optimizer": 3}, "optimizer = 3"),
     ({"model.name": "x"}, "unknown recipe key 'model.name'"),
@@ -264,7 +265,7 @@ def test_any_override_gives_a_recipe_or_one_message(changes: dict[str, object]) 
 def test_recipes_of_earlier_versions_get_what_they_meant() -> None:
     # As runs wrote it before these keys had other values.
     written = from_dict({"model": "any", "image_size": 8, "epochs": 1, "batch_size": 4})
-    changes = {"data.bits": 8, "data.order": "full", "data.decode": "before", "task": "single-label"}
+    changes = {"data.bits": 8, "data.order": "full", "task": "single-label"}
     assert of_run(written) == written.override(changes)
-    chosen = {"data.bits": 16, "data.order": "blocks", "data.decode": "during", "task": "regression"}
+    chosen = {"data.bits": 16, "data.order": "blocks", "task": "regression"}
     assert of_run(written.override(chosen)) == written.override(chosen)

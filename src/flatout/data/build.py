@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from flatout.data import pack_files
-from flatout.data.arrival import Building
 from flatout.data.cache import NotWritable, lock, make_room, making, temporary_folder
 from flatout.data.decode import RESIZE_METHOD, BadImage, decode_image, read_headers
 from flatout.data.digests import combined_digest, digest_files
@@ -40,13 +39,11 @@ def load_pack(
     *,
     cache: Path | None,
     report: Progress,
-    building: Building | None = None,
 ) -> Pack:
     """Return the data as a pack: the user's own, one from the cache, or one made now.
 
     Cached packs are found by content and settings. Without a cache that can be written, the pack is a temporary file
-    that disappears with the process. Arrays of the right size stay in memory. `building` is the thread that calls this,
-    if a run begins while the pack is made.
+    that disappears with the process. Arrays of the right size stay in memory.
 
     Raises:
         InputError: the data cannot be read; images are bad (all are named); a pack of the user's is damaged or does not
@@ -67,16 +64,14 @@ def load_pack(
     if cache is not None:
         key = _known_key(data, settings, cache, report)
         try:
-            return _from_cache(key, data, settings, cache, report, building)
+            return _from_cache(key, data, settings, cache, report)
         except NotWritable as error:
-            if building is not None and building.has_begun:
-                raise
             report.note(f"the cache cannot be used, so the decoded images are not kept: {error}")
-    return _in_temporary_folder(data if isinstance(data, Source) else data.read(), settings, report, building)
+    return _in_temporary_folder(data if isinstance(data, Source) else data.read(), settings, report)
 
 
 def build_pack(data: DataRef | Source, settings: PackSettings, folder: Path, report: Progress) -> Pack:
-    """Make a pack in a new folder. If the process is killed, the same call continues where it ended.
+    """Make a pack in a new folder.
 
     Raises:
         InputError: the folder exists, the data is a pack already, or as for `load_pack`.
@@ -119,7 +114,7 @@ def _fitting(pack: Pack, settings: PackSettings) -> Pack:
 
 
 def _without_file(source: Source, settings: PackSettings, images: np.ndarray, fingerprint: str = "") -> Pack:
-    """Return a pack whose images are in memory, or still missing."""
+    """Return a pack whose images are in memory."""
     return Pack(
         folder=None,
         images=images,
@@ -139,9 +134,7 @@ def _without_file(source: Source, settings: PackSettings, images: np.ndarray, fi
     )
 
 
-def _in_temporary_folder(
-    source: Source, settings: PackSettings, report: Progress, building: Building | None = None
-) -> Pack:
+def _in_temporary_folder(source: Source, settings: PackSettings, report: Progress) -> Pack:
     """Return a pack in a file without a name, where the system has that: nothing stays behind a killed process."""
     folder, owner = temporary_folder()
 
@@ -150,7 +143,7 @@ def _in_temporary_folder(
         os.close(owner)
 
     try:
-        pack = _build(source, settings, "", folder / "pack", report, building)
+        pack = _build(source, settings, "", folder / "pack", report)
         if not Path("/proc/self/fd").is_dir():
             weakref.finalize(pack.images, remove)
             return pack
@@ -198,11 +191,8 @@ def _known_key(data: DataRef | Source, settings: PackSettings, cache: Path, repo
     if task == "auto" and not settings.bits:
         return key
     usual = cache / "packs" / _key(data, general, memo, report)
-    if pack := _open_cached(usual, report):
-        found = {"task": pack.task, "bits": pack.bits}
-    else:
-        found = pack_files.unfinished(_beside(usual, ".partial"))
-    is_same = found and task in ("auto", found["task"]) and settings.bits in (0, found["bits"])
+    pack = _open_cached(usual, report)
+    is_same = pack and task in ("auto", pack.task) and settings.bits in (0, pack.bits)
     return usual.name if is_same else key
 
 
@@ -212,7 +202,6 @@ def _from_cache(
     settings: PackSettings,
     folder: Path,
     report: Progress,
-    building: Building | None = None,
 ) -> Pack:
     target = folder / "packs" / key
     pack = _open_cached(target, report)
@@ -222,8 +211,7 @@ def _from_cache(
             if pack is None:
                 shutil.rmtree(target, ignore_errors=True)
                 source = data if isinstance(data, Source) else data.read()
-                # What an InputError about bad images leaves is kept: `skip` continues from it without decoding again.
-                pack = _in_use(_build(source, settings, key, target, report, building))
+                pack = _in_use(_build(source, settings, key, target, report))
         for removed in make_room(folder):
             report.note(f"removed the least recently used entry from the cache, which is full: {removed.what}")
     _judge(pack.skipped, len(pack.labels) + len(pack.skipped), settings)
@@ -267,9 +255,8 @@ def _build(
     key: str,
     target: Path,
     report: Progress,
-    building: Building | None = None,
 ) -> Pack:
-    """Make the pack beside its place, then rename it. What is decoded stays if images are bad, not on a full disk."""
+    """Make the pack beside its place, then rename it."""
     import torch  # noqa: F401 - takes seconds to load, which are no part of the rate of packing
 
     from flatout import __version__
@@ -277,22 +264,16 @@ def _build(
     started = time.perf_counter()
     _refuse_channels(source, settings)
     bits = settings.bits or bits_of(source)
-    unfinished, arrival = _beside(target, ".partial"), None
-    if building is not None and source.files is not None:
-        # No memory is taken for these images.
-        missing = np.broadcast_to(pack_files.type_of(bits).type(0), (len(source), *settings.image_shape))
-        arrival = building.arrival(_without_file(source, settings, missing))
+    unfinished = _beside(target, ".partial")
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
         blocks, bad = pack_files.write_images(
             unfinished,
-            key=key,
             count=len(source),
             image_shape=settings.image_shape,
             bits=bits,
             fill=partial(_fill, source, replace(settings, bits=bits), _highest(source, bits)),
             report=report,
-            arrival=arrival,
         )
         files = source.files or ()
         skipped = {printable(files[index]): reason for index, reason in sorted(bad.items())}
@@ -316,7 +297,7 @@ def _build(
             "skipped": skipped,
             "key": key,
             "is_decoded": source.files is not None,
-            "blocks": [[block.rows, block.crc32] for block in blocks],
+            "blocks": blocks,
             "build_seconds": time.perf_counter() - started,
         }
         pack_files.publish(unfinished, target, kept.labels, description)

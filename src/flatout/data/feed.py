@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from flatout.data.arrival import Arrival
 from flatout.data.order import Batch, part
 
 Item = TypeVar("Item")
@@ -24,14 +23,12 @@ READ_BYTES = 1 << 18
 class Samples:
     """One split of a pack: rows, int64 [N], of images [P, ...], in memory or mapped from a file; labels, int64 [N].
 
-    `arrival` says which images are there, while the pack is made; None for all. If `is_mirrored`, left and right of
-    images [H, W, C] are exchanged when they are read.
+    If `is_mirrored`, left and right of images [H, W, C] are exchanged when they are read.
     """
 
     images: np.ndarray
     rows: np.ndarray
     labels: np.ndarray
-    arrival: Arrival | None = None
     is_mirrored: bool = False
 
     def __post_init__(self) -> None:
@@ -50,11 +47,6 @@ class Samples:
         """Whether the images are in a file that is read for each batch."""
         return isinstance(self.images, np.memmap)
 
-    @property
-    def is_arriving(self) -> bool:
-        """Whether images of the pack are still being decoded."""
-        return self.arrival is not None and not self.arrival.is_complete
-
     def at(self, positions: np.ndarray) -> "Samples":
         """Return the samples at `positions` (int64 [M]) alone."""
         return replace(self, rows=self.rows[positions], labels=self.labels[positions])
@@ -68,13 +60,11 @@ class Samples:
         return self.read(positions, np.empty((len(positions), *self.images.shape[1:]), self.images.dtype))
 
     def read(self, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Copy the images at `positions` (int64 [B]) into `out` [B, ...] when they are there, and return it.
+        """Copy the images at `positions` (int64 [B]) into `out` [B, ...], and return it.
 
         A mapped file is read rather than touched through the map, since mapped pages count as memory of the process.
         """
         rows = self.rows[positions]
-        if self.arrival is not None:
-            self.arrival.wait(rows)
         if not isinstance(self.images, np.memmap):
             np.take(self.images, rows, axis=0, out=out)
         else:
@@ -97,8 +87,7 @@ def read_ahead(samples: Samples, batches: Iterable[Batch], rank: int = 0, ranks:
     """Yield the batches; those of a window (see `Batch.ahead`) when its images are in the file cache.
 
     A thread brings the next window there meanwhile, in the order of the file. The `ranks` of a host share the cache, so
-    each of them reads its part. Nothing is read ahead in full order, or of images in memory, or that have just been
-    decoded.
+    each of them reads its part. Nothing is read ahead in full order, or of images in memory.
     """
     images = samples.images
     if not isinstance(images, np.memmap):
@@ -108,7 +97,7 @@ def read_ahead(samples: Samples, batches: Iterable[Batch], rank: int = 0, ranks:
     pending: deque[list[Future[None]]] = deque()
     try:
         for batch in batches:
-            for window in () if samples.is_arriving else batch.ahead:
+            for window in batch.ahead:
                 rows = samples.rows[window[part(len(window), rank, ranks)]]
                 pending.append([pool.submit(_cache, images, *span) for span in _spans(rows, images[:1].nbytes)])
             while len(pending) > 1:

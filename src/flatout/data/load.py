@@ -3,19 +3,16 @@
 import dataclasses
 import os
 import weakref
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flatout.console import Console
-from flatout.data import arrival
-from flatout.data.arrival import Building
 from flatout.data.build import load_pack
 from flatout.data.cache import cache_folder
 from flatout.data.feed import Samples
-from flatout.data.order import decoding_order, measured
+from flatout.data.order import measured
 from flatout.data.pack import Pack, PackSettings, Progress
 from flatout.data.source import DataRef, Source
 from flatout.data.splits import SPLITS, divide, split_by_labels
@@ -23,8 +20,6 @@ from flatout.errors import InputError
 from flatout.recipe import Data, Recipe
 from flatout.settings import one_or_both
 
-# From this size of all decoded images on, training begins while they are decoded: some windows of the first epoch.
-LARGE_BYTES = 2**31
 MEASURED_BYTES_AT_ONCE = 2**24
 
 
@@ -57,25 +52,8 @@ def find(
     return recognise(Path(data), options, task) if isinstance(data, str | Path) else from_python(data, task)
 
 
-def decodes_during_training(recipe: Recipe, pack: Pack) -> bool:
-    """Return whether the first epoch follows the decoding of a pack's images; a function of the recipe and the data.
-
-    With `data.decode = "auto"` this is so for images that were decoded from files and are large together, unless
-    something needs them all before the first step, or unreadable ones are to be left out.
-    """
-    data = recipe.data
-    if data.decode != "auto":
-        return data.decode == "during"
-    needs_all = recipe.linear_probe or recipe.freeze or data.folds or data.on_bad_image == "skip"
-    return pack.is_decoded and not needs_all and pack.images.nbytes >= LARGE_BYTES
-
-
-def load(
-    found: DataRef | Source, recipe: Recipe, *, cache: bool, report: Progress, may_be_incomplete: bool = False
-) -> Pack:
+def load(found: DataRef | Source, recipe: Recipe, *, cache: bool, report: Progress) -> Pack:
     """Return the pack that a recipe asks for, from the cache if it is there.
-
-    With `may_be_incomplete`, a pack whose images are decoded during training is returned when the first ones come.
 
     Raises:
         InputError: images cannot be read, the data has no groups, or data.class_names does not fit.
@@ -89,18 +67,7 @@ def load(
         max_bad_share=data.max_bad_share,
         bits=data.bits,
     )
-    make = partial(load_pack, found, settings, cache=cache_folder() if cache else None)
-
-    def plan(pack: Pack) -> np.ndarray | None:
-        if data.folds or not decodes_during_training(recipe, pack):
-            return None
-        chosen = recipe.override({"data.decode": "during"})
-        return decoding_order(chosen, splits_of(pack, data, recipe.seed))
-
-    if may_be_incomplete and recipe.data.decode != "before" and arrival.is_available():
-        pack = Building(lambda building: make(report=building, building=building), plan, report).start()
-    else:
-        pack = make(report=report)
+    pack = load_pack(found, settings, cache=cache_folder() if cache else None, report=report)
     if data.group_column and pack.groups is None:
         raise InputError(f"data.group_column = {data.group_column!r}: {pack.kind} have no columns; remove it")
     if not data.class_names:
@@ -160,11 +127,7 @@ def folds_of(pack: Pack, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]
 
 def _samples(pack: Pack, rows: dict[str, np.ndarray]) -> dict[str, Samples]:
     rows = {name: rows[name] for name in SPLITS if name in rows}
-    images, arriving = pack.images, pack.arrival
-    return {
-        name: Samples(images=images, rows=some, labels=pack.labels[some], arrival=arriving)
-        for name, some in rows.items()
-    }
+    return {name: Samples(images=pack.images, rows=some, labels=pack.labels[some]) for name, some in rows.items()}
 
 
 def measure(samples: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -1,11 +1,10 @@
 """The order of samples: a function of (seed, epoch, position).
 
 In block order (`data.order`), an epoch goes through windows of blocks of images, which are read ahead in large pieces,
-because disks are slow at reading single images in random order; see `numerics.random.block_permutation`. So does the
-first epoch where images are decoded meanwhile (`data.decode`), window by window.
+because disks are slow at reading single images in random order; see `numerics.random.block_permutation`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -59,7 +58,7 @@ def steps_per_epoch(count: int, batch_size: int, drop_last: bool = False) -> int
 
 def block_size(recipe: Recipe, samples: "Samples", epoch: int) -> int:
     """Return how many consecutive samples of a split form a block in an epoch; 0 in full order."""
-    if recipe.data.order != "blocks" and (epoch > 0 or recipe.data.decode != "during"):
+    if recipe.data.order != "blocks":
         return 0
     return max(1, BLOCK_BYTES // samples.images[:1].nbytes)
 
@@ -68,22 +67,6 @@ def epoch_batches(recipe: Recipe, samples: "Samples", epoch: int, start: int = 0
     """Yield the batches of one epoch of training on a split, from step `start` on."""
     block, count = block_size(recipe, samples, epoch), len(samples)
     return training_batches(recipe.seed, epoch, count, recipe.batch_size, recipe.drop_last, start, block)
-
-
-def decoding_order(recipe: Recipe, splits: "Mapping[str, Samples]") -> np.ndarray:
-    """Return all rows of a pack, int64 [N], in the order in which they are decoded during the first epoch.
-
-    Those that mean and standard deviation are measured on come first, if the recipe leaves these to the data; then the
-    windows of the first epoch, each in the order of the file; then the other splits.
-    """
-    train = splits["train"]
-    order, ends = block_permutation(recipe.seed, Stream.ORDER, 0, len(train), block_size(recipe, train, 0))
-    parts = [] if recipe.data.mean else [train.rows[measured(len(train))]]
-    parts += [np.sort(train.rows[window]) for window in np.split(order, ends)]
-    rows = np.concatenate([*parts, *(samples.rows for name, samples in splits.items() if name != "train")])
-    is_first = np.zeros(len(rows), bool)
-    is_first[np.unique(rows, return_index=True)[1]] = True
-    return rows[is_first]
 
 
 def measured(count: int) -> np.ndarray:

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from flatout.data import pack_files
-from flatout.data.arrival import Arrival, Building
 from flatout.data.source import describe
 from flatout.data.splits import SPLITS
 from flatout.errors import InputError, first_line
@@ -60,10 +59,7 @@ class Pack:
         was_cached: whether it was found in the cache.
         is_decoded: whether the images were decoded from files, by the cache or for this run.
         build_seconds: the time it took to build, now or then.
-        fingerprint: a digest of images, labels and splits; the class names are not part of it. Empty while images
-            are missing.
-        arrival: which images are there, while the pack is made; None for all.
-        building: the thread that makes it, in the process that has it.
+        fingerprint: a digest of images, labels and splits; the class names are not part of it.
     """
 
     folder: Path | None
@@ -81,8 +77,6 @@ class Pack:
     is_decoded: bool = False
     build_seconds: float
     fingerprint: str
-    arrival: Arrival | None = None
-    building: Building | None = None
 
     @property
     def bits(self) -> int:

@@ -1,9 +1,8 @@
-"""The files of a pack: written block by block, so that a killed process can continue, and checked when read.
+"""The files of a pack: written block by block, and checked when read.
 
-images.npy     uint8 or uint16 [N, H, W, C]
-labels.npy     int64 [N]; of several labels uint8 [N, K], of numbers float32 [N]
-pack.json      what the images are and how they were made, with CRC-32s of blocks of rows, of the labels, of itself
-journal.jsonl  while a pack is being written: a line for each block that has reached the disk
+images.npy  uint8 or uint16 [N, H, W, C]
+labels.npy  int64 [N]; of several labels uint8 [N, K], of numbers float32 [N]
+pack.json   what the images are and how they were made, with CRC-32s of blocks of rows, of the labels, of itself
 """
 
 import errno
@@ -13,14 +12,12 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.data.arrival import Arrival
 from flatout.errors import InputError, first_line
 from flatout.host import usable_cores
 from flatout.settings import Size, sides, typed
@@ -28,14 +25,14 @@ from flatout.settings import Size, sides, typed
 if TYPE_CHECKING:
     from flatout.data.pack import Progress
 
-IMAGES, LABELS, DESCRIPTION, JOURNAL = "images.npy", "labels.npy", "pack.json", "journal.jsonl"
+IMAGES, LABELS, DESCRIPTION = "images.npy", "labels.npy", "pack.json"
 # Format 1 had square images of 8 bits.
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)
 # By task; packs that were written without a task have one label for each image.
 LABEL_TYPES = {"single-label": np.int64, "multi-label": np.uint8, "regression": np.float32}
 
-# Memory while packing is two blocks; at most as much is decoded again after a kill.
+# Memory while packing is two blocks.
 BLOCK_BYTES = 16 << 20
 
 # Checking all of a pack of hundreds of gigabytes would delay each start by minutes. Beyond this many bytes, blocks over
@@ -45,119 +42,47 @@ CHECKED_BYTES = 2 << 30
 # Samples for one thread at a time: few enough that all threads end a block together.
 _SAMPLES_PER_TASK = 16
 
-Fill = Callable[[Sequence[int] | np.ndarray, np.ndarray], dict[int, str]]
+Fill = Callable[[range, np.ndarray], dict[int, str]]
 
 
 class DamagedPack(InputError):
     """A pack whose files are not what was written."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """A line of the journal: samples and rows so far, and CRC-32 and bad samples (index -> reason) of the block.
-
-    Samples are counted in the order in which they are decoded.
-    """
-
-    samples: int
-    rows: int
-    crc32: int
-    bad: dict[str, str]
-
-
 # Writing
 
 
 def write_images(
-    folder: Path,
-    *,
-    key: str,
-    count: int,
-    image_shape: tuple[int, int, int],
-    bits: int = 8,
-    fill: Fill,
-    report: "Progress",
-    arrival: Arrival | None = None,
-) -> tuple[list[Block], dict[int, str]]:
-    """Write `folder/images.npy` from `count` samples, on all cores, continuing where an earlier process was killed.
+    folder: Path, *, count: int, image_shape: tuple[int, int, int], bits: int = 8, fill: Fill, report: "Progress"
+) -> tuple[list[tuple[int, int]], dict[int, str]]:
+    """Write `folder/images.npy` from `count` samples, on all cores.
 
     Blocks are written with ordinary writes: through a map, a full disk would kill the process, and the pages would
-    count as its memory. Returns the blocks, and index -> reason of the bad samples, which `fill` returns and which are
-    left out.
+    count as its memory.
 
-    With `arrival`, samples are decoded in its order, each into its own row, and announced there; bad ones keep their
-    rows, and nothing is announced from the first of them on.
+    Returns:
+        The number of rows so far and the CRC-32 of each block; and index -> reason of the bad samples, which `fill`
+        returns and which are left out.
     """
     dtype = type_of(bits)
     header, row_bytes = npy_header((count, *image_shape), dtype), int(np.prod(image_shape)) * dtype.itemsize
-    order: Sequence[int] | np.ndarray = range(count)
-    wanted: dict[str, Any] = {"key": key}
-    if arrival is not None:
-        order = arrival.order
-        wanted |= {"order": zlib.crc32(order.data), "task": arrival.task, "bits": bits}
-
-    def places(first: int, last: int) -> list[tuple[int, int]]:
-        """Return offset and length in the file of each run of rows, which are counted as they are written."""
-        runs = [(first, last)]
-        if arrival is not None:
-            rows = arrival.order[first:last]
-            runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)]
-        return [(len(header) + first * row_bytes, (last - first) * row_bytes) for first, last in runs]
-
-    done = _read_journal(folder, wanted, places)
-    bad = {index: reason for block in done for index, reason in block.bad.items()}
-    start, rows = (done[-1].samples, done[-1].rows) if done else (0, 0)
-    with (
-        (folder / IMAGES).open("r+b" if done else "w+b") as file,
-        (folder / JOURNAL).open("a", encoding="utf-8") as journal,
-        _decoding_threads() as pool,
-    ):
+    blocks: list[tuple[int, int]] = []
+    bad: dict[int, str] = {}
+    rows = 0
+    with (folder / IMAGES).open("w+b") as file, _decoding_threads() as pool:
         _reserve(file, len(header) + count * row_bytes)
         file.write(header)
-        file.truncate(len(header) + count * row_bytes)
-        _sync(file)
-        if arrival is not None:
-            arrival.begin(folder / IMAGES, 0 if bad else start)
-        for stop, images, bad_here in _decoded(pool, fill, order, start, (image_shape, dtype), report):
-            content, at = images.reshape(-1).data, 0
-            for offset, length in places(rows, rows + len(images)):
-                file.seek(offset)
-                file.write(content[at : at + length])
-                at += length
-            _sync(file)
+        for images, bad_here in _decoded(pool, fill, count, image_shape, dtype, report):
+            content = images.reshape(-1).data
+            file.write(content)
             rows += len(images)
-            done.append(Block(samples=stop, rows=rows, crc32=zlib.crc32(content), bad=bad_here))
-            journal.write(json.dumps(asdict(done[-1])) + "\n")
-            _sync(journal)
+            blocks.append((rows, zlib.crc32(content)))
             bad |= bad_here
-            if arrival is not None and not bad:
-                arrival.announce(stop)
+        file.truncate()
         file.seek(0)
         file.write(npy_header((rows, *image_shape), dtype))
-        file.truncate(len(header) + rows * row_bytes)
         _sync(file)
-    blocks = done if arrival is None else _blocks_of(folder / IMAGES, count, len(header), row_bytes)
-    return blocks, {int(index): reason for index, reason in bad.items()}
-
-
-def _blocks_of(path: Path, count: int, header_bytes: int, row_bytes: int) -> list[Block]:
-    """Return the blocks of a finished file, as they are when it is written row after row."""
-    rows = max(1, min(BLOCK_BYTES // row_bytes, count))
-    blocks = []
-    for start in range(0, count, rows):
-        stop = min(start + rows, count)
-        crc32 = _crc32_of(path, [(header_bytes + start * row_bytes, (stop - start) * row_bytes)])
-        assert crc32 is not None
-        blocks.append(Block(samples=stop, rows=stop, crc32=crc32, bad={}))
-    return blocks
-
-
-def unfinished(partial: Path) -> dict[str, Any]:
-    """Return task and bits of a pack that a run trained on while it was being written; empty where there is none."""
-    with suppress(OSError, ValueError, LookupError, TypeError), (partial / JOURNAL).open(encoding="utf-8") as journal:
-        header = json.loads(journal.readline())
-        return {"task": header["task"], "bits": header["bits"]}
-    return {}
+    return blocks, bad
 
 
 def publish(partial: Path, target: Path, labels: np.ndarray, description: dict[str, Any]) -> None:
@@ -169,7 +94,6 @@ def publish(partial: Path, target: Path, labels: np.ndarray, description: dict[s
     with (partial / DESCRIPTION).open("w", encoding="utf-8") as file:
         json.dump({**description, "crc32": _json_crc32(description)}, file, indent=1)
         _sync(file)
-    (partial / JOURNAL).unlink()
     _sync_folder(partial)
     partial.rename(target)
     _sync_folder(target.parent)
@@ -197,29 +121,20 @@ def crc32s_of(images: np.ndarray) -> list[int]:
 
 
 def _decoded(
-    pool: ThreadPoolExecutor,
-    fill: Fill,
-    order: Sequence[int] | np.ndarray,
-    start: int,
-    image: tuple[tuple[int, ...], np.dtype],
-    report: "Progress",
-) -> Iterator[tuple[int, np.ndarray, dict[str, str]]]:
-    """Yield (stop, rows, bad samples) of blocks of `order` from `start` on; while one is used the next is decoded.
-
-    `image` is the shape of an image and its type. Of samples in the order of the file, the rows are without bad ones.
-    """
-    (shape, dtype), count = image, len(order)
+    pool: ThreadPoolExecutor, fill: Fill, count: int, shape: tuple[int, ...], dtype: np.dtype, report: "Progress"
+) -> Iterator[tuple[np.ndarray, dict[int, str]]]:
+    """Yield rows without bad samples, and these, of the blocks; while one is used the next is decoded."""
     block_rows = max(1, min(BLOCK_BYTES // (int(np.prod(shape)) * dtype.itemsize), count))
     step = max(1, min(_SAMPLES_PER_TASK, block_rows // usable_cores()))
     buffers = [np.empty((block_rows, *shape), dtype) for _ in range(2)]
 
     def submit(first: int, buffer: np.ndarray) -> list[Future[dict[int, str]]]:
         last = min(first + block_rows, count)
-        spans = [(a, min(a + step, last)) for a in range(first, last, step)]
-        return [pool.submit(fill, order[a:b], buffer[a - first : b - first]) for a, b in spans]
+        spans = [range(a, min(a + step, last)) for a in range(first, last, step)]
+        return [pool.submit(fill, span, buffer[span.start - first : span.stop - first]) for span in spans]
 
-    tasks = submit(start, buffers[0])
-    for number, first in enumerate(range(start, count, block_rows)):
+    tasks = submit(0, buffers[0])
+    for number, first in enumerate(range(0, count, block_rows)):
         buffer, stop = buffers[number % 2], min(first + block_rows, count)
         following = submit(stop, buffers[(number + 1) % 2])
         bad: dict[int, str] = {}
@@ -227,9 +142,7 @@ def _decoded(
             bad |= task.result()
             report.update(min(first + (index + 1) * step, stop), count)
         rows = buffer[: stop - first]
-        if bad and isinstance(order, range):
-            rows = np.delete(rows, [i - first for i in bad], axis=0)
-        yield stop, rows, {str(i): reason for i, reason in bad.items()}
+        yield np.delete(rows, [i - first for i in bad], axis=0) if bad else rows, bad
         tasks = following
 
 
@@ -246,29 +159,6 @@ def _decoding_threads() -> Iterator[ThreadPoolExecutor]:
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         torch.set_num_threads(threads)
-
-
-def _read_journal(
-    folder: Path, wanted: dict[str, Any], places: Callable[[int, int], list[tuple[int, int]]]
-) -> list[Block]:
-    """Return the blocks of the same pack that are unchanged on the disk, and leave only these in the journal.
-
-    `wanted` is the first line of the journal of that pack, and `places` returns offset and length of rows in the file.
-    """
-    done: list[Block] = []
-    # An error means another journal, or the line that was being written when the process was killed.
-    with suppress(FileNotFoundError, ValueError, LookupError, TypeError):
-        lines = (folder / JOURNAL).read_text(encoding="utf-8").splitlines()
-        is_same = json.loads(lines[0]) == wanted
-        for line in lines[1:] if is_same else ():
-            block = Block(**json.loads(line))
-            start = done[-1].rows if done else 0
-            if _crc32_of(folder / IMAGES, places(start, block.rows)) != block.crc32:
-                break
-            done.append(block)
-    kept = "".join(json.dumps(entry) + "\n" for entry in [wanted, *map(asdict, done)])
-    (folder / JOURNAL).write_text(kept, encoding="utf-8")
-    return done
 
 
 def _reserve(file: io.BufferedRandom, size_bytes: int) -> None:
@@ -350,28 +240,14 @@ def _verify_images(path: Path, blocks: list[list[int]], row_bytes: int) -> None:
 
     def is_intact(number: int) -> bool:
         start, (stop, crc32) = starts[number], blocks[number]
-        return _crc32_of(path, [(header_bytes + start * row_bytes, (stop - start) * row_bytes)]) == crc32
+        with path.open("rb") as file:
+            file.seek(header_bytes + start * row_bytes)
+            return zlib.crc32(file.read((stop - start) * row_bytes)) == crc32
 
     with ThreadPoolExecutor(usable_cores()) as pool:
         for number, intact in zip(checked, pool.map(is_intact, checked), strict=True):
             if not intact:
                 raise damaged(path, f"images {starts[number]:,} to {blocks[number][0] - 1:,} have changed")
-
-
-def _crc32_of(path: Path, places: Sequence[tuple[int, int]]) -> int | None:
-    """Return the CRC-32 of parts of a file, (offset, length) each, one after another; None where one is missing."""
-    crc32 = 0
-    try:
-        with path.open("rb") as file:
-            for offset, length in places:
-                file.seek(offset)
-                content = file.read(length)
-                if len(content) < length:
-                    return None
-                crc32 = zlib.crc32(content, crc32)
-    except FileNotFoundError:
-        return None
-    return crc32
 
 
 def _json_crc32(description: dict[str, Any]) -> int:

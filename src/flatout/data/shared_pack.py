@@ -39,7 +39,7 @@ def share(pack: Pack) -> Iterator[SharedPack]:
     Images in memory are copied to a file; on Linux it has no name, so that a killed process leaves nothing behind.
     """
     nothing = np.empty((0, *pack.images.shape[1:]), pack.images.dtype)
-    rest = dataclasses.replace(pack, images=nothing, building=None)
+    rest = dataclasses.replace(pack, images=nothing)
     if isinstance(pack.images, np.memmap) and pack.images.filename:
         yield SharedPack(pack=rest, images=str(pack.images.filename))
         return

@@ -48,16 +48,13 @@ def agree(world: "World", recipe: Recipe, pack: "Pack") -> None:
 
 
 def data_facts(pack: "Pack", recipe: Recipe) -> dict[str, Any]:
-    """Return what identifies the data: classes, split sizes, and checksums of labels and images.
-
-    Of images that are decoded during training there is none: a run begins before they are there.
-    """
-    facts = {
+    """Return what identifies the data: classes, split sizes, and checksums of labels and images."""
+    return {
         "classes": list(pack.classes),
         "splits": {name: stop - start for name, (start, stop) in pack.splits.items()},
         "labels (digest)": hashlib.blake2b(pack.labels.tobytes(), digest_size=8).hexdigest(),
+        "images (checksum)": _checksum(pack),
     }
-    return facts if recipe.data.decode == "during" else {**facts, "images (checksum)": _checksum(pack)}
 
 
 def _checksum(pack: "Pack") -> int:

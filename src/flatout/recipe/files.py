@@ -7,7 +7,7 @@ from flatout.errors import InputError
 from flatout.recipe.recipe import Recipe, from_dict
 
 # What runs are that were begun before these keys were written: those had no choice.
-EARLIER = {"data.bits": 8, "data.order": "full", "data.decode": "before", "task": "single-label"}
+EARLIER = {"data.bits": 8, "data.order": "full", "task": "single-label"}
 
 
 def of_run(recipe: Recipe) -> Recipe:

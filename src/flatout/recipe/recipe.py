@@ -18,6 +18,7 @@ MAX_CHANNELS = 1024
 Channels = Annotated[int, f"[1, {MAX_CHANNELS}]"]
 # Keys of earlier versions: the value that changes nothing, and what to do about others.
 REMOVED = {
+    "data.decode": ("before", "images are decoded before training"),
     "exact_sums": (False, "weights on several devices agree up to floating-point summation order"),
 }
 # Of an optimizer whose name is changed.

@@ -240,7 +240,6 @@ class Data(Checked):
     eval_size: SizeOrZero = 0
     placement: Literal["auto", "device", "memory", "disk"] = "auto"
     order: Literal["auto", "full", "blocks"] = "auto"
-    decode: Literal["auto", "before", "during"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -251,11 +250,6 @@ class Data(Checked):
             (self.valid_fraction + self.test_fraction < 1, "valid_fraction", need),
             (self.folds != 1, "folds", "must be 0 or at least 2"),
             (self.fold <= self.folds, "fold", f"must be at most data.folds ({self.folds})"),
-            (
-                self.decode != "during" or self.on_bad_image == "stop",
-                "decode",
-                'needs data.on_bad_image = "stop": unreadable images are not known when training starts',
-            ),
             (_finds_a_label(self.label_pattern), "label_pattern", "must be a regular expression with one group, (...)"),
         )
 

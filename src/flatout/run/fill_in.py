@@ -1,10 +1,7 @@
-"""What a recipe leaves to the data: decoding, normalisation, bits, task, loss and order."""
+"""What a recipe leaves to the data: normalisation, bits, task, loss and order."""
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from flatout.host import available_memory
 from flatout.recipe import Recipe
@@ -44,7 +41,7 @@ def filled_in(
     """Return the recipe with what it leaves to the data. All ranks call this.
 
     Args:
-        pack: the data. Where the recipe has images decoded before training, this waits for them.
+        pack: the data.
         of_run: returns the value of a recipe key in the run that is continued; "" in a new run.
     """
     from flatout.data.load import measure
@@ -52,11 +49,8 @@ def filled_in(
 
     if not recipe.data.bits:
         recipe = recipe.override({"data.bits": pack.bits})
-    recipe = _with_decoding(recipe, pack, world, of_run, note)
     if not recipe.data.mean:
-        waiting = world.heartbeat.alone("decoding the first images")
-        with waiting if splits["train"].is_arriving else contextlib.nullcontext():
-            mean, std = measure(splits["train"])
+        mean, std = measure(splits["train"])
         recipe = recipe.override({"data.mean": mean, "data.std": std})
     before, recipe = recipe.loss, with_task(recipe, pack.task)
     if recipe.loss != before:
@@ -65,25 +59,6 @@ def filled_in(
         label_mean, label_std = statistics(splits["train"].labels)
         recipe = recipe.override({"data.label_mean": label_mean, "data.label_std": label_std})
     return _with_order(recipe, splits["train"], world, of_run, note)
-
-
-def _with_decoding(
-    recipe: Recipe, pack: "Pack", world: "World", of_run: Callable[[str], str], note: Callable[[str], None]
-) -> Recipe:
-    """Replace `data.decode = "auto"` by the value of the run that is continued, or one that suits the data."""
-    from flatout.data.load import decodes_during_training
-
-    if recipe.data.decode == "auto":
-        chosen = "during" if decodes_during_training(recipe, pack) else "before"
-        recipe = recipe.override({"data.decode": of_run("data.decode") or chosen})
-    if pack.arrival is None:
-        return recipe
-    if recipe.data.decode == "before":
-        with world.heartbeat.alone("making the pack"):
-            pack.arrival.wait(np.arange(len(pack.labels)))
-    else:
-        note(f"{len(pack.labels):,} images are decoded during the first epoch (data.decode = during)")
-    return recipe
 
 
 def _with_order(

@@ -110,10 +110,7 @@ class Monitor(Callbacks):
         if session.world.broadcast_object(self._is_checkpoint_due(0.0)):
             self.checkpoint()
         ended = session.calls.epoch(progress.history[-1].to_plain())
-        if not progress.position(self._steps) < recipe.total_steps(self._steps):
-            return ""
-        session.place_again(self._engine, self._placed)
-        return ended
+        return ended if progress.position(self._steps) < recipe.total_steps(self._steps) else ""
 
     def checkpoint(self) -> None:
         """Write a checkpoint, unless the newest one is of the same step. Every process must call this."""

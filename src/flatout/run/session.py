@@ -79,8 +79,6 @@ class Session:
         # The head that was fitted before the first step.
         self.stage: HeadStage | None = None
         self._claimed: Path | None = None
-        # Whether images were still being decoded when the splits were placed.
-        self._is_arriving = False
         # The recipe of the checkpoint from which a run goes on.
         self._continued: Recipe | None = None
 
@@ -187,19 +185,15 @@ class Session:
 
         def load_alone() -> Pack:
             with self.world.heartbeat.alone("making the pack"):
-                pack = load(data, recipe, cache=self.options.cache, report=self.console, may_be_incomplete=True)
+                pack = load(data, recipe, cache=self.options.cache, report=self.console)
             self.console.finish()
             return pack
 
         data, recipe = self.data, self.recipe
-        if recipe.data.decode == "auto" and self.options.minutes is not None:
-            # Steps are measured, and the evaluation, before training starts.
-            recipe = self.recipe = recipe.override({"data.decode": "before"})
         self._time("start")
         pack = load_once_per_host(self.world, load_alone)
         self._time("pack")
-        with contextlib.nullcontext() if pack.building is None else pack.building.completed():
-            yield pack
+        yield pack
 
     def _split(self, pack: "Pack") -> "dict[str, Samples]":
         """Describe and split the pack, and fill in what the recipe leaves to the data."""
@@ -333,27 +327,11 @@ class Session:
 
     def place(self, engine: "Engine", splits: "dict[str, Samples]") -> "dict[str, DeviceSplit]":
         """Bring the splits to the devices, and compile the steps."""
-        self._is_arriving = self._are_arriving(splits)
         placed = {name: engine.place(samples) for name, samples in splits.items()}
         self._time("place")
         placed["train"].compile()
         self._time("compile")
         return placed
-
-    def place_again(self, engine: "Engine", placed: "dict[str, DeviceSplit]") -> None:
-        """Bring the splits to the devices when all images are decoded; until then they are read from the disk."""
-        splits = {name: split.samples for name, split in placed.items()}
-        if not self._is_arriving or self._are_arriving(splits):
-            return
-        self._is_arriving = False
-        with self.world.heartbeat.alone("placing the images"):
-            placed.update({name: engine.place(samples) for name, samples in splits.items()})
-            placed["train"].compile()
-
-    def _are_arriving(self, splits: "dict[str, Samples]") -> bool:
-        """Return whether images are being decoded on any host."""
-        is_arriving = any(samples.is_arriving for samples in splits.values())
-        return self.recipe.data.decode == "during" and any(self.world.all_gather_object(is_arriving))
 
     def _fit_into_budget(self, engine: "Engine", placed: "dict[str, DeviceSplit]", progress: Progress) -> bool:
         """Choose the number of steps by the time that some take, where the user has given a time budget.

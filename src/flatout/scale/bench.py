@@ -55,7 +55,7 @@ def bench(recipe: Recipe, data: "DataRef | Source", options: Options, console: C
     """
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         # The devices that suit one epoch suit this measurement, which is about as short.
-        recipe = recipe.override({"epochs": 1, "data.decode": "before"})
+        recipe = recipe.override({"epochs": 1})
         session = Session(recipe, data, replace(options, out=Path(folder) / "run"))
         return run_session(session, console, _on_rank)
 

@@ -14,7 +14,6 @@ import torch
 
 from flatout.data.feed import Samples, prefetch, read_ahead
 from flatout.data.order import Batch, block_size, evaluation_batches, part
-from flatout.engine.arrived import arrived, wait_for_all
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.eager.accelerator import Accelerator
 from flatout.engine.eager.device_setup import allocate, placement
@@ -149,8 +148,6 @@ def place(samples: Samples, task: Task, accelerator: Accelerator, wanted: str, *
     """Place a split in device memory, host memory or on disk, wherever it fits."""
     targets = torch.from_numpy(task.targets(samples.labels)).to(accelerator.device)
     where = placement(samples.nbytes, accelerator, wanted, ranks_here=ranks_here)
-    if wanted == "auto" and samples.is_arriving:
-        where = "disk"
     if where == "disk":
         return Source(samples=samples, images=None, targets=targets)
     in_memory = samples.images_at(np.arange(len(samples)))
@@ -251,7 +248,6 @@ class TorchSplit:
     def feed(self, batches: Iterable[Batch]) -> Iterator[Inputs]:
         world, source = self._engine.world, self.source
         if source.images is None:
-            batches = arrived(source.samples, batches, self._engine.recipe, world)
             batches = read_ahead(source.samples, batches, world.local_rank, world.local_size)
         inputs = (self._inputs(batch, batch.part(world.rank, world.size), source.partners) for batch in batches)
         return source.stream(inputs, self._engine.setup.accelerator)
@@ -352,7 +348,6 @@ class TorchSplit:
             equally_many: whether every rank gets the same number of batches, with empty ones at the end.
         """
         world, count = self._engine.world, len(source.samples)
-        wait_for_all(source.samples, self._engine.recipe, world)
         batches = list(evaluation_batches(count, min(EVALUATION_BATCH, self._engine.recipe.batch_size)))
         own = batches[world.rank :: world.size]
         if equally_many and len(own) < -(-len(batches) // world.size):

@@ -61,13 +61,10 @@ def place(samples: Samples, sharding: MeshSharding, wanted: str, world: World) -
     is_resident = wanted == "device"
     if wanted == "auto" and sharding.devices[0].platform != "cpu":
         # All hosts run the same program, so the host with the least free memory decides.
-        free = 0 if samples.is_arriving else min(map(_free_bytes, sharding.local_devices))
-        free = min(world.all_gather_object(free))
+        free = min(world.all_gather_object(min(map(_free_bytes, sharding.local_devices))))
         is_resident = samples.nbytes <= MEMORY_SHARE * free
     if is_resident:
         return samples, sharding.put_state(_read_all(samples), sharding.replicated)
-    if wanted == "auto" and samples.is_arriving:
-        return samples, None
     if wanted != "disk" and samples.nbytes <= MEMORY_SHARE * available_memory():
         samples = Samples(images=_read_all(samples), rows=np.arange(len(samples)), labels=samples.labels)
     return samples, None

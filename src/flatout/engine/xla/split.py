@@ -11,7 +11,6 @@ import numpy as np
 
 from flatout.data.feed import Samples, prefetch, read_ahead
 from flatout.data.order import Batch, block_size, evaluation_batches
-from flatout.engine.arrived import arrived, wait_for_all
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.eager.split import NOT_AUGMENTED
 from flatout.engine.xla.input import HostBatches, place, read_batches
@@ -93,7 +92,6 @@ class XlaSplit:
         """See `DeviceSplit.feed`. A thread reads all batches of a dispatch into one array, ahead of time."""
         world, read = self._engine.world, self._reader(self._engine.program(self.batch).batch, is_training=True)
         if self.table is None:
-            batches = arrived(self._read, batches, self._engine.recipe, world)
             batches = read_ahead(self._read, batches, world.local_rank, world.local_size)
         items = iter(batches)
         groups = iter(lambda: list(islice(items, self._steps)), [])
@@ -175,7 +173,6 @@ class XlaSplit:
                     parts.append(keep_features(rows) if keep_features and name == "features" else rows)
             return float(result.loss_sum)
 
-        wait_for_all(self._read, engine.recipe, engine.world)
         read = self._reader(size, is_training=False)
         for group in prefetch(read, ([batch] for batch in evaluation_batches(count, size))):
             engine.world.control.check_stop()
