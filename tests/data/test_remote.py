@@ -205,6 +205,6 @@ def test_exit_codes(server: Server, tmp_path: Path, capfd: pytest.CaptureFixture
     assert main(["train", server.url("/missing.npz")]) == 2
     assert main(["train", "fashion-mnist", "--data", server.url("/missing.npz")]) == 2
     captured = capfd.readouterr()
-    assert captured.out == ""
+    assert captured.out.splitlines() == ["looking at missing.npz", "looking at fashion-mnist"]
     assert captured.err.count(f"flatout: {server.url('/missing.npz')}: the server answers 404") == 2
     assert len(captured.err.splitlines()) == 2

@@ -228,7 +228,8 @@ def run_session(session: Session, console: Console, function: "Callable[[Console
     if options.devices != "auto":
         # Before the data is read and the ranks start.
         check_batch(recipe.batch_size, len(devices.ranks.names))
-    with session.prepared(console) as pack:
+    begins = function is _run
+    with session.prepared(console, begins=begins) as pack:
         start, stop = pack.splits["train"]
         spec = options.devices
         if spec == "auto" and (before := session.devices_before()):
@@ -245,6 +246,8 @@ def run_session(session: Session, console: Console, function: "Callable[[Console
         if chosen.reason:
             session.note(chosen.reason)
         session.options = dataclasses.replace(options, devices=str(chosen.devices))
+        if begins and options.hosts.most == 1 and not options.overwrite:
+            session.keep_devices()
         return run_on_devices(
             function,
             (session,),

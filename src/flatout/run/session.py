@@ -100,16 +100,19 @@ class Session:
         return ""
 
     @contextlib.contextmanager
-    def prepared(self, console: Console) -> "Iterator[Pack]":
-        """Claim the folder and make the pack for the ranks of this host, in this process or in others."""
+    def prepared(self, console: Console, *, begins: bool = False) -> "Iterator[Pack]":
+        """Claim the folder and make the pack for the ranks of this host, in this process or in others.
+
+        If a run `begins`, its folder has the recipe from now on: it can be resumed even if it is killed soon.
+        """
         from flatout.dist.world import World
 
         self.console, self.world, self._prepared_at = console, World(), time.time()
         with contextlib.ExitStack() as self._open:
             if self.options.hosts.most == 1:
                 self._open.enter_context(self._claim_folder())
-                if not (self.recipe.data.folds or (self.out / run_files.RECIPE).is_file()):
-                    self._begin_early()
+                if begins and not (self.out / run_files.RECIPE).is_file():
+                    claim.begin(self.out, self.recipe, overwrite=False)
             self.data = self._open.enter_context(self._load_pack())
             self.recipe = with_task(self.recipe, self.data.task)
             yield self.data
@@ -301,12 +304,10 @@ class Session:
             engine.restore(weights)
         return progress
 
-    def _begin_early(self) -> None:
-        """Write recipe and devices of a new run, which can then be resumed even if it is killed before it trains."""
-        claim.begin(self.out, self.recipe, overwrite=False)
-        if self.options.devices != "auto":
-            (self.out / run_files.LOGS).mkdir(exist_ok=True)
-            write_atomically(self.out / run_files.DEVICES, self.options.devices.encode())
+    def keep_devices(self) -> None:
+        """Write the devices that a run begins with into its folder."""
+        (self.out / run_files.LOGS).mkdir(exist_ok=True)
+        write_atomically(self.out / run_files.DEVICES, self.options.devices.encode())
 
     def _begin_folder(self, *, overwrite: bool) -> None:
         """Write recipe and devices, after an old run is removed if that was requested, and open the logs."""
