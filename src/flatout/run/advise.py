@@ -357,7 +357,7 @@ def _from_weights(facts: Facts, weights: Path, model: str, speeds: Speeds | None
 
 def _fitted_head(facts: Facts, backbones: "Sequence[Backbone]", speeds: Speeds | None, *, weights: str = "") -> Advice:
     """Return a recipe that fits the head of a published network, and fine-tunes all of it if the time permits."""
-    from flatout.run.photo_plan import plan_photos, trained_layers
+    from flatout.run.photo_plan import fine_tuning_of, plan_photos
 
     channels = 3 if facts.channels == 1 else facts.channels
     size = facts.size if facts.is_size_given else None
@@ -396,8 +396,10 @@ def _fitted_head(facts: Facts, backbones: "Sequence[Backbone]", speeds: Speeds |
         "data": _normalisation(plan.backbone, channels),
     }
     if plan.epochs:
-        # With batch statistics, this learns a point less on Caltech 101.
-        recipe |= {"freeze": f"all-but-last-{trained_layers(plan.backbone.model)}", "norm": "frozen"}
+        recipe["freeze"], recipe["norm"], recipe["optimizer"]["lr"] = fine_tuning_of(plan.backbone.model)
+        if not facts.accelerated:
+            # Number formats are not measured: the frozen layers, most of the work, compute in 32 bits.
+            recipe["precision"] = "fp32"
     if not weights:
         recipe["pretrained"] = True
     kept = ("batch_size", "augment") if plan.epochs else ()
