@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from flatout.engine.base import Evaluation
+from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.eager.split import TorchSplit
 from flatout.errors import InputError
 from flatout.models.features import compact
 from flatout.models.heads import Head, HeadNetwork, find_head, set_head
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from flatout.data.feed import Samples
     from flatout.data.pack import Pack
     from flatout.dist.world import World
-    from flatout.engine.base import Engine
+    from flatout.engine.base import DeviceSplit, Engine
 
 # Splits whose labels the head may see. In a cross-validation, the images of the fold choose nothing.
 FITTED = ("train", "valid")
@@ -47,27 +49,26 @@ class HeadStage:
     """What the stage leaves to the rest of the run.
 
     Attributes:
-        head: the layers that were fitted.
+        head, layers: what was fitted, and a copy of it.
         fitted: to the images of the splits in `fitted_splits`.
         training_only: the head for the training images alone, from which fine-tuning starts; None without fine-tuning.
-        tensors: of the fitted head, by the names of `Engine.state`.
         features: of each split: float32 [N, F] for each view.
+        placed: the splits on the devices of the engine that trains; empty where its layers are not cut.
         labels: of each split.
         record: the line of `metrics.jsonl`.
         seconds: of the features and of the head.
-        sentence: what was done, for the log.
     """
 
     head: Head
+    layers: HeadNetwork
     fitted: FittedHead
     fitted_splits: tuple[str, ...]
     training_only: FittedHead | None
-    tensors: dict[str, torch.Tensor]
     features: dict[str, list[np.ndarray]]
+    placed: "dict[str, DeviceSplit]"
     labels: dict[str, np.ndarray]
     record: EpochRecord
     seconds: dict[str, float]
-    sentence: str
     _known: list[Known | None] = field(default_factory=list)
 
     @property
@@ -88,10 +89,13 @@ class HeadStage:
         """Let a model have the head that was fitted to all images."""
         set_head(model, self.head, torch.from_numpy(self.fitted.weight), torch.from_numpy(self.fitted.bias))
 
-    def give(self, engine: "Engine") -> None:
-        """Let an engine have the fitted head; all ranks call this."""
+    def give(self, engine: "Engine", fitted: FittedHead | None = None) -> None:
+        """Let an engine have a head, by default the one that was fitted to all images; all ranks call this."""
+        fitted = fitted or self.fitted
+        set_head(self.layers, self.head, torch.from_numpy(fitted.weight), torch.from_numpy(fitted.bias))
+        own = {f"{of}.{name}": value for of in ("model", "ema") for name, value in self.layers.state_dict().items()}
         state = engine.state()
-        engine.load_state({**state, **{name: value for name, value in self.tensors.items() if name in state}})
+        engine.load_state({**state, **{name: value for name, value in own.items() if name in state}})
 
     def known(self) -> Known | None:
         """Return where the features of training images are; None for a network with several heads."""
@@ -139,13 +143,16 @@ def fit_to_features(
     *,
     class_weights: np.ndarray | None,
     report: Callable[[str], None],
+    engine: "Engine | None" = None,
 ) -> HeadStage:
     """Fit the head of a model; `model` gets it, as `train` alone would fit it if it is fine-tuned afterwards.
 
     All ranks call this. The features are computed on the devices of the run.
 
     Args:
-        make: makes an engine.
+        make: makes an engine for the features.
+        engine: that trains the model, and gets the head, too; its cached output of frozen layers gives the features.
+            None if it is made later.
 
     Raises:
         InputError: the logits are not linear in what a layer of the model reads.
@@ -157,9 +164,16 @@ def fit_to_features(
             f"linear_probe = true: {recipe.model} has no linear layer or convolution that ends it, so no head can be "
             "fitted; set linear_probe = false"
         )
-    plain = replace(recipe, augment=Augment(), shard="none", precision="fp32", tta=False, ema=0.0)
-    with contextlib.closing(make(model, plain, report=report, head=head)) as engine:
-        features = {name: _features(engine, samples, recipe) for name, samples in splits.items()}
+    placed: dict[str, TorchSplit] = {}
+    if isinstance(engine, TorchEngine) and engine.cut:
+        placed = {name: engine.place(samples) for name, samples in splits.items()}
+        placed["train"].compile()
+        views = [False, True] if _is_mirrored(recipe) else [False]
+        features = {name: [of.head_features(head, mirrored=view) for view in views] for name, of in placed.items()}
+    else:
+        plain = replace(recipe, augment=Augment(), shard="none", precision="fp32", tta=False, ema=0.0)
+        with contextlib.closing(make(model, plain, report=report, head=head)) as alone:
+            features = {name: _features(alone, samples, recipe) for name, samples in splits.items()}
     labels = {name: samples.labels for name, samples in splits.items()}
     computed = time.perf_counter()
     names = tuple(name for name in FITTED if name in splits and not (recipe.data.fold and name != "train"))
@@ -185,29 +199,36 @@ def fit_to_features(
             return fitted, fit(("train",), fitted) if recipe.epochs else None
 
     fitted, training_only = world.from_main(fit_both)
-    layers = copy.deepcopy(HeadNetwork(model, head)).cpu()
-    set_head(layers, head, torch.from_numpy(fitted.weight), torch.from_numpy(fitted.bias))
     start = training_only or fitted
-    set_head(model, head, torch.from_numpy(start.weight), torch.from_numpy(start.bias))
     stage = HeadStage(
         head=head,
+        layers=copy.deepcopy(HeadNetwork(model, head)).cpu(),
         fitted=fitted,
         fitted_splits=names,
         training_only=training_only,
-        tensors={f"{of}.{name}": value for of in ("model", "ema") for name, value in layers.state_dict().items()},
         features=features,
+        placed=dict(placed),
         labels=labels,
         record=_NO_RECORD,
         seconds={"features": computed - began, "head": time.perf_counter() - computed},
-        sentence="",
     )
+    if engine:
+        stage.give(engine, start)
+    else:
+        set_head(model, head, torch.from_numpy(start.weight), torch.from_numpy(start.bias))
     record = _record(stage, task_of(recipe))
-    return replace(stage, record=record, sentence=_sentence(stage, record, task_of(recipe)))
+    report(_sentence(stage, record, task_of(recipe)))
+    return replace(stage, record=record)
+
+
+def _is_mirrored(recipe: Recipe) -> bool:
+    """Return whether answers are averaged over images and their mirror images."""
+    return recipe.tta and recipe.augment.flip
 
 
 def _features(engine: "Engine", samples: "Samples", recipe: Recipe) -> list[np.ndarray]:
     """Return the features of a split, of the images and, if answers are averaged over mirrored ones, of those."""
-    views = [samples, samples.mirrored()] if recipe.tta and recipe.augment.flip else [samples]
+    views = [samples, samples.mirrored()] if _is_mirrored(recipe) else [samples]
     found = [engine.place(view).features() for view in views]
     return [values for values in found if values is not None]
 

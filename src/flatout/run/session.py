@@ -328,7 +328,7 @@ class Session:
 
     def place(self, engine: "Engine", splits: "dict[str, Samples]") -> "dict[str, DeviceSplit]":
         """Bring the splits to the devices, and compile the steps."""
-        placed = {name: engine.place(samples) for name, samples in splits.items()}
+        placed = (self.stage and self.stage.placed) or {name: engine.place(samples) for name, samples in splits.items()}
         self._time("place")
         placed["train"].compile()
         self._time("compile")

@@ -42,14 +42,15 @@ def start_engine(
     Raises:
         InputError: weights cannot be loaded, the head cannot be fitted, or the device lacks what the recipe asks for.
     """
-    from flatout.engine.factory import make_engine, precisions
+    from flatout.engine.factory import make_engine
     from flatout.run.head_stage import fit_to_features
 
     if recipe.pretrained or recipe.weights:
         _load_weights(model, recipe, world, note)
     elif recipe.freeze:
         note("frozen layers keep their random weights: no pre-trained weights were requested")
-    own, stage = options.own, None
+    own = options.own
+    stage: HeadStage | None = None
     class_weights = weights_of(recipe, task_of(recipe), splits["train"].labels, pack.classes)
     make = functools.partial(
         make_engine,
@@ -60,36 +61,70 @@ def start_engine(
         # Only the torch engine takes functions of the user's; `check` has refused them elsewhere.
         **own.for_engine(recipe),
     )
-    if recipe.linear_probe:
-        stage = fit_to_features(model, recipe, splits, pack, make, world, class_weights=class_weights, report=note)
-        note(stage.sentence)
-        if recipe.epochs and options.minutes is not None and stage.is_enough():
-            note(
-                f"fine-tuning is left out: heads that have not seen them answer {stage.share_right:.2%} of the images "
-                "rightly; more images, or other ones, would help more than minutes"
-            )
-            recipe = recipe.override({"epochs": 0, "freeze": ""})
+    fit = functools.partial(
+        fit_to_features, splits=splits, pack=pack, make=make, world=world, class_weights=class_weights, report=note
+    )
+    # The layers that an engine has cut off compute features, too. A sharded model cannot be given to another engine.
+    is_shared = recipe.epochs > 0 and bool(recipe.freeze) and recipe.shard == "none"
+    if recipe.linear_probe and not is_shared:
+        stage = fit(model, recipe)
+        recipe = _without_epochs(recipe, stage, options, note)
+        if not recipe.epochs:
             stage.give_to(model)
-    formats = precisions(options.engine, world)
-    if not recipe.epochs:
-        recipe = recipe.override({"precision": "fp32"})
-    if recipe.precision == "auto" and kept_precision:
-        recipe = recipe.override({"precision": kept_precision if kept_precision in formats else "auto"})
-    elif recipe.precision == "auto" and "bf16" in formats:
-        from flatout.run.precision import fastest_precision
-
-        chosen, reason = fastest_precision(
-            lambda one: make(copy.deepcopy(model), one, report=lambda sentence: None),
-            splits["train"],
-            recipe,
-            world,
-            formats,
-        )
-        note(reason)
-        recipe = recipe.override({"precision": chosen})
+    recipe = _with_precision(recipe, kept_precision, model, splits, world, options, make, note)
     engine = make(model, recipe, report=note)
+    if recipe.linear_probe and is_shared:
+        stage = fit(model, recipe, engine=engine)
+        recipe = _without_epochs(recipe, stage, options, note)
+        if not recipe.epochs:
+            stage.give(engine)
     engine.task = replace(engine.task, own_metrics=own.metrics)
     return engine, recipe, stage
+
+
+def _without_epochs(recipe: Recipe, stage: "HeadStage", options: Options, note: Callable[[str], None]) -> Recipe:
+    """Return the recipe without fine-tuning where minutes decide and the head alone is enough."""
+    if not recipe.epochs or options.minutes is None or not stage.is_enough():
+        return recipe
+    note(
+        f"fine-tuning is left out: heads that have not seen them answer {stage.share_right:.2%} of the images "
+        "rightly; more images, or other ones, would help more than minutes"
+    )
+    return recipe.override({"epochs": 0, "freeze": "", "norm": "global"})
+
+
+def _with_precision(
+    recipe: Recipe,
+    kept: str,
+    model: "nn.Module",
+    splits: "Mapping[str, Samples]",
+    world: "World",
+    options: Options,
+    make: "Callable[..., Engine]",
+    note: Callable[[str], None],
+) -> Recipe:
+    """Return the recipe with its number format: that of the run that is continued, or the fastest by measured steps."""
+    from flatout.engine.factory import precisions
+    from flatout.run.precision import fastest_precision
+
+    formats = precisions(options.engine, world)
+    if not recipe.epochs:
+        return recipe.override({"precision": "fp32"})
+    if recipe.precision != "auto":
+        return recipe
+    if kept:
+        return recipe.override({"precision": kept if kept in formats else "auto"})
+    if "bf16" not in formats:
+        return recipe
+    chosen, reason = fastest_precision(
+        lambda one: make(copy.deepcopy(model), one, report=lambda sentence: None),
+        splits["train"],
+        recipe,
+        world,
+        formats,
+    )
+    note(reason)
+    return recipe.override({"precision": chosen})
 
 
 def _load_weights(model: "nn.Module", recipe: Recipe, world: "World", note: Callable[[str], None]) -> None:

@@ -260,12 +260,16 @@ class TorchEngine:
         """Return the output of the frozen prefix for a batch, [B, C, H, W], one of those of `count` images."""
         assert self.cut is not None
         if self._prefix is None:
-            self._prefix = self.cut.prefix
-            if self.is_frozen_faster(count):
-                from flatout.models.onnx_features import frozen_network
-
-                self._prefix = frozen_network(self.cut.prefix, images, self.threads, self._report)
+            self._prefix = self.frozen(self.cut.prefix, images, count)
         return self._prefix(images)
+
+    def frozen(self, network: nn.Module, example: torch.Tensor, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a frozen network as what computes `count` images fastest here; `example` is a batch of its input."""
+        if not self.is_frozen_faster(count):
+            return network
+        from flatout.models.onnx_features import frozen_network
+
+        return frozen_network(network, example, self.threads, self._report)
 
     @contextlib.contextmanager
     def evaluation_network(self) -> Iterator[nn.Module]:
@@ -406,4 +410,5 @@ class TorchEngine:
 
     def close(self) -> None:
         self._release_graph()
+        self._gradients.close()
         self._undo.close()

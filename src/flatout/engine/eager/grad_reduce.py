@@ -33,6 +33,9 @@ class LocalGradients:
         """Replace every gradient by its sum over the ranks; return the sums of `extra`, [extras]."""
         return extra
 
+    def close(self) -> None:
+        """Leave the parameters as they were."""
+
 
 class FSDPGradients:
     """The gradients of a model that `fsdp.shard` has sharded; torch's FSDP2 reduces and scatters them."""
@@ -54,6 +57,9 @@ class FSDPGradients:
 
     def all_reduce(self, extra: torch.Tensor) -> torch.Tensor:
         return self._world.all_reduce(extra)
+
+    def close(self) -> None:
+        """See `LocalGradients`."""
 
 
 class _Part:
@@ -107,14 +113,18 @@ class BucketedAllReduce:
         self._place = {id(p): (i, k) for i, part in enumerate(self._parts) for k, p in enumerate(part.parameters)}
         self._started = 0
         self.is_last_micro_batch = True
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]
 
     def begin(self) -> None:
         """See `LocalGradients`. Buckets are sent during the backward pass of the last micro-batch."""
         self._started = 0
         for part in self._parts:
             part.awaited = set(range(len(part.parameters)))
+
+    def close(self) -> None:
+        """See `LocalGradients`."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         if not self.is_last_micro_batch:

@@ -18,6 +18,7 @@ from flatout.engine.base import Evaluation, Keep
 from flatout.engine.eager.accelerator import Accelerator
 from flatout.engine.eager.device_setup import allocate, placement
 from flatout.models.features import caught
+from flatout.models.heads import FeatureNetwork, Head
 from flatout.numerics import augment
 from flatout.tasks.base import Task
 
@@ -211,6 +212,22 @@ class TorchSplit:
         source = self._view(NOT_AUGMENTED, {})
         return source.samples.images if source.images is None else source.images.float().cpu().numpy()
 
+    @torch.no_grad()
+    def head_features(self, head: Head, *, mirrored: bool) -> np.ndarray:
+        """Return what the head reads of images or of their mirror images, float32 [N, F], through the cached prefix."""
+        engine, split = self._engine, self._mirrored if mirrored else self
+        assert engine.cut is not None
+        source, rows = split._view(NOT_AUGMENTED, {}), _Rows(len(self.samples), engine.world)
+        network: Callable[[torch.Tensor], torch.Tensor] | None = None
+        for inputs in split._batches(source, equally_many=False):
+            images = engine.input.of(source.images_of(inputs)).float()
+            network = network or engine.frozen(FeatureNetwork(engine.cut.eval_suffix, head), images, len(self.samples))
+            start, real = int(inputs.batch.samples[0]), inputs.batch.count
+            rows.put(slice(start, start + real), network(images)[:real].float())
+        found = rows.gather()
+        assert found is not None
+        return found
+
     def compile(self) -> None:
         """See `DeviceSplit.compile`. Nothing is compiled; what a frozen prefix makes of all views is computed."""
         recipe = self._engine.recipe
@@ -230,10 +247,25 @@ class TorchSplit:
                 engine.forget_shapes()
             self.source.size, self.source.partners = size, transforms.get("partner")
             _copy_tables(transforms, self.source)
-        elif transforms:
+        elif transforms and not self._mirror(transforms):
             self._change_view(self._view(epoch % engine.recipe.augment.views, transforms))
         else:
             _ = self.source
+
+    def _mirror(self, transforms: augment.Transforms) -> bool:
+        """Train on cached output for images or their mirror images, if these are all views and are on the device."""
+        recipe = self._engine.recipe
+        if set(transforms) != {"flip"} or recipe.image_sides != recipe.stored_sides:
+            return False
+        plain = self._view(NOT_AUGMENTED, {}).images
+        mirrored = None if plain is None else self._mirrored._view(NOT_AUGMENTED, {}).images
+        if plain is None or mirrored is None:
+            return False
+        self._change_view(self._view(NOT_AUGMENTED, {}))
+        chosen = torch.from_numpy(np.flatnonzero(transforms["flip"])).to(plain.device)
+        assert self.source.images is not None
+        self.source.images.index_copy_(0, chosen, mirrored.index_select(0, chosen))
+        return True
 
     def _change_view(self, chosen: Source) -> None:
         """Train on a view from now on; recorded steps read it where they have read the others."""
