@@ -85,8 +85,10 @@ class Budget:
         if self._first_done is None:
             self._first_at, self._first_done = now, done
         elif done > self._first_done:
-            # What evaluations and checkpoints took is part of it.
-            self._rates.step, self._rates.watch = (now - self._first_at) / (done - self._first_done), 0.0
+            # What checkpoints took is part of it.
+            elapsed, evaluations = now - self._first_at, done // self._steps - self._first_done // self._steps
+            training = max(elapsed - evaluations * self._rates.watch, elapsed / 2)
+            self._rates.step = training / (done - self._first_done)
         self._planned_at = now
         total, planned = done + self._fitting(), recipe.total_steps(self._steps)
         is_off = abs(total - planned) > TOLERANCE * planned and self._first_done != done
@@ -115,6 +117,8 @@ def measure(
     recipe: Recipe,
     world: "World",
     seconds: float,
+    *,
+    tta: bool = False,
     feature_rate: float | None = None,
 ) -> Rates:
     """Take real steps and evaluate once, then go back to where the engine was; all ranks call this.
@@ -122,8 +126,8 @@ def measure(
     Args:
         engine: at the state to train from.
         seconds: the whole budget, of which the measurement takes a small share.
-        feature_rate: images per second of a fitted head's features, which the last evaluation reaches, too; None
-            where none was fitted.
+        tta: whether each evaluation averages over views, not only the last.
+        feature_rate: images per second that the last evaluation reaches, where that is known.
     """
     before = engine.snapshot()
     each = seconds_per_step(engine, placed["train"], recipe, world, min(MEASURED_SECONDS, LARGEST_SHARE * seconds))
@@ -132,12 +136,14 @@ def measure(
     if held_out:
         name = "valid" if "valid" in held_out else "test"
         began = time.perf_counter()
-        held_out[name].evaluate(tta=recipe.tta and feature_rate is not None)
+        held_out[name].evaluate(tta=tta)
         watched = _longest(world, time.perf_counter() - began)
-        images = sum(len(s.samples) for s in held_out.values()) * (len(tta_views(recipe)) if recipe.tta else 1)
+        views = len(tta_views(recipe)) if recipe.tta else 1
+        images = sum(len(s.samples) for s in held_out.values()) * views
         # Some training images are evaluated, too.
         images += min(len(placed["train"].samples), TRAINING_IMAGES) if "valid" in held_out else 0
-        evaluated = images * (1 / feature_rate if feature_rate else watched / len(held_out[name].samples))
+        each_image = watched / len(held_out[name].samples) / (views if tta else 1)
+        evaluated = images * (1 / feature_rate if feature_rate else each_image)
     engine.restore(before)
     return Rates(step=each, evaluate=evaluated, watch=watched)
 

@@ -105,7 +105,9 @@ def finish(
             if is_trusted and stage:
                 known = stage.known()
             elif is_trusted:
-                known = _known(session, engine, trust.sample_of(placed["train"].samples, len(pack.classes)))
+                some = trust.sample_of(placed["train"].samples, len(pack.classes))
+                is_all = len(some) == len(placed["train"].samples)
+                known = _known(session, placed["train"] if is_all else engine.place(some))
             for name in [name for name in splits if name != "train"]:
                 if stage:
                     results[name] = stage.evaluation(name, engine.task)
@@ -142,10 +144,10 @@ def finish(
     return failure
 
 
-def _known(session: "Session", engine: "Engine", some: Samples) -> Known | None:
+def _known(session: "Session", some: "DeviceSplit") -> Known | None:
     """Return where the features of training images are: the same numbers on all ranks."""
     # Where the network is large, as behind a fitted head, the images themselves show enough.
-    found = engine.place(some).evaluate(keep_features=np.array, tta=session.recipe.tta and session.stage is None)
+    found = some.evaluate(keep_features=np.array, tta=session.recipe.tta and session.stage is None)
     return session.world.from_main(lambda: Known.of(found.features, found.labels))
 
 

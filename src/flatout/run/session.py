@@ -343,8 +343,11 @@ class Session:
         seconds, images = self.options.seconds, len(placed["train"].samples)
         if seconds is None:
             return True
-        rate = self.stage.record.images_per_second if self.stage else None
-        rates = measure(engine, placed, self.recipe, self.world, seconds, rate)
+        stage = self.stage
+        # Behind cached output, an evaluation is faster than the features were.
+        rate = stage.record.images_per_second if stage and not stage.placed else None
+        tta = self.recipe.tta and stage is not None
+        rates = measure(engine, placed, self.recipe, self.world, seconds, tta=tta, feature_rate=rate)
         self.budget = budget = Budget(seconds, self.began, rates, self.recipe, images)
         steps = steps_per_epoch(images, self.recipe.batch_size, self.recipe.drop_last)
         done = progress.position(steps)
