@@ -26,9 +26,9 @@ def run(data: str, network: str, size: int, mirrored: bool, epochs: int) -> dict
         command = [sys.executable, "-m", "flatout", "train", data, "--model", f"timm:{network}", "--out", str(out)]
         settings = {"image_size": size, "tta": str(mirrored).lower(), "epochs": epochs, "precision": "fp32"}
         if epochs:
-            from flatout.run.photo_plan import trained_layers
+            from flatout.run.photo_plan import fine_tuning_of
 
-            settings["freeze"] = f"all-but-last-{trained_layers(f'timm:{network}')}"
+            settings["freeze"], settings["norm"], settings["optimizer.lr"] = fine_tuning_of(f"timm:{network}")
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]
         subprocess.run(command, check=True, stdout=sys.stderr)

@@ -112,7 +112,7 @@ def averaged_by_hand(samples: Samples, recipe: Recipe) -> dict[str, torch.Tensor
     x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
     y = torch.from_numpy(samples.labels)
     average = {name: value.clone() for name, value in net.state_dict().items()}
-    step = 0
+    step = 1000 if recipe.pretrained else 0
     for epoch in range(recipe.epochs):
         for batch in training_batches(recipe.seed, epoch, len(samples), recipe.batch_size):
             chosen = torch.from_numpy(batch.samples[: batch.count])
@@ -130,9 +130,10 @@ def averaged_by_hand(samples: Samples, recipe: Recipe) -> dict[str, torch.Tensor
     return average
 
 
+@pytest.mark.parametrize("is_pretrained", [False, True])
 @pytest.mark.parametrize("engine", ["torch", pytest.param("xla 8", marks=pytest.mark.slow)])
-def test_the_average_is_evaluated_kept_and_continued(engine: str) -> None:
-    samples, recipe = make_samples(), make_recipe(**AVERAGED)
+def test_the_average_is_evaluated_kept_and_continued(engine: str, is_pretrained: bool) -> None:
+    samples, recipe = make_samples(), make_recipe(**AVERAGED, pretrained=is_pretrained)
     expected = averaged_by_hand(samples, recipe)
     net = make_net()
     net.load_state_dict(expected)

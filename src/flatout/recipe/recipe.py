@@ -1,6 +1,7 @@
 """The recipe of a training run, and how it comes from plain values."""
 
 import dataclasses
+import math
 import operator
 import typing
 from collections.abc import Mapping
@@ -141,6 +142,15 @@ class Recipe(Checked):
             (len(self.data.mean) in (0, 1, self.channels), "mean", need),
             (all(map(operator.ge, self.stored_sides, largest)), "stored_size", larger),
         )
+
+    @property
+    def averaged_steps(self) -> int:
+        """The steps that the average of the weights counts as seen before the first one.
+
+        Random weights are soon forgotten. Pre-trained ones are worth keeping: the decay is `ema` from the beginning.
+        """
+        is_pretrained = self.pretrained or bool(self.weights)
+        return math.ceil((10 * self.ema - 1) / (1 - self.ema)) if is_pretrained and self.ema > 0.1 else 0
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Return the steps of the whole run."""

@@ -329,7 +329,9 @@ class TorchSplit:
         with contextlib.ExitStack() as stack:
             network: Any = stack.enter_context(engine.evaluation_network())
             features: Any = stack.enter_context(caught(engine.model, network)) if keep_features else None
-            if is_last and engine.setup.precision == "fp32" and engine.is_frozen_faster(len(self.samples)):
+            # What follows cached output takes less time than preparing ONNX Runtime.
+            is_whole = engine.cut is None and engine.setup.precision == "fp32"
+            if is_last and is_whole and engine.is_frozen_faster(len(self.samples)):
                 from flatout.models.onnx_features import FrozenClassifier
 
                 network = features = FrozenClassifier(engine.model, network, engine.threads)

@@ -18,17 +18,18 @@ class WeightAverage:
     Args:
         model: where it will be trained, with the weights to start from.
         decay: how much of the average remains in each step.
+        steps: how many the average counts as seen at the start.
 
     Attributes:
         tensors: the averages by name, and the number of steps, [] on the device.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, steps: int) -> None:
         self._decay = decay
         self._weights = {f"ema.{name}": value.detach() for name, value in model.state_dict().items()}
         self.tensors = {name: value.clone() for name, value in self._weights.items()}
         device = next(iter(self.tensors.values())).device
-        self._steps = self.tensors["ema_steps"] = torch.zeros((), device=device)
+        self._steps = self.tensors["ema_steps"] = torch.full((), float(steps), device=device)
 
     @torch.no_grad()
     def update(self) -> None:

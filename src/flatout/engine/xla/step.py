@@ -213,7 +213,9 @@ class Program:
         buffers: Any = {name: to_array(b) for name, b in self._model.named_buffers()}
         shapes = jax.eval_shape(self._optimizer.init, trained)
         optimizer = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-        average: Any = Average(np.zeros((), np.float32), dict(trained), dict(buffers)) if self._recipe.ema else None
+        average: Any = None
+        if self._recipe.ema:
+            average = Average(np.asarray(self._recipe.averaged_steps, np.float32), dict(trained), dict(buffers))
         return State(trained, frozen, buffers, optimizer, average)
 
     def train_step(
