@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 # What pictures, the report and the end of the processes take, besides the last evaluation.
 REPORT_SECONDS = 6.0
+# What several processes take to end.
+RANKS_SECONDS = 4.0
+# The last evaluation keeps logits and features, which takes so many times as long.
+KEEPING_FACTOR = 1.4
 # The measurement: first steps, in which algorithms are chosen and memory is claimed; then steps for this long.
 FIRST_STEPS, MEASURED_SECONDS, LARGEST_SHARE = 3, 3.0, 0.03
 # The rest of the steps is planned again after every such share of the budget, if it is off by more than TOLERANCE.
@@ -142,10 +146,10 @@ def measure(
         images = sum(len(s.samples) for s in held_out.values()) * views
         # Some training images are evaluated, too.
         images += min(len(placed["train"].samples), TRAINING_IMAGES) if "valid" in held_out else 0
-        each_image = watched / len(held_out[name].samples) / (views if tta else 1)
+        each_image = KEEPING_FACTOR * watched / len(held_out[name].samples) / (views if tta else 1)
         evaluated = images * (1 / feature_rate if feature_rate else each_image)
     engine.restore(before)
-    return Rates(step=each, evaluate=evaluated, watch=watched)
+    return Rates(step=each, evaluate=evaluated + RANKS_SECONDS * world.is_joined, watch=watched)
 
 
 def seconds_per_step(
