@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 Transforms = dict[str, np.ndarray]
-SHEAR, ZOOM_X, ZOOM_Y, ROTATE, SHIFT_X, SHIFT_Y, CROP_AREA, CROP_ASPECT, CROP_X, CROP_Y, DRAWS = range(11)
+# The first draw once decided about mirroring; it stays, so that a seed means what it did.
+_, SHEAR, ZOOM_X, ZOOM_Y, ROTATE, SHIFT_X, SHIFT_Y, CROP_AREA, CROP_ASPECT, CROP_X, CROP_Y, DRAWS = range(12)
 CROP_ASPECTS = (3 / 4, 4 / 3)
 
 # The operations of TrivialAugment and RandAugment, with the strongest magnitude of each (torchvision's wide ranges).
