@@ -90,8 +90,9 @@ def _transforms(recipe: Recipe, epoch: int, start: int, count: int) -> Transform
     colors = np.tile(pixels.UNCHANGED, (count, 1))
     draws = uniform(seed, Stream.AUGMENT, epoch, (count, DRAWS), start)
     # Every second epoch shows the other side of each image (K. Jordan, arXiv 2404.00498).
-    sides = uniform(seed, Stream.FLIP, epoch // 2, (count, 1), start)[:, 0]
-    flip = ((sides < 0.5) ^ (epoch % 2 == 1)) & augment.flip
+    flip = np.zeros(count, bool)
+    if augment.flip:
+        flip = (uniform(seed, Stream.FLIP, epoch // 2, (count, 1), start)[:, 0] < 0.5) ^ (epoch % 2 == 1)
     if augment.is_affine:
         (height, width), (stored_height, stored_width) = recipe.image_sides, recipe.stored_sides
         aspect = width / height
