@@ -20,7 +20,7 @@ from torchvision.transforms import ToTensor, v2
 
 import flatout
 from flatout.data.recognise import from_python
-from flatout.run.arguments import recipe_changes
+from flatout.train.fit_arguments import recipe_changes
 
 
 @pytest.fixture(autouse=True, scope="module")

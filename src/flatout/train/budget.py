@@ -1,7 +1,7 @@
 """`--minutes`: how many steps fit into a time budget, measured on the devices of the run and corrected meanwhile."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flatout.console import duration
@@ -10,12 +10,15 @@ from flatout.errors import InputError
 from flatout.numerics.augment import tta_views
 from flatout.recipe import Recipe
 from flatout.run.trust import TRAINING_IMAGES
+from flatout.train import claim
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flatout.dist.world import World
     from flatout.engine.base import DeviceSplit, Engine
+    from flatout.train.context import TrainContext
+    from flatout.train.progress import Progress
 
 # What pictures, the report and the end of the processes take, besides the last evaluation.
 REPORT_SECONDS = 6.0
@@ -113,6 +116,41 @@ class Budget:
         corrections = " ".join(f"{end}:{steps}" for end, steps in earlier)
         length = {"max_steps": total, "epochs": -(-total // self._steps)}
         return recipe.override({**length, "schedule.corrections": corrections})
+
+
+def plan_minutes(context: TrainContext, progress: Progress) -> tuple[TrainContext, Budget | None]:
+    """Choose the number of steps by the time that some take, where the user has given a time budget.
+
+    A fitted head is the result of a run that has no time for an epoch more: then there is no budget, and the context
+    has no epochs and no datasets.
+    """
+    recipe, stage, world, log = context.recipe, context.stage, context.world, context.log
+    seconds = context.options.seconds
+    if seconds is None or not context.datasets:
+        return context, None
+    # Behind cached output, an evaluation is faster than the features were.
+    rate = stage.record.images_per_second if stage and not stage.placed else None
+    tta = recipe.tta and stage is not None
+    rates = measure(context.engine, context.datasets, recipe, world, seconds, tta=tta, feature_rate=rate)
+    budget = Budget(seconds, context.options.began, rates, recipe, len(context.splits["train"]))
+    done = progress.position(context.steps_per_epoch)
+    # The main process's clock decides for all.
+    if stage and not done and not world.broadcast_object(budget.fits_epoch()):
+        # Whatever `keep` says, the weights are those of the head that is evaluated.
+        stage.give(context.engine)
+        log.note("fine-tuning is left out: an epoch takes longer than what is left of the time")
+        recipe = recipe.without_fine_tuning()
+        if world.is_main:
+            claim.begin(context.run_dir, recipe, overwrite=False)
+        return replace(context, recipe=recipe, datasets={}), None
+    planned, late = world.from_main(lambda: budget.plan(recipe, done))
+    if planned != recipe and world.is_main:
+        claim.begin(context.run_dir, planned, overwrite=False)
+    count, per_second = planned.total_steps(context.steps_per_epoch) - done, recipe.batch_size / rates.step
+    fit = f"{count:,} steps fit, {count / context.steps_per_epoch:.1f} epochs, at {per_second:,.0f} images per second"
+    log.note(late or f"--minutes {seconds / 60:g}: {fit}")
+    log.lap("measure")
+    return replace(context, recipe=planned), budget
 
 
 def measure(

@@ -16,8 +16,8 @@ from flatout.console import duration
 from flatout.host import physical_cores
 from flatout.models.backbones import Backbone
 from flatout.models.sizes import usable_size
-from flatout.run.facts import STRIDE, of_shape
 from flatout.settings import Size, sides
+from flatout.train.dataset_stats import STRIDE, of_shape
 
 # The error grows with the power of the published size over the size: 1.5, 2.75 and 4.5 % at 224, 160 and 128 pixels.
 SIZE_EXPONENT = 1.8

@@ -1,18 +1,17 @@
 """The end of a run: the chosen weights, their evaluation, and the files that explain them."""
 
-import dataclasses
 import json
 import platform
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flatout import __version__
-from flatout.data.feed import Samples
 from flatout.data.labels import count_classes
 from flatout.dist.control import Flag
 from flatout.errors import Stopped
@@ -23,185 +22,163 @@ from flatout.report import run_files
 from flatout.report.stages import stages
 from flatout.run import trust
 from flatout.run.predictions import write_predictions
-from flatout.run.progress import Progress
 from flatout.settings import one_or_both
 from flatout.tasks import describe_metrics
+from flatout.train.context import Ended, TrainContext
+from flatout.train.progress import Progress
 
 if TYPE_CHECKING:
-    from flatout.data.pack import Pack
-    from flatout.engine.base import DeviceSplit, Engine, Evaluation
-    from flatout.run.session import Session
+    from flatout.engine.base import Evaluation
     from flatout.run.trust import Trust
     from flatout.tasks.base import Task
+    from flatout.train.head_stage import HeadStage
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Ended:
-    """What a run has when its last evaluation is over.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Results:
+    """The last evaluation of a run.
 
     Attributes:
-        samples: of each split.
-        results: of the evaluated splits.
+        evaluations: of the held-out splits, as far as the run was not terminated.
         known: where the features of training images are; None where that is not known, or not wanted.
-        reason: why training ended early; empty if it did not.
-        state: of the engine.
-        memory: the figures of `summary.json` about it.
+        shown: the split whose answers are kept and shown; None without held-out images.
     """
 
-    session: "Session"
-    engine: "Engine"
-    pack: "Pack"
-    progress: Progress
-    samples: dict[str, Samples]
-    results: "dict[str, Evaluation]"
+    evaluations: "dict[str, Evaluation]"
     known: Known | None
-    reason: str
-    state: dict[str, Any]
-    memory: dict[str, int | None]
+    shown: str | None
 
 
-def finish(
-    session: "Session",
-    engine: "Engine",
-    pack: "Pack",
-    splits: dict[str, Samples],
-    placed: "dict[str, DeviceSplit]",
-    progress: Progress,
-    ended: str,
-    failure: Exception | None,
-) -> Exception | None:
-    """Write weights, summary, predictions, pictures and report; every process evaluates, the main one writes.
-
-    Args:
-        engine: the last weights; afterwards the chosen ones.
-        placed: the splits on the devices; empty where nothing was trained.
-        ended: why training ended early; empty if it did not.
-        failure: the same as an exception.
+def finish(context: TrainContext, progress: Progress, ended: Ended) -> Ended:
+    """Evaluate and write weights, summary, predictions, pictures and report. All ranks call this, the main one writes.
 
     Returns:
-        `failure`, or the signal that ended the evaluation.
+        `ended`, or the signal that ended the evaluation.
     """
     if progress.best:
-        engine.restore(progress.best)
-    # The head that was fitted, unless fine-tuning has made something better.
-    stage = session.stage if not progress.history or (progress.best and not progress.best_epoch) else None
-    is_fold = session.recipe.data.fold > 0
-    shown = _shown(session, splits)
-    results: dict[str, Evaluation] = {}
-    known: Known | None = None
-    began = time.perf_counter()
-    is_trusted = session.recipe.task == "single-label" and not is_fold and "valid" in splits
-    if reason := trust.missing(session.recipe, splits):
+        context.engine.restore(progress.best)
+    results, ended = _evaluate(context, progress, ended)
+    # All processes take part in these two.
+    state, memory = context.engine.state(), _memory(context)
+    if context.world.is_main:
+        with context.world.heartbeat.alone("writing the report"):
+            _write(context, progress, results, ended, state, memory)
+    # No process ends before the run is whole.
+    context.world.barrier()
+    return ended
+
+
+def _kept_head(context: TrainContext, progress: Progress) -> "HeadStage | None":
+    """Return the head that was fitted, unless fine-tuning has made something better."""
+    is_best = progress.best and not progress.best_epoch
+    return context.stage if not progress.history or is_best else None
+
+
+def _evaluate(context: TrainContext, progress: Progress, ended: Ended) -> tuple[_Results, Ended]:
+    recipe, splits, log, control = context.recipe, context.splits, context.log, context.world.control
+    head, is_fold = _kept_head(context, progress), recipe.data.fold > 0
+    # The answers of a fold that are kept are those to its held-out images.
+    wanted = ("valid", "test") if is_fold else ("test", "valid")
+    shown = next((name for name in wanted if name in splits), None)
+    is_trusted = recipe.task == "single-label" and not is_fold and "valid" in splits
+    if reason := trust.missing(recipe, splits):
         is_trusted = False
-        session.note(reason)
-    if session.recipe.tta:
-        session.note(f"test-time augmentation: evaluated on {len(tta_views(session.recipe))} views of each image")
-    if isinstance(failure, Stopped):
+        log.note(reason)
+    if recipe.tta:
+        log.note(f"test-time augmentation: evaluated on {len(tta_views(recipe))} views of each image")
+    stopped = ended.failure if isinstance(ended.failure, Stopped) else None
+    if stopped:
         # The signal that ended training reaches some ranks only now.
-        session.world.control.heeded = Flag.TERMINATE
+        control.heeded = Flag.TERMINATE
+    evaluations: dict[str, Evaluation] = {}
+    known, began = None, time.perf_counter()
     try:
         # Whoever terminates a run does not wait for an evaluation.
-        if not (isinstance(failure, Stopped) and failure.signal_number == signal.SIGTERM):
-            if is_trusted and stage:
-                known = stage.known()
-            elif is_trusted:
-                some = trust.sample_of(placed["train"].samples, len(pack.classes))
-                is_all = len(some) == len(placed["train"].samples)
-                known = _known(session, placed["train"] if is_all else engine.place(some))
+        if not (stopped and stopped.signal_number == signal.SIGTERM):
+            if is_trusted:
+                known = head.known() if head else _known_features(context)
             for name in [name for name in splits if name != "train"]:
-                if stage:
-                    results[name] = stage.evaluation(name, engine.task)
+                if head:
+                    evaluations[name] = head.evaluation(name, context.engine.task)
                     continue
-                results[name] = placed[name].evaluate(
+                evaluations[name] = context.datasets[name].evaluate(
                     with_probabilities=is_fold or name == shown,
                     with_logits=is_trusted,
                     keep_features=trust.keep_of(known),
-                    tta=session.recipe.tta,
+                    tta=recipe.tta,
                 )
-    except Stopped as stopped:
-        failure = failure or stopped
-        ended = ended or f"{stopped.how} during evaluation"
-        session.note(ended)
+    except Stopped as error:
+        reason = ended.reason or f"{error.how} during evaluation"
+        log.note(reason)
+        ended = Ended(reason=reason, failure=ended.failure or error)
     progress.evaluate_seconds += time.perf_counter() - began
-    run = _Ended(
-        session=session,
-        engine=engine,
-        pack=pack,
-        progress=progress,
-        samples=splits,
-        results=results,
-        known=known,
-        reason=ended,
-        # All processes take part in these two.
-        state=engine.state(),
-        memory=_memory(session, engine),
-    )
-    if session.world.is_main:
-        with session.world.heartbeat.alone("writing the report"):
-            _write(run, shown)
-    # No process ends before the run is whole.
-    session.world.barrier()
-    return failure
+    return _Results(evaluations=evaluations, known=known, shown=shown), ended
 
 
-def _known(session: "Session", some: "DeviceSplit") -> Known | None:
+def _known_features(context: TrainContext) -> Known | None:
     """Return where the features of training images are: the same numbers on all ranks."""
+    train = context.datasets["train"]
+    some = trust.sample_of(train.samples, len(context.pack.classes))
+    placed = train if len(some) == len(train.samples) else context.engine.place(some)
     # Where the network is large, as behind a fitted head, the images themselves show enough.
-    found = some.evaluate(keep_features=np.array, tta=session.recipe.tta and session.stage is None)
-    return session.world.from_main(lambda: Known.of(found.features, found.labels))
+    found = placed.evaluate(keep_features=np.array, tta=context.recipe.tta and context.stage is None)
+    return context.world.from_main(lambda: Known.of(found.features, found.labels))
 
 
-def _shown(session: "Session", splits: dict[str, Samples]) -> str | None:
-    """Return the split whose answers are kept and shown: that of a fold is held out."""
-    wanted = ("valid", "test") if session.recipe.data.fold > 0 else ("test", "valid")
-    return next((name for name in wanted if name in splits), None)
-
-
-def _write(run: _Ended, shown: str | None) -> None:
-    """Write all files of a run; `shown` is the split whose answers are kept."""
-    session, results = run.session, run.results
-    is_fold = session.recipe.data.fold > 0
-    task = run.engine.task
-    is_trusted = "valid" in results and results["valid"].logits is not None
-    found = trust.fit(run.known, results["valid"]) if is_trusted else None
+def _write(
+    context: TrainContext,
+    progress: Progress,
+    results: _Results,
+    ended: Ended,
+    state: dict[str, Any],
+    memory: dict[str, int | None],
+) -> None:
+    """Write all files of a run."""
+    evaluations, classes, shown = results.evaluations, context.pack.classes, results.shown
+    is_fold, task = context.recipe.data.fold > 0, context.engine.task
+    is_trusted = "valid" in evaluations and evaluations["valid"].logits is not None
+    found = trust.fit(results.known, evaluations["valid"]) if is_trusted else None
     # The images of a fold choose nothing.
-    if "valid" in results and not is_fold:
-        task = task.tuned(results["valid"].predicted, results["valid"].labels)
-        task = dataclasses.replace(task, temperature=found.temperature if found else 1.0)
-        results = {name: result.of_task(task) for name, result in results.items()}
-    _write_weights(run, task, found)
+    if "valid" in evaluations and not is_fold:
+        task = task.tuned(evaluations["valid"].predicted, evaluations["valid"].labels)
+        task = replace(task, temperature=found.temperature if found else 1.0)
+        evaluations = {name: evaluation.of_task(task) for name, evaluation in evaluations.items()}
+    _write_weights(context, state, task, found)
     if found:
-        found.write(session.out / run_files.KNOWN)
+        found.write(context.run_dir / run_files.KNOWN)
     scores: dict[str, Any] = {}
-    if shown in results:
-        more = {"test_probabilities": results["test"].probabilities} if is_fold and "test" in results else {}
-        logits = results[shown].logits
-        if found and found.novelty and logits is not None:
-            more["unknown"] = found.novelty.score_at(logits, results[shown].features)
-        write_predictions(session, shown, results[shown], run.samples[shown], run.pack.classes, **more)
-        scores = scores_of(shown, results[shown], run.pack.classes, found)
-    summary = _summary(run, results) | run.memory | scores
-    _write_report(session, summary, run.progress)
+    if shown in evaluations:
+        kept = evaluations[shown]
+        more = {}
+        if is_fold and "test" in evaluations:
+            more["test_probabilities"] = evaluations["test"].probabilities
+        if found and found.novelty and kept.logits is not None:
+            more["unknown"] = found.novelty.score_at(kept.logits, kept.features)
+        request = replace(context.request, recipe=context.recipe, run_dir=context.run_dir)
+        write_predictions(request, context.log, shown, kept, context.splits[shown], classes, **more)
+        scores = scores_of(shown, kept, classes, found)
+    summary = _summary(context, progress, evaluations, ended) | memory | scores
+    _write_report(context, summary, progress)
 
 
-def _write_report(session: "Session", summary: dict[str, Any], progress: Progress) -> None:
+def _write_report(context: TrainContext, summary: dict[str, Any], progress: Progress) -> None:
     from flatout.report.page import draw_all
     from flatout.report.verdict import verdict
 
-    summary["verdict"] = verdict(summary, [record.to_plain() for record in progress.records], session.recipe)
-    run_files.write_json(session.out / run_files.SUMMARY, summary)
+    summary["verdict"] = verdict(summary, [record.to_plain() for record in progress.records], context.recipe)
+    run_files.write_json(context.run_dir / run_files.SUMMARY, summary)
     began = time.perf_counter()
-    if session.options.report:
-        draw_all(session.out)
+    if context.options.report:
+        draw_all(context.run_dir)
     summary["time_seconds"]["pictures"] = time.perf_counter() - began
-    summary["wall_seconds"] = session.wall_seconds(progress)
-    run_files.write_json(session.out / run_files.SUMMARY, summary)
-    _say(session, summary)
+    summary["wall_seconds"] = context.log.wall_seconds(progress)
+    run_files.write_json(context.run_dir / run_files.SUMMARY, summary)
+    _print_results(context, summary)
 
 
-def _memory(session: "Session", engine: "Engine") -> dict[str, int | None]:
+def _memory(context: TrainContext) -> dict[str, int | None]:
     """Return the host memory of all processes together, and the most of any device."""
-    peaks = session.world.all_gather_object((peak_rss_bytes(), engine.peak_memory_bytes()))
+    peaks = context.world.all_gather_object((peak_rss_bytes(), context.engine.peak_memory_bytes()))
     device = [d for _, d in peaks if d is not None]
     return {"peak_rss_bytes": sum(host for host, _ in peaks), "peak_device_bytes": max(device) if device else None}
 
@@ -226,22 +203,22 @@ def scores_of(split: str, result: "Evaluation", classes: Sequence[str], found: "
     }
 
 
-def _write_weights(run: _Ended, task: "Task", found: "Trust | None") -> None:
+def _write_weights(context: TrainContext, state: dict[str, Any], task: "Task", found: "Trust | None") -> None:
     from flatout.models.weights import save_tensors
 
-    recipe = run.session.recipe
+    recipe = context.recipe
     # Averaged weights take the place of the last ones.
     tensors = {
         name.removeprefix(prefix): value
         for prefix in ("model.", "ema.")
-        for name, value in run.state.items()
+        for name, value in state.items()
         if name.startswith(prefix)
     }
     metadata = {
         "format": "pt",
         "flatout": __version__,
         "model": recipe.model,
-        "classes": json.dumps(run.pack.classes),
+        "classes": json.dumps(context.pack.classes),
         "image_size": json.dumps(recipe.image_size),
         "stored_size": json.dumps(one_or_both(recipe.stored_sides)),
         "eval_size": json.dumps(one_or_both(recipe.eval_sides)),
@@ -257,22 +234,23 @@ def _write_weights(run: _Ended, task: "Task", found: "Trust | None") -> None:
         "label_std": str(task.label_std),
         **(found.metadata() if found else {}),
     }
-    save_tensors(run.session.out / run_files.WEIGHTS, tensors, metadata)
+    save_tensors(context.run_dir / run_files.WEIGHTS, tensors, metadata)
 
 
-def _summary(run: _Ended, results: "dict[str, Evaluation]") -> dict[str, Any]:
+def _summary(
+    context: TrainContext, progress: Progress, results: "dict[str, Evaluation]", ended: Ended
+) -> dict[str, Any]:
     """Return the content of summary.json; `results` are those of the run, with thresholds and temperature."""
     from flatout.engine.devices import machine
 
-    session, engine, pack, progress = run.session, run.engine, run.pack, run.progress
-    recipe = session.recipe
+    recipe, engine, pack, log = context.recipe, context.engine, context.pack, context.log
     chosen = progress.best_epoch if progress.best else len(progress.history)
     record, task = progress.history[chosen - 1] if chosen else progress.head, engine.task
-    trained_parameters = session.trained_parameters
-    if session.stage and not progress.history:
+    trained_parameters = context.trained_parameters
+    if context.stage and not progress.history:
         # The run has chosen the parameters of the head alone.
-        fitted = session.stage.fitted
-        trained_parameters = fitted.weight.size + fitted.bias.size * session.stage.head.has_bias
+        fitted = context.stage.fitted
+        trained_parameters = fitted.weight.size + fitted.bias.size * context.stage.head.has_bias
     figures: dict[str, Any] = {"train_loss": record.train_loss if record else None}
     figures[f"train_{task.step_metric}"] = record.of("train")[task.step_metric] if record else None
     for name in ("valid", "test"):
@@ -281,21 +259,21 @@ def _summary(run: _Ended, results: "dict[str, Evaluation]") -> dict[str, Any]:
             found |= {"loss": results[name].loss, **results[name].metrics, "count": len(results[name].labels)}
         figures |= {f"{name}_{key}": value for key, value in found.items()}
     class_counts = {
-        f"{n}_class_counts": count_classes(s.labels, len(pack.classes)).tolist() for n, s in run.samples.items()
+        f"{n}_class_counts": count_classes(s.labels, len(pack.classes)).tolist() for n, s in context.splits.items()
     }
     if "test" in results:
         answers = results["test"].task.decided(results["test"].predicted)
         answers = answers if answers.ndim == 2 else answers[answers >= 0]
         class_counts["test_predicted_counts"] = count_classes(answers, len(pack.classes)).tolist()
-    seconds = session.seconds | {"train": progress.train_seconds, "evaluate": progress.evaluate_seconds}
+    seconds = log.seconds | {"train": progress.train_seconds, "evaluate": progress.evaluate_seconds}
     trained_for = progress.train_seconds
     return {
         "job": recipe.job,
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "model": recipe.model,
-        "engine": session.options.engine,
-        "devices": session.devices,
-        "world_size": session.device_count,
+        "engine": context.options.engine,
+        "devices": context.devices,
+        "world_size": context.device_count,
         "threads_per_rank": engine.threads,
         "batch_size": recipe.batch_size,
         "epochs": recipe.epochs,
@@ -305,23 +283,23 @@ def _summary(run: _Ended, results: "dict[str, Evaluation]") -> dict[str, Any]:
         "tta": recipe.tta,
         "task": recipe.task,
         "seed": recipe.seed,
-        "parameters": session.parameters,
+        "parameters": context.parameters,
         "trained_parameters": trained_parameters,
         "classes": list(pack.classes),
-        **{f"{name}_images": len(samples) for name, samples in run.samples.items()},
+        **{f"{name}_images": len(samples) for name, samples in context.splits.items()},
         "images_trained": progress.images_trained,
         "images_per_second": progress.images_trained / trained_for if trained_for else None,
         "train_seconds": trained_for,
-        "setup_seconds": session.setup_seconds,
-        "wall_seconds": session.wall_seconds(progress),
+        "setup_seconds": log.setup_seconds,
+        "wall_seconds": log.wall_seconds(progress),
         **figures,
         "train_loss_by_step": progress.step_losses,
         **class_counts,
         "input_wait_fraction": progress.wait_seconds / trained_for if trained_for else None,
         "communication_fraction": _communication(progress),
         "warmup_seconds": progress.warmup_seconds,
-        "stopped": run.reason or None,
-        "notes": session.notes,
+        "stopped": ended.reason or None,
+        "notes": log.notes,
         "time_seconds": seconds,
         "pack": str(pack.folder.absolute()) if pack.folder else None,
         "pack_fingerprint": pack.fingerprint,
@@ -346,8 +324,8 @@ def versions() -> dict[str, str]:
     return {"flatout": __version__, "python": platform.python_version(), **installed(*packages)}
 
 
-def _say(session: "Session", summary: dict[str, Any]) -> None:
-    say = session.console.note
+def _print_results(context: TrainContext, summary: dict[str, Any]) -> None:
+    say = context.log.console.note
     for name in ("test", "valid"):
         if summary[f"{name}_count"]:
             say(describe_metrics(name, summary))
@@ -357,9 +335,9 @@ def _say(session: "Session", summary: dict[str, Any]) -> None:
             f"trained {summary['images_trained']:,} images in {summary['train_seconds']:.1f} s: "
             f"{summary['images_per_second']:,.0f} per second"
         )
-    for stage, layers, seconds in stages(summary, session.recipe.to_dict()):
+    for stage, layers, seconds in stages(summary, context.recipe.to_dict()):
         say(f"{stage}: {layers}" + f" ({seconds})" * bool(seconds))
     for sentence in summary["verdict"]:
         say(sentence)
-    if session.options.report:
-        say(f"report: {session.out / run_files.REPORT}")
+    if context.options.report:
+        say(f"report: {context.run_dir / run_files.REPORT}")

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -16,56 +16,58 @@ from flatout.data.labels import count_classes
 from flatout.errors import InputError, TrainingFailed
 from flatout.recipe import Recipe, load_recipe
 from flatout.report import run_files
-from flatout.run import claim
-from flatout.run.checkpoint import check_same
-from flatout.run.finish import scores_of, versions
-from flatout.run.options import Options
 from flatout.run.predictions import write_predictions
-from flatout.run.session import Session
 from flatout.tasks import describe_metrics, task_of
+from flatout.train import claim
+from flatout.train.checkpoint import check_same
+from flatout.train.finish import scores_of, versions
+from flatout.train.prepare import build_model, prepare_host
+from flatout.train.request import Options, TrainRequest
+from flatout.train.run_log import RunLog
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from flatout.data.pack import Pack
-    from flatout.data.shared_pack import SharedPack
-    from flatout.data.source import DataRef, Source
+    from flatout.dist.world import World
 
+# Trains one run on one rank.
+TrainRun = Callable[[Console, "World", TrainRequest], Path]
 # Figures of a fold's summary that are in that of the cross-validation.
 _FIGURES = ("train_images", "epochs_trained", "train_loss", "train_seconds", "images_trained", "wall_seconds")
 
 
-def cross_validate(
-    recipe: Recipe, data: "DataRef | Source", options: Options, console: Console, module: "nn.Module | None"
-) -> Path:
-    """Train a run for each fold of `recipe.data.folds`, and return the folder that has them; as `train_recipe`.
+def cross_validate(request: TrainRequest, console: Console, train_run: TrainRun) -> Path:
+    """Train a run for each fold of `recipe.data.folds`, and return the folder that has them.
 
     Every fold is an ordinary run in `fold-1`, `fold-2` and so on: it is trained on the other folds and validated on its
     own, which chooses nothing: neither an epoch, nor thresholds, nor a learning rate. Each is trained on one device, as
     many at a time as there are devices; XLA's devices train one together. Folds that have finished are kept.
 
+    Args:
+        train_run: trains one run on one rank.
+
     Raises:
-        InputError, TrainingFailed, Stopped: as `train_recipe`; an error of a fold begins with its number.
+        InputError, TrainingFailed, Stopped: as `run.train`; an error of a fold begins with its number.
     """
+    recipe, options = request.recipe, request.options
     _check(recipe, options)
     for key, value in (("keep", "last"), ("early_stopping", 0)):
         if recipe.flat()[key] != value:
             console.note(f"{key} = {value!r}: with folds, the held-out images choose nothing")
             recipe = recipe.override({key: value})
-    session = Session(recipe, data, options, module)
-    with session.prepared(console) as pack:
-        recipe = session.recipe = session.recipe.override({"data.bits": session.recipe.data.bits or pack.bits})
-        folder = session.out
+    with prepare_host(replace(request, recipe=recipe), console) as (request, pack):
+        recipe = request.recipe.override({"data.bits": recipe.data.bits or pack.bits})
+        request = replace(request, recipe=recipe)
+        assert request.run_dir is not None
         pool = _divide(pack, recipe, console)
         # What is wrong with the model is known before an old run is removed.
-        session.build_model(pack)
-        if options.resume and (folder / run_files.RECIPE).is_file():
-            check_same(load_recipe(folder / run_files.RECIPE), recipe)
-        claim.begin(folder, recipe, overwrite=options.overwrite)
+        build_model(request, pack)
+        if options.resume and (request.run_dir / run_files.RECIPE).is_file():
+            check_same(load_recipe(request.run_dir / run_files.RECIPE), recipe)
+        claim.begin(request.run_dir, recipe, overwrite=options.overwrite)
         began = time.perf_counter()
-        _train_all(recipe, pack, replace(options, out=folder), console, module)
-        _finish(session, pack, pool, time.perf_counter() - began)
-    return folder
+        _train_all(request, pack, console, train_run)
+        _finish(request, pack, pool, console, time.perf_counter() - began)
+    return request.run_dir
 
 
 def _check(recipe: Recipe, options: Options) -> None:
@@ -97,22 +99,22 @@ def _divide(pack: "Pack", recipe: Recipe, console: Console) -> np.ndarray:
     return rows
 
 
-def _train_all(recipe: Recipe, pack: "Pack", options: Options, console: Console, module: "nn.Module | None") -> None:
+def _train_all(request: TrainRequest, pack: "Pack", console: Console, train_run: TrainRun) -> None:
     """Train the folds that have not finished, in this process or in one for each device."""
     from flatout.data.shared_pack import share
     from flatout.dist.launcher import spawn
     from flatout.engine.eager.device_setup import cpu_threads
 
-    specs = _specs(recipe, options)
+    specs, options = _specs(request.recipe, request.options), request.options
     if len(specs) == 1 and not options.restarts:
-        _train_share(console, recipe, pack, options, module, specs)
+        _train_share(console, request, specs, train_run)
         return
-    console.note(f"{recipe.data.folds} folds on {len(specs)} devices at a time; each has its log in its folder")
+    folds = request.recipe.data.folds
+    console.note(f"{folds} folds on {len(specs)} devices at a time; each has its log in its folder")
     with share(pack) as shared:
-        call = (recipe, shared, options, module, specs)
+        call = (replace(request, data=shared), specs, train_run)
         threads = cpu_threads(len(specs))
-        restarts = options.restarts or 0
-        spawn(_train_share, call, names=specs, threads=threads, console=console, restarts=restarts)
+        spawn(_train_share, call, names=specs, threads=threads, console=console, restarts=options.restarts or 0)
 
 
 def _specs(recipe: Recipe, options: Options) -> list[str]:
@@ -123,14 +125,7 @@ def _specs(recipe: Recipe, options: Options) -> list[str]:
     return [options.devices] if options.engine == "xla" else list(devices.names[: recipe.data.folds])
 
 
-def _train_share(
-    console: Console,
-    recipe: Recipe,
-    pack: "Pack | SharedPack",
-    options: Options,
-    module: "nn.Module | None",
-    specs: Sequence[str],
-) -> None:
+def _train_share(console: Console, request: TrainRequest, specs: Sequence[str], train_run: TrainRun) -> None:
     """Train this process's share of the folds, one after the other, on its device."""
     import torch
 
@@ -138,16 +133,16 @@ def _train_share(
     from flatout.dist.world import World
     from flatout.engine.factory import precisions
 
-    process = launched()
+    process, folder, folds = launched(), request.run_dir, request.recipe.data.folds
     rank = process.rank if process else 0
-    assert options.out is not None
-    for fold in range(rank + 1, recipe.data.folds + 1, len(specs)):
-        out = options.out / run_files.FOLD.format(fold)
-        if _has_finished(out, recipe):
-            console.note(f"fold {fold} of {recipe.data.folds} has finished: {out}")
+    assert folder is not None
+    for fold in range(rank + 1, folds + 1, len(specs)):
+        out = folder / run_files.FOLD.format(fold)
+        if _has_finished(out, request.recipe):
+            console.note(f"fold {fold} of {folds} has finished: {out}")
             continue
-        own = replace(
-            options,
+        options = replace(
+            request.options,
             out=out,
             devices=specs[rank],
             resume=(out / run_files.RECIPE).is_file(),
@@ -157,11 +152,16 @@ def _train_share(
         world = World(device=torch.device("cpu" if options.engine == "xla" else specs[rank]))
         # They share cores and memory.
         world.local_size = len(specs)
-        alike = _in_one_format(recipe, options.out, precisions(options.engine, world))
-        session = Session(alike.override({"data.fold": fold}), pack, own, module)
-        session.whole = options.out
+        recipe = _in_one_format(request.recipe, folder, precisions(options.engine, world))
+        of_fold = TrainRequest(
+            recipe=recipe.override({"data.fold": fold}),
+            data=request.data,
+            options=options,
+            module=request.module,
+            fold_of=folder,
+        )
         try:
-            session.run(console, world)
+            train_run(console, world, of_fold)
         except (InputError, TrainingFailed) as error:
             error.args = (f"fold {fold}: {error}", *error.args[1:])
             raise
@@ -185,12 +185,13 @@ def _has_finished(out: Path, recipe: Recipe) -> bool:
     return is_whole and load_recipe(out / run_files.RECIPE).max_steps == recipe.max_steps
 
 
-def _finish(session: Session, pack: "Pack", pool: np.ndarray, seconds: float) -> None:
+def _finish(request: TrainRequest, pack: "Pack", pool: np.ndarray, console: Console, seconds: float) -> None:
     """Write predictions, summary and report of all folds together; `pool` has the rows of their images."""
     from flatout.engine.base import Evaluation
     from flatout.report.page import draw_all
 
-    recipe, folder = session.recipe, session.out
+    recipe, folder = request.recipe, request.run_dir
+    assert folder is not None
     numbers = range(1, recipe.data.folds + 1)
     names = [run_files.FOLD.format(number) for number in numbers]
     summaries = [run_files.read_summary(folder / name, {}) for name in names]
@@ -218,14 +219,15 @@ def _finish(session: Session, pack: "Pack", pool: np.ndarray, seconds: float) ->
         more["test_probabilities"] = np.mean([arrays["test_probabilities"] for arrays in saved], axis=0)
         metrics = task.metrics(task.predicted_from(more["test_probabilities"]), pack.labels[start:stop])
         summary |= {f"test_{key}": value for key, value in ({**metrics, "count": stop - start}).items()}
+    log = RunLog(console, request)
     samples = Samples(images=pack.images, rows=rows, labels=labels)
-    write_predictions(session, "held-out", held_out, samples, pack.classes, **more)
+    write_predictions(request, log, "held-out", held_out, samples, pack.classes, **more)
     summary |= scores_of("valid", held_out, pack.classes, None)
-    summary = _summary(session, pack, summaries, seconds) | summary
+    summary = _summary(request, log, pack, summaries, seconds) | summary
     run_files.write_json(folder / run_files.SUMMARY, summary)
-    if session.options.report:
+    if request.options.report:
         draw_all(folder)
-    _say(session, summary)
+    _print_results(request, console, summary)
 
 
 def _read_predictions(folder: Path) -> dict[str, np.ndarray]:
@@ -237,11 +239,14 @@ def _read_predictions(folder: Path) -> dict[str, np.ndarray]:
         raise InputError(f"{path}: cannot be read: {error}; remove {folder} and continue with --resume") from None
 
 
-def _summary(session: Session, pack: "Pack", folds: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+def _summary(
+    request: TrainRequest, log: RunLog, pack: "Pack", folds: list[dict[str, Any]], seconds: float
+) -> dict[str, Any]:
     """Return what `summary.json` says beside the results on all images together; `folds` are the folds' summaries."""
     from flatout.engine.devices import machine, spec_of
 
-    recipe, task, specs = session.recipe, task_of(session.recipe), _specs(session.recipe, session.options)
+    recipe, options = request.recipe, request.options
+    task, specs = task_of(recipe), _specs(recipe, options)
     metrics = [f"{split}_{name}" for split in ("valid", "test") for name in ("loss", *task.metric_names, "count")]
     metrics = [key for key in metrics if all(fold.get(key) is not None for fold in folds)]
     spread = [key for key in metrics if not key.endswith(("_correct", "_count"))]
@@ -251,7 +256,7 @@ def _summary(session: Session, pack: "Pack", folds: list[dict[str, Any]], second
         "job": recipe.job,
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "model": recipe.model,
-        "engine": session.options.engine,
+        "engine": options.engine,
         # One device trains a fold; XLA's train one together.
         "devices": spec_of(specs) if len(specs) > 1 else folds[0]["devices"],
         "world_size": len(specs) if len(specs) > 1 else folds[0]["world_size"],
@@ -269,7 +274,7 @@ def _summary(session: Session, pack: "Pack", folds: list[dict[str, Any]], second
         **total,
         "images_per_second": total["images_trained"] / total["train_seconds"] if total["train_seconds"] else None,
         # What earlier commands took is not known.
-        "wall_seconds": None if session.options.resume else time.perf_counter() - session.began,
+        "wall_seconds": None if options.resume else time.perf_counter() - options.began,
         "folds": [
             {
                 "fold": number,
@@ -281,8 +286,8 @@ def _summary(session: Session, pack: "Pack", folds: list[dict[str, Any]], second
         "mean": {key: statistics.fmean(fold[key] for fold in folds) for key in spread},
         "std": {key: statistics.stdev(fold[key] for fold in folds) for key in spread},
         "stopped": None,
-        "notes": session.notes,
-        "time_seconds": session.seconds | {"folds": seconds},
+        "notes": log.notes,
+        "time_seconds": log.seconds | {"folds": seconds},
         "pack": str(pack.folder.absolute()) if pack.folder else None,
         "pack_fingerprint": pack.fingerprint,
         "pack_was_cached": pack.was_cached,
@@ -292,14 +297,14 @@ def _summary(session: Session, pack: "Pack", folds: list[dict[str, Any]], second
     }
 
 
-def _say(session: Session, summary: dict[str, Any]) -> None:
-    name = task_of(session.recipe).metric_names[0]
+def _print_results(request: TrainRequest, console: Console, summary: dict[str, Any]) -> None:
+    name = task_of(request.recipe).metric_names[0]
     mean, std = (summary[key][f"valid_{name}"] for key in ("mean", "std"))
-    session.console.note(
+    console.note(
         f"{len(summary['folds'])} folds: {name.replace('_', ' ')} {mean:.4f} ± {std:.4f} on the held-out images"
     )
-    session.console.note(describe_metrics("valid", summary).replace("valid", "all held-out images:", 1))
+    console.note(describe_metrics("valid", summary).replace("valid", "all held-out images:", 1))
     if "test_count" in summary:
-        session.console.note(f"{describe_metrics('test', summary)}, the folds together")
-    if session.options.report:
-        session.console.note(f"report: {session.out / run_files.REPORT}")
+        console.note(f"{describe_metrics('test', summary)}, the folds together")
+    if request.options.report:
+        console.note(f"report: {request.run_dir / run_files.REPORT}")

@@ -25,10 +25,10 @@ from flatout.models.heads import Head, HeadNetwork, find_head, set_head
 from flatout.numerics.calibration import both_logits
 from flatout.numerics.novelty import Known
 from flatout.recipe import Augment, Recipe
-from flatout.run.head import FittedHead, fit_head
-from flatout.run.progress import EpochRecord
 from flatout.tasks import task_of
 from flatout.tasks.base import Task
+from flatout.train.head import FittedHead, fit_head
+from flatout.train.progress import EpochRecord
 
 if TYPE_CHECKING:
     from torch import nn

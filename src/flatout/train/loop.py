@@ -21,7 +21,7 @@ from flatout.numerics.metrics import NO_COUNTS
 from flatout.numerics.random import Stream, raw
 from flatout.numerics.schedule import learning_rate
 from flatout.recipe import Recipe
-from flatout.run.progress import Clock, EpochRecord, Progress
+from flatout.train.progress import Clock, EpochRecord, Progress
 
 if TYPE_CHECKING:
     from flatout.dist.world import World
@@ -30,7 +30,7 @@ FIX = "; try a lower optimizer.lr. The weights of the last good epoch are kept."
 _STOPS = Flag.INTERRUPT | Flag.TERMINATE
 
 
-class Callbacks:
+class LoopHooks:
     """What happens beside the loop; every method is called on all processes after the same step."""
 
     def flags(self) -> Flag:
@@ -58,13 +58,13 @@ class Callbacks:
         return ""
 
 
-def train(
+def run_loop(
     engine: Engine,
     world: "World",
     recipe: Recipe,
     splits: Mapping[str, DeviceSplit],
     progress: Progress,
-    callbacks: Callbacks,
+    hooks: LoopHooks,
 ) -> str:
     """Train the placed splits from where `progress` stands; return why training ended before the last epoch, or "".
 
@@ -74,7 +74,7 @@ def train(
         TrainingFailed: a loss or a weight is not finite; the message names the epoch.
         Stopped: a process of the run was told to end.
     """
-    return _Loop(engine, world, recipe, splits, progress, callbacks).run()
+    return _Loop(engine, world, recipe, splits, progress, hooks).run()
 
 
 @dataclass
@@ -84,7 +84,7 @@ class _Loop:
     recipe: Recipe
     splits: Mapping[str, DeviceSplit]
     progress: Progress
-    callbacks: Callbacks
+    hooks: LoopHooks
 
     def __post_init__(self) -> None:
         self._images = len(self.splits["train"].samples)
@@ -103,7 +103,7 @@ class _Loop:
             if not self.engine.is_finite():
                 raise TrainingFailed(f"training diverged in epoch {progress.epoch}: a weight is not finite{FIX}")
             progress.history.append(record)
-            if ended := self.callbacks.epoch(is_best=self._choose_best()):
+            if ended := self.hooks.epoch(is_best=self._choose_best()):
                 return ended
             waited, patience = progress.epoch - progress.best_epoch, self.recipe.early_stopping
             if patience and progress.best_record and waited >= patience:
@@ -120,21 +120,21 @@ class _Loop:
         seeds = raw(recipe.seed, Stream.STEP, epoch, self._steps) >> np.uint64(1)
         for inputs in clock.waiting(train.feed(batches)):
             rate = learning_rate(self.recipe, progress.position(self._steps), self._steps, watched)
-            control.request(self.callbacks.flags())
+            control.request(self.hooks.flags())
             train.train_step(inputs, rate, int(seeds[progress.step]))
             progress.step += 1
             progress.images_trained += min(recipe.batch_size, self._images - (progress.step - 1) * recipe.batch_size)
             clock.tick()
             progress.note_first_steps()
-            self.callbacks.step()
+            self.hooks.step()
             flags = control.received()
-            if flags & (Flag.LOSS | Flag.CHECKPOINT | _STOPS) or self.callbacks.wants_loss():
-                self.callbacks.loss(self._fetch_counts(first_step))
+            if flags & (Flag.LOSS | Flag.CHECKPOINT | _STOPS) or self.hooks.wants_loss():
+                self.hooks.loss(self._fetch_counts(first_step))
             if Flag.CHECKPOINT in flags:
-                self.callbacks.checkpoint()
+                self.hooks.checkpoint()
                 clock.skip()
             if Flag.REPLAN in flags:
-                self.recipe = self.callbacks.replan()
+                self.recipe = self.hooks.replan()
             if flags & _STOPS:
                 raise Stopped(signal.SIGTERM if Flag.TERMINATE in flags else signal.SIGINT)
             if progress.position(self._steps) >= self.recipe.total_steps(self._steps):

@@ -12,7 +12,7 @@ from flatout.settings import nearest, nearest_path
 
 if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source
-    from flatout.run.advise import Speeds
+    from flatout.train.auto_recipe import Speeds
 
 
 def resolve(
@@ -49,7 +49,7 @@ def resolve(
     if "data.path" in changes and (data is not None or not is_complete):
         raise InputError(f"data.path = {changes['data.path']!r}: data is given twice; remove one")
     if not is_complete:
-        from flatout.run.advise import advise
+        from flatout.train.auto_recipe import advise
 
         if job is not None and data is not None:
             raise InputError(f"{job} is data, and so is --data {data}: give one of them")

@@ -13,13 +13,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from flatout.callbacks import TRACKERS
-from flatout.callbacks.base import Callback, RunInfo, checked
 from flatout.errors import InputError
 from flatout.files import write_atomically
 from flatout.report.run_files import LOGS, PICTURES, TENSORBOARD, TRACKER_IDS
 from flatout.settings import nearest
+from flatout.train.callbacks import Callback, RunInfo, check_callback
 
+# Names of trackers: the package, the extra that installs it, and the choices of `--track`.
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 PROJECT = "flatout"
 
 
@@ -269,7 +270,7 @@ def callbacks_of(given: Any) -> tuple[Callback, ...]:
     """
     if isinstance(given, str) or not isinstance(given, Iterable):
         given = [given]
-    return tuple(_tracker(one) if isinstance(one, str) else checked(one) for one in given)
+    return tuple(_tracker(one) if isinstance(one, str) else check_callback(one) for one in given)
 
 
 def _tracker(name: str) -> Callback:

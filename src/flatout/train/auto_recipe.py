@@ -20,8 +20,8 @@ from flatout.errors import InputError, WeightsUnavailable
 from flatout.models.load import default_shape
 from flatout.models.sizes import usable_size
 from flatout.recipe import Recipe, from_dict, with_settings
-from flatout.run.facts import PHOTO, Facts, look, of_shape, side_of
 from flatout.settings import Size, one_or_both, sides
+from flatout.train.dataset_stats import PHOTO, Facts, look, of_shape, side_of
 
 if TYPE_CHECKING:
     from flatout.models.backbones import Backbone
@@ -357,7 +357,7 @@ def _from_weights(facts: Facts, weights: Path, model: str, speeds: Speeds | None
 
 def _fitted_head(facts: Facts, backbones: "Sequence[Backbone]", speeds: Speeds | None, *, weights: str = "") -> Advice:
     """Return a recipe that fits the head of a published network, and fine-tunes all of it if the time permits."""
-    from flatout.run.photo_plan import fine_tuning_of, plan_photos
+    from flatout.train.photo_plan import fine_tuning_of, plan_photos
 
     channels = 3 if facts.channels == 1 else facts.channels
     size = facts.size if facts.is_size_given else None

@@ -7,14 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout.dist.env import restart_count
 from flatout.errors import InputError
 from flatout.models.weights import read_weights, save_tensors
-from flatout.recipe import FREE_KEYS, Recipe, from_dict, of_run
-from flatout.run.progress import Progress, from_plain, to_plain
+from flatout.numerics.schedule import describe_jump
+from flatout.recipe import FREE_KEYS, Recipe, from_dict, load_recipe, of_run
+from flatout.report import run_files
+from flatout.train.progress import Progress, from_plain, to_plain
+from flatout.train.request import TrainRequest
 
 if TYPE_CHECKING:
     from flatout.dist.world import World
-    from flatout.engine.base import Engine
+    from flatout.train.context import TrainContext
 
 _BEST = "best."
 
@@ -114,16 +118,21 @@ def load_newest(folder: Path, report: Callable[[str], None], since: float = 0.0)
     return None
 
 
-def restore_newest(
-    engine: "Engine",
-    folder: Path,
-    recipe: Recipe,
-    data: dict[str, Any],
-    world: "World",
-    report: Callable[[str], None],
-    since: float = 0.0,
-) -> Checkpoint | None:
-    """Load the newest whole checkpoint into the engine. All ranks call this; the main process reads the file.
+def continued_recipe(request: TrainRequest, run_dir: Path, world: "World") -> Recipe | None:
+    """Return the recipe of the run that is continued; None if nothing was saved yet. All ranks call this."""
+
+    def read() -> Recipe | None:
+        if not (_is_continued(request) and newest_first(run_dir / run_files.CHECKPOINTS, _since(request))):
+            return None
+        return of_run(load_recipe(run_dir / run_files.RECIPE))
+
+    return world.from_main(read)
+
+
+def restore(context: "TrainContext") -> Checkpoint | None:
+    """Load the newest whole checkpoint into the engine, if the run is continued.
+
+    All ranks call this; the main process reads the file.
 
     Returns:
         The checkpoint without its tensors; None where nothing was saved yet.
@@ -131,11 +140,14 @@ def restore_newest(
     Raises:
         InputError: see `load_newest` and `Checkpoint.check_resumable`.
     """
+    engine, recipe, note = context.engine, context.recipe, context.log.note
+    if not (_is_continued(context.request) and recipe.epochs):
+        return None
     state: dict[str, Any] = {}
     best: dict[str, Any] = {}
 
     def without_tensors() -> Checkpoint | None:
-        found = load_newest(folder, report, since)
+        found = load_newest(context.run_dir / run_files.CHECKPOINTS, note, _since(context.request))
         if found is None:
             return None
         # The engine distributes the tensors.
@@ -143,15 +155,34 @@ def restore_newest(
         best.update(found.best)
         return replace(found, state={}, best={})
 
-    newest = world.from_main(without_tensors)
+    newest = context.world.from_main(without_tensors)
     if newest is None:
+        note("nothing was saved yet: training starts from the beginning")
         return None
-    newest.check_resumable(recipe, data, report)
+    newest.check_resumable(recipe, context.data_facts, note)
     if newest.progress.best_record and recipe.keep == "best":
         engine.load_state({**state, **best})
         newest.progress.best = engine.snapshot(weights_only=True)
     engine.load_state(state)
+    note(f"resumed after epoch {newest.progress.epoch}, step {newest.progress.step}")
     return newest
+
+
+def note_jump(context: "TrainContext", progress: Progress, before: Recipe) -> None:
+    """Note that the learning rate jumps where a run is continued with another schedule than it had `before`."""
+    steps = context.steps_per_epoch
+    if jump := describe_jump(before, context.recipe, progress.position(steps), steps):
+        context.log.note(jump)
+
+
+def _is_continued(request: TrainRequest) -> bool:
+    """Return whether the run goes on from a checkpoint, if there is one, rather than starting."""
+    return request.options.resume or restart_count() > 0
+
+
+def _since(request: TrainRequest) -> float:
+    """Return from when on checkpoints are of this run: the run to overwrite may have left some."""
+    return request.prepared_at if request.options.overwrite else 0.0
 
 
 def _read(path: Path) -> Checkpoint:

@@ -2,27 +2,21 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console
-from flatout.errors import InputError, Stopped
+from flatout.errors import Stopped
 from flatout.recipe import Recipe
 from flatout.run.folder import Ensemble, Run, load
-from flatout.run.options import Options
-from flatout.run.session import Session
 from flatout.settings import in_python, python_words
+from flatout.train.request import Options, TrainRequest
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from flatout.callbacks.base import Callback
-    from flatout.data.source import DataRef, Source
-    from flatout.dist.world import World
-
-T = TypeVar("T")
+    from flatout.train.callbacks import Callback
 
 
 @in_python
@@ -95,23 +89,24 @@ def fit(
     began = time.perf_counter()
     import sys
 
-    from flatout.callbacks.trackers import callbacks_of
     from flatout.dist.env import launched
     from flatout.engine.devices import engine_for, parse_devices
     from flatout.engine.factory import speeds_on
     from flatout.models.keras import KerasModule, is_keras
     from flatout.models.load import copied
-    from flatout.run import claim
-    from flatout.run.arguments import check_names, is_own_loss, join_data, loader_batch_size, recipe_changes
-    from flatout.run.own import own_functions
-    from flatout.run.resolve import resolve
+    from flatout.train import claim
+    from flatout.train.fit_arguments import check_names, is_own_loss, join_data, loader_batch_size, recipe_changes
+    from flatout.train.recipes import resolve
+    from flatout.train.run import train
+    from flatout.train.trackers import callbacks_of
+    from flatout.train.user_functions import user_functions
 
     check_names(changes, fit)
     process = launched()
     rank = process.rank if process else 0
     console = Console(None if quiet or rank else sys.stdout, rank=rank)
     own_loss = changes.pop("loss") if is_own_loss(changes.get("loss")) else None
-    own, flat = own_functions(own_loss, transform, batch_transforms, metrics), recipe_changes(changes)
+    functions, flat = user_functions(own_loss, transform, batch_transforms, metrics), recipe_changes(changes)
     if (loaded := loader_batch_size(data)) is not None:
         flat.setdefault("batch_size", loaded)
     data = join_data(data, labels, validation_data)
@@ -137,7 +132,7 @@ def fit(
         began=began,
         allow_code=isinstance(model, str),
         callbacks=callbacks_of(callbacks),
-        own=own,
+        functions=functions,
     )
     reasons: list[str] = []
     try:
@@ -154,9 +149,9 @@ def fit(
             words=python_words,
             explain=reasons.append,
         )
-        own.check(recipe, engine)
-        options = dataclasses.replace(options, notes=(*reasons, *own.notes()))
-        folder = train_recipe(recipe, found, options, console, module=module)
+        functions.check(recipe, engine)
+        options = dataclasses.replace(options, notes=(*reasons, *functions.notes()))
+        folder = train(TrainRequest(recipe=recipe, data=found, options=options, module=module), console)
     except Stopped:
         raise KeyboardInterrupt from None
     finally:
@@ -165,113 +160,3 @@ def fit(
     if module is not None and not isinstance(run, Ensemble):
         _ = run.model  # loads the weights into the model given
     return run
-
-
-def train_recipe(
-    recipe: Recipe, data: "DataRef | Source", options: Options, console: Console, *, module: "nn.Module | None" = None
-) -> Path:
-    """Train as a recipe says and write the run folder.
-
-    One device is used in this process; several get a process each. A process that another launcher, such as torchrun,
-    has started as a rank joins the other ranks.
-
-    Args:
-        recipe: complete but for what is measured on the data.
-        data: as `data.prepare.find` returns it.
-        module: the model, where it was given in Python.
-
-    Returns:
-        The run folder; where a launcher started several processes, the first one has written it.
-
-    Raises:
-        InputError, TrainingFailed: as `fit`.
-        Stopped: the process was told to end; the run folder is usable and can be resumed.
-    """
-    if options.hosts.most > 1 and options.out is None:
-        # The first host's name is used by all, and again after a restart.
-        options = dataclasses.replace(options, out=Path("runs") / f"{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}")
-    if recipe.data.folds and not recipe.data.fold:
-        from flatout.run.folds import cross_validate
-
-        return cross_validate(recipe, data, options, console, module)
-    folder, attributes = run_session(Session(recipe, data, options, module), console, _run)
-    for callback, found in zip(options.callbacks, attributes, strict=False):
-        vars(callback).update(found)
-    return folder
-
-
-def run_session(session: Session, console: Console, function: "Callable[[Console, World, Session], T]") -> T:
-    """Call function(console, world, session) on every rank of the session's devices; return what the first one returns.
-
-    The folder is claimed and the pack made before the processes start. `function` must be importable by them.
-
-    Raises:
-        InputError, TrainingFailed, Stopped: as `train_recipe`.
-    """
-    from flatout.dist.env import launched
-    from flatout.engine.devices import parse_devices
-    from flatout.engine.factory import choose_processes, kept_devices
-    from flatout.run.launch import check_batch, run_on_devices
-
-    recipe, options, engine = session.recipe, session.options, session.options.engine
-    if options.minutes is not None and recipe.augment.start_size:
-        given = f"--minutes {options.minutes:g}"
-        raise InputError(f"{given}: cannot plan steps on images that grow; set augment.start_size = 0")
-    if recipe.optimizer.is_of_library:
-        from flatout.numerics import optim
-
-        # Its name and keys are checked before the data is read.
-        optim.of_library(recipe.optimizer)
-    if launched() is not None:
-        return run_on_devices(function, (session,), spec=options.devices, engine=engine, console=console)
-    devices = parse_devices(options.devices, engine)
-    if options.devices != "auto":
-        # Before the data is read and the ranks start.
-        check_batch(recipe.batch_size, len(devices.ranks.names))
-    begins = function is _run
-    with session.prepared(console, begins=begins) as pack:
-        start, stop = pack.splits["train"]
-        spec = options.devices
-        if spec == "auto" and (before := session.devices_before()):
-            spec, sentence = kept_devices(before, engine)
-            session.note(sentence)
-        chosen = choose_processes(
-            spec,
-            recipe,
-            stop - start,
-            lambda: session.build_model(pack),
-            engine,
-            has_budget=options.minutes is not None,
-        )
-        if chosen.reason:
-            session.note(chosen.reason)
-        session.options = dataclasses.replace(options, devices=str(chosen.devices))
-        if begins and options.hosts.most == 1 and not options.overwrite:
-            session.keep_devices()
-        return run_on_devices(
-            function,
-            (session,),
-            spec=session.options.devices,
-            engine=engine,
-            console=console,
-            hosts=options.hosts,
-            restarts=options.restarts,
-            threads=chosen.threads,
-        )
-
-
-def _run(console: Console, world: "World", session: Session) -> "tuple[Path, list[dict[str, Any]]]":
-    """Train on one of the ranks; return the folder and, from the process of a device, attributes of the callbacks."""
-    from flatout.dist.env import launched
-
-    folder, attributes = session.run(console, world), []
-    if launched() is not None and world.is_main and session.options.callbacks:
-        import cloudpickle
-
-        attributes = [vars(callback) for callback in session.options.callbacks]
-        try:
-            cloudpickle.dumps(attributes)
-        except Exception as error:  # users' objects may raise anything
-            console.note(f"the attributes of the callbacks stay in the process of rank 0: {error}")
-            attributes = []
-    return folder, attributes

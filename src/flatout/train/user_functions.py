@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnFunctions:
+class UserFunctions:
     """What a caller of `fit` gives as functions.
 
     Attributes:
@@ -99,13 +99,13 @@ class PerImage:
         return image_CHW
 
 
-def own_functions(loss: Any, transform: Any, batch_transforms: Any, metrics: Any) -> OwnFunctions:
+def user_functions(loss: Any, transform: Any, batch_transforms: Any, metrics: Any) -> UserFunctions:
     """Return the functions that a caller of `fit` gives.
 
     Raises:
-        InputError: one is no function, or a metric has no name or that of a built-in one.
+        InputError: one is not a function, or a metric has no name or that of a built-in one.
     """
-    return OwnFunctions(
+    return UserFunctions(
         loss=loss,
         transforms=_functions(transform, "transform", "an image [C, H, W]"),
         batch_transforms=_functions(batch_transforms, "batch_transforms", "images [B, C, H, W]"),
@@ -117,7 +117,7 @@ def _functions(given: Any, argument: str, of: str) -> tuple[Callable[..., Any], 
     functions = (given,) if callable(given) else tuple(given or ())
     for function in functions:
         if not callable(function):
-            raise InputError(f"{argument}: {function!r} is no function of {of}")
+            raise InputError(f"{argument}: {function!r} is not a function of {of}")
     return functions
 
 
@@ -130,7 +130,7 @@ def _named(metrics: Any) -> tuple[tuple[str, Callable[..., Any]], ...]:
     for name, function in pairs:
         if not callable(function):
             known = ", ".join(sorted(taken - {"loss", "count"}))
-            raise InputError(f"metrics: {function!r} is no function of labels and answers; always computed: {known}")
+            raise InputError(f"metrics: {function!r} is not a function of labels and answers; always computed: {known}")
         if not str(name).isidentifier():
             raise InputError('metrics: a function without a name; give a dict: metrics={"name": function}')
         if name in taken:

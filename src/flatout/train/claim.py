@@ -14,7 +14,7 @@ from flatout.files import sweep_temporary_files, write_atomically
 from flatout.host import process_place
 from flatout.recipe import Recipe
 from flatout.report import run_files
-from flatout.run.options import Options
+from flatout.train.request import Options
 
 # What --overwrite removes: the files that a run writes, before the folders that hold them.
 _FILES_OF_A_RUN = (

@@ -1,14 +1,24 @@
-"""How a recipe is run, other than what the recipe says."""
+"""What a user asks for: a recipe, its data, and how to run it."""
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from flatout.callbacks.base import Callback
 from flatout.dist.hosts import Hosts
 from flatout.errors import InputError
-from flatout.run.own import OwnFunctions
+from flatout.recipe import Recipe
+from flatout.train.callbacks import Callback
+from flatout.train.user_functions import UserFunctions
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flatout.data.pack import Pack
+    from flatout.data.shared_pack import SharedPack
+    from flatout.data.source import DataRef, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +41,7 @@ class Options:
         notes: sentences about the recipe, for the summary and the report.
         report: draw the pictures and the report.
         callbacks: called by the main process.
-        own: functions given in Python.
+        functions: given in Python.
     """
 
     out: Path | None = None
@@ -48,7 +58,7 @@ class Options:
     notes: tuple[str, ...] = ()
     report: bool = True
     callbacks: tuple[Callback, ...] = ()
-    own: OwnFunctions = field(default_factory=OwnFunctions)
+    functions: UserFunctions = field(default_factory=UserFunctions)
 
     @property
     def seconds(self) -> float | None:
@@ -60,3 +70,28 @@ class Options:
             raise InputError(f"--minutes {self.minutes:g}: must be greater than 0")
         if self.restarts is not None and self.restarts < 0:
             raise InputError(f"--restarts {self.restarts}: must be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainRequest:
+    """A run to be made. It can be sent to other processes once its data is a `SharedPack`.
+
+    Attributes:
+        recipe: complete but for what is measured on the data.
+        data: recognised data, or its pack.
+        options: how to run.
+        module: the model, if it was given in Python.
+        run_dir: the run folder, if the process that starts the ranks holds it.
+        fold_of: the folder of the cross-validation that the run is a fold of.
+        phase_seconds: the time of the phases that are over.
+        prepared_at: when the folder was claimed, by time.time.
+    """
+
+    recipe: Recipe
+    data: "DataRef | Source | Pack | SharedPack"
+    options: Options
+    module: "nn.Module | None" = None
+    run_dir: Path | None = None
+    fold_of: Path | None = None
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    prepared_at: float = 0.0
