@@ -14,6 +14,7 @@ from flatout.engine.eager import accelerator
 from flatout.engine.eager.accelerator import CPU
 from flatout.models.weights import read_weights
 from flatout.recipe import load_recipe
+from flatout.train import prepare, probes
 
 ONE_EPOCH = ("train", "digits", "--epochs", "1", "--devices", "cpu")
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")

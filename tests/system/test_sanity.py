@@ -11,6 +11,7 @@ from torch import nn
 
 import flatout
 from flatout.models.weights import read_weights
+from flatout.train import probes
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

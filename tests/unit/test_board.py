@@ -27,6 +27,7 @@ from flatout.data.pack import open_pack
 from flatout.data.pack_files import IMAGES
 from flatout.errors import InputError
 from flatout.report import run_files
+from flatout.train import monitor
 from flatout.train.progress import Progress
 from tests.unit.runs import epoch_line, write_run
 

@@ -129,8 +129,8 @@ def _find_problems(
     change_at_this_pace = 2 * abs(first - last) * _total_steps(recipe, images) / SANITY_STEPS
     if not last < max(first, guessing) + LARGEST_EXCESS:
         found.append(
-            f"{SANITY_STEPS} steps on one batch raised its loss from {first:.3g} to {last:.3g}: usual causes are too high "
-            f"a learning rate ({rate:.2g}; flatout lr finds one), and a data.mean and data.std that do not suit the "
+            f"{SANITY_STEPS} steps on one batch raised its loss from {first:.3g} to {last:.3g}: usual causes are too "
+            f"high a learning rate ({rate:.2g}; flatout lr finds one), and a data.mean and data.std that do not suit the "
             "images"
         )
     elif change_at_this_pace < LEAST_CHANGE * first and first > guessing / 2:  # the starting weights do not fit it
