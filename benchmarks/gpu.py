@@ -34,8 +34,8 @@ from flatout.data.pack import Pack, PackSettings
 from flatout.dist.world import World
 from flatout.engine.base import Engine
 from flatout.engine.devices import machine, parse_devices
-from flatout.engine.eager.accelerator import accelerator_of
 from flatout.engine.factory import join, make_engine
+from flatout.engine.torch.accelerator import accelerator_of
 from flatout.jobs import load_job
 from flatout.models.load import build_model
 from flatout.recipe import Augment, Momentum, Recipe

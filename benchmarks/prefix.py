@@ -20,8 +20,8 @@ from flatout.data.feed import Samples
 from flatout.data.load import find, splits_of
 from flatout.data.pack import Pack, PackSettings
 from flatout.dist.world import World
-from flatout.engine.eager.engine import TorchEngine
 from flatout.engine.factory import join
+from flatout.engine.torch.engine import TorchEngine
 from flatout.jobs import load_job
 from flatout.models.load import build_model
 from flatout.recipe import Recipe

@@ -13,7 +13,7 @@ from flatout.data import order
 from flatout.data.feed import Samples
 from flatout.data.order import epoch_batches
 from flatout.dist.world import World
-from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.torch.engine import TorchEngine
 from flatout.numerics import random
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress

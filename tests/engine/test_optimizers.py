@@ -17,7 +17,7 @@ from torch import nn
 
 import flatout
 from flatout.dist.world import World
-from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.torch.engine import TorchEngine
 from flatout.errors import InputError
 from flatout.numerics import optim
 from flatout.recipe import Optimizer, Recipe

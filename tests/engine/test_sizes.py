@@ -17,7 +17,7 @@ import flatout
 from flatout.data.feed import Samples
 from flatout.data.order import training_batches
 from flatout.dist.world import World
-from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.torch.engine import TorchEngine
 from flatout.errors import InputError, Stopped
 from flatout.models.weights import read_weights
 from flatout.numerics.augment import training_size

@@ -3,7 +3,7 @@
 import torch
 
 from flatout.dist.world import World
-from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.torch.engine import TorchEngine
 from flatout.train.loop import LoopHooks, run_loop
 from flatout.train.progress import Progress
 from tests.engine.ranks import on_ranks

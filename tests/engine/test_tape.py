@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from flatout.dist.world import World
-from flatout.engine.eager import cuda_graph
-from flatout.engine.eager.engine import TorchEngine
-from flatout.engine.eager.split import Inputs
+from flatout.engine.torch import step as cuda_graph
+from flatout.engine.torch.batches import Inputs
+from flatout.engine.torch.engine import TorchEngine
 from flatout.jobs import builtin_jobs, load_job
 from flatout.models.load import build_model
 from flatout.numerics import optim

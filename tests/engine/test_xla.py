@@ -164,7 +164,7 @@ def test_many_steps_in_one_program(steps: int, placement: str) -> None:
 
 
 def test_images_in_flight_are_bounded_by_bytes() -> None:
-    from flatout.engine.xla.split import IN_FLIGHT_BYTES, RUN_AHEAD, dispatch_limits
+    from flatout.engine.xla.batches import IN_FLIGHT_BYTES, RUN_AHEAD, dispatch_limits
 
     assert dispatch_limits(0, 16) == dispatch_limits(1000, 16) == (16, RUN_AHEAD), "small images change nothing"
     photos = 128 * 224 * 224 * 3
@@ -221,7 +221,8 @@ def test_training_starts_from_the_weights_of_rank_0() -> None:
 
 def test_memory_of_other_hosts_devices_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process looks at its own devices; images go to all devices only if they fit on every host."""
-    from flatout.engine.xla import engine, input
+    from flatout.engine.xla import batches as input
+    from flatout.engine.xla import engine
 
     class Sharding:
         def __init__(self, devices: Any, shard: str) -> None:

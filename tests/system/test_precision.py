@@ -10,8 +10,8 @@ import torch
 
 import flatout
 from flatout.cli import main
-from flatout.engine.eager import accelerator
-from flatout.engine.eager.accelerator import CPU
+from flatout.engine.torch import accelerator
+from flatout.engine.torch.accelerator import CPU
 from flatout.models.weights import read_weights
 from flatout.recipe import load_recipe
 from flatout.train import prepare, probes

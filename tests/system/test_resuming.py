@@ -11,7 +11,7 @@ import pytest
 
 from flatout.cli import main
 from flatout.engine import factory
-from flatout.engine.eager import probe
+from flatout.engine.torch import measure as probe
 from flatout.models.weights import read_weights
 from tests.system.interrupted import assert_same, at_image, command, resume, write_images
 from tests.system.run_files import metrics, summary

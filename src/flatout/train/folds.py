@@ -103,7 +103,7 @@ def _train_all(request: TrainRequest, pack: "Pack", console: Console, train_run:
     """Train the folds that have not finished, in this process or in one for each device."""
     from flatout.data.shared_pack import share
     from flatout.dist.launcher import spawn
-    from flatout.engine.eager.device_setup import cpu_threads
+    from flatout.engine.torch.accelerator import cpu_threads
 
     specs, options = _specs(request.recipe, request.options), request.options
     if len(specs) == 1 and not options.restarts:

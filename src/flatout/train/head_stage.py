@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from flatout.engine.base import Evaluation
-from flatout.engine.eager.engine import TorchEngine
-from flatout.engine.eager.split import TorchSplit
+from flatout.engine.torch.batches import TorchSplit
+from flatout.engine.torch.engine import TorchEngine
 from flatout.errors import InputError
 from flatout.models.features import compact
 from flatout.models.heads import Head, HeadNetwork, find_head, set_head

@@ -46,7 +46,7 @@ def fastest_precision(
         samples: training images, of which some batches are used.
         formats: what the device computes in, the default first; bf16 is one of them.
     """
-    from flatout.engine.eager.device_setup import BF16_WORTH
+    from flatout.engine.torch.accelerator import BF16_WORTH
 
     count = min(len(samples), PRECISION_BATCHES * recipe.batch_size)
     # Those that are needed first are there first.
@@ -130,8 +130,8 @@ def _find_problems(
     if not last < max(first, guessing) + LARGEST_EXCESS:
         found.append(
             f"{SANITY_STEPS} steps on one batch raised its loss from {first:.3g} to {last:.3g}: usual causes are too "
-            f"high a learning rate ({rate:.2g}; flatout lr finds one), and a data.mean and data.std that do not suit the "
-            "images"
+            f"high a learning rate ({rate:.2g}; flatout lr finds one), and a data.mean and data.std that do not suit "
+            "the images"
         )
     elif change_at_this_pace < LEAST_CHANGE * first and first > guessing / 2:  # the starting weights do not fit it
         found.append(

@@ -3,7 +3,7 @@
 The model and the loss are exported from torch; gradients, their sum over the devices and the update are JAX. All arrays
 are global.
 
-Shape letters: B batch, padded to equal parts per device, H height, W width, C channels, K outputs, N samples.
+Shape letters: B batch, padded to equal parts per device, H height, W width, C channels, K outputs, N samples, V views.
 """
 
 import contextlib
@@ -18,10 +18,8 @@ from torch import nn
 
 from flatout.engine.xla import optim
 from flatout.engine.xla.augment import Augmentation, mix, reduced
-from flatout.engine.xla.function import Function
-from flatout.engine.xla.heads import averaged, example, head_of, to_array
+from flatout.engine.xla.function import Function, SampleMask
 from flatout.engine.xla.keras import KerasFunction
-from flatout.engine.xla.lowerings import SampleMask
 from flatout.models.features import caught
 from flatout.models.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.models.keras import KerasModule
@@ -29,6 +27,7 @@ from flatout.models.layers import learning_rate_scales, set_train_mode
 from flatout.numerics import augment, pixels
 from flatout.recipe import Recipe
 from flatout.tasks import task_of
+from flatout.tasks.base import Task
 
 Array = Any  # jax.Array or np.ndarray
 Arrays = dict[str, jax.Array]
@@ -45,7 +44,7 @@ class State(NamedTuple):
 
 
 class Average(NamedTuple):
-    """An exponential moving average of weights and buffers; see `engine.eager.weight_average`."""
+    """An exponential moving average of weights and buffers; see `engine.torch.state`."""
 
     steps: Array
     trained: Arrays
@@ -362,3 +361,63 @@ class _Network:
 def _images(images: Array, table: jax.Array | None) -> Any:
     """Return the images of a batch, which are rows of a table if there is one."""
     return images if table is None else jnp.take(table, images, axis=0, mode="clip")
+
+
+class _LossHead(nn.Module):
+    """What a task computes from logits: losses, metrics of a step, predictions and probabilities."""
+
+    def __init__(self, task: Task, class_weights: tuple[float, ...] | None) -> None:
+        super().__init__()
+        self._task = task
+        self._class_weights = None if class_weights is None else torch.tensor(class_weights)
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return them."""
+        losses = self._task.per_sample(logits, targets, self._class_weights)
+        return (
+            losses,
+            self._task.step_metrics(logits, targets),
+            self._task.predicted(logits),
+            self._task.probabilities(logits),
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def head_of(
+    task: Task, class_weights: tuple[float, ...] | None, logits_shape: tuple[int, ...], target_shape: tuple[int, ...]
+) -> Function:
+    """Return losses, metrics of a step, predictions and probabilities as a function of logits and targets.
+
+    Training and evaluation share one where their batches have the same size.
+    """
+    dtype = torch.float32 if task.mixes_targets else torch.int64
+    examples = example(*logits_shape), example(logits_shape[0], *target_shape, dtype=dtype)
+    return Function(_LossHead(task, class_weights), examples, name="loss")
+
+
+def averaged(task: Task, logits_VBK: jax.Array) -> jax.Array:
+    """Return the logits [B, K] of the views together."""
+    return Function(_Averaged(task), (example(*logits_VBK.shape),), name="views")({}, {}, logits_VBK)[0]
+
+
+class _Averaged(nn.Module):
+    """Logits [B, K] averaged over views [V, B, K]."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self._task = task
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return them."""
+        return self._task.averaged(logits)
+
+
+def example(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor of zeros that occupies a single element of memory."""
+    return torch.zeros((), dtype=dtype).expand(shape)
+
+
+def to_array(tensor: torch.Tensor) -> np.ndarray:
+    """Return a copy of a tensor as an array that JAX takes unchanged: whole numbers in 32 bits."""
+    array = tensor.detach().cpu().numpy()
+    return array.astype(np.int32) if array.dtype == np.int64 else array.copy()

@@ -19,20 +19,21 @@ from torch.nn import functional
 
 from flatout.data.feed import Samples
 from flatout.dist.world import ALONE, World
-from flatout.engine.eager import state as states
-from flatout.engine.eager.accelerator import Accelerator, accelerator_of
-from flatout.engine.eager.batch_norm import BatchNorm
-from flatout.engine.eager.cuda_graph import CapturedStep
-from flatout.engine.eager.device_setup import MEMORY_SHARE, prepare
-from flatout.engine.eager.grad_accumulation import COPIES_OF_WEIGHTS, count_micro_batches
-from flatout.engine.eager.grad_reduce import BucketedAllReduce, FSDPGradients, Gradients, LocalGradients
-from flatout.engine.eager.losses import Losses
-from flatout.engine.eager.metric_sums import SUMS, MetricSums
-from flatout.engine.eager.network_input import NetworkInput
-from flatout.engine.eager.replaced_functions import ReplacedFunctions
-from flatout.engine.eager.split import Inputs, Source, TorchSplit, place
-from flatout.engine.eager.weight_average import WeightAverage
 from flatout.engine.recorder import Recorder
+from flatout.engine.torch import state as states
+from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelerator_of, prepare
+from flatout.engine.torch.batch_norm import BatchNorm
+from flatout.engine.torch.batches import Inputs, Source, TorchSplit, place
+from flatout.engine.torch.gradients import (
+    COPIES_OF_WEIGHTS,
+    BucketedAllReduce,
+    FSDPGradients,
+    Gradients,
+    LocalGradients,
+    count_micro_batches,
+)
+from flatout.engine.torch.state import WeightAverage
+from flatout.engine.torch.step import SUMS, CapturedStep, Losses, MetricSums, NetworkInput, ReplacedFunctions
 from flatout.models.frozen_prefix import Cut, before_head, cut_frozen_prefix
 from flatout.models.heads import Head
 from flatout.models.layers import learning_rate_scales, set_train_mode
@@ -111,7 +112,7 @@ class TorchEngine:
         self._gradients = self._make_gradients()
         scales = learning_rate_scales(self.model, recipe.optimizer.layer_decay)
         if self.is_sharded:
-            from flatout.engine.eager.fsdp import build_optimizer
+            from flatout.engine.torch.fsdp import build_optimizer
 
             self._optimizer = build_optimizer(recipe.optimizer, self.parameters, scales)
         else:
@@ -140,7 +141,7 @@ class TorchEngine:
             model = model.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self.world.broadcast([*model.parameters(), *model.buffers()])
         if self.is_sharded:
-            from flatout.engine.eager.fsdp import shard
+            from flatout.engine.torch.fsdp import shard
 
             shard(model, self.device)
         return model

@@ -15,8 +15,7 @@ import torch
 from flatout.data.feed import Samples, prefetch, read_ahead
 from flatout.data.order import Batch, block_size, evaluation_batches, part
 from flatout.engine.base import Evaluation, Keep
-from flatout.engine.eager.accelerator import Accelerator
-from flatout.engine.eager.device_setup import allocate, placement
+from flatout.engine.torch.accelerator import Accelerator, allocate, placement
 from flatout.models.features import caught
 from flatout.models.heads import FeatureNetwork, Head
 from flatout.numerics import augment
@@ -24,7 +23,7 @@ from flatout.tasks.base import Task
 
 if TYPE_CHECKING:
     from flatout.dist.world import World
-    from flatout.engine.eager.engine import TorchEngine
+    from flatout.engine.torch.engine import TorchEngine
 
 # Among the views of a split's images, the one for evaluation.
 NOT_AUGMENTED = -1

@@ -25,9 +25,8 @@ from flatout.data.order import Batch
 from flatout.dist.env import Launched
 from flatout.dist.shared_memory import SharedMemory
 from flatout.dist.world import World
-from flatout.engine.eager.accelerator import accelerator_of
-from flatout.engine.eager.device_setup import BF16_WORTH, choose_precision, cpu_threads
-from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.torch.accelerator import BF16_WORTH, accelerator_of, choose_precision, cpu_threads
+from flatout.engine.torch.engine import TorchEngine
 from flatout.errors import RankLost, TrainingFailed
 from flatout.recipe import Recipe
 
