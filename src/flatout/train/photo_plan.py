@@ -27,6 +27,8 @@ SIZE_SHARES = (1.0, 6 / 7, 5 / 7, 4 / 7)
 SPEED_OF_A_CORE, SPEED_OF_AN_ACCELERATOR = 35e9, 2e12
 # Networks that are measured at most.
 MEASUREMENTS = 3
+# On a busy machine, measuring may take so large a part of the time.
+MEASURING_SHARE = 0.15
 # Seconds besides features: images decoded per second on each core; the network made ready; pictures and report.
 DECODED_PER_CORE, READY_SECONDS, REPORT_SECONDS = 400.0, 3.0, 6.0
 # Seconds of the head for each image, class and feature, and what it takes at least.
@@ -172,9 +174,10 @@ def plan_photos(
         return next(choice for choice in (*fitting, *quickest) if takes(choice.backbone.model, choice.size))
 
     chosen = best()
-    while (
-        rate is not None and (place := (chosen.backbone.model, chosen.size)) not in rates and len(rates) < MEASUREMENTS
-    ):
+    limit = math.inf if seconds is None else began + MEASURING_SHARE * seconds
+    while rate is not None and (place := (chosen.backbone.model, chosen.size)) not in rates:
+        if len(rates) == MEASUREMENTS or time.perf_counter() > limit:
+            break
         rates[place] = rate(*place)
         # What was not measured is expected to be as fast, by its operations.
         speed = rates[place] * chosen.operations

@@ -22,6 +22,8 @@ from flatout.train.callbacks import Callback, RunInfo, check_callback
 # Names of trackers: the package, the extra that installs it, and the choices of `--track`.
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 PROJECT = "flatout"
+# MLflow takes so many parameters in one call.
+MAX_PARAMS = 100
 
 
 class _Tracker(Callback):
@@ -235,7 +237,9 @@ class MLflow(_Tracker):
         found = self._client.get_experiment_by_name(self.experiment)
         experiment = found.experiment_id if found else self._client.create_experiment(self.experiment)
         self._id = self._client.create_run(experiment, run_name=self.name or run.path.name).info.run_id
-        self._client.log_batch(self._id, params=[Param(key, str(value)) for key, value in _settings(run).items()])
+        params = [Param(key, str(value)) for key, value in _settings(run).items()]
+        for start in range(0, len(params), MAX_PARAMS):
+            self._client.log_batch(self._id, params=params[start : start + MAX_PARAMS])
         self._keep_id(run, self._id)
 
     def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
@@ -248,8 +252,9 @@ class MLflow(_Tracker):
         for path in self._pictures().values():
             self._client.log_artifact(self._id, str(path))
         stopped = str(summary.get("stopped") or "")
-        ended = "FAILED" if stopped.startswith("failed") else "KILLED" if "epoch" in stopped else "FINISHED"
-        self._client.set_terminated(self._id, ended)
+        states = {"failed": "FAILED", "interrupted": "KILLED", "terminated": "KILLED"}
+        # Other reasons, such as early stopping, are ordinary ends.
+        self._client.set_terminated(self._id, states.get(stopped.partition(" ")[0].rstrip(":"), "FINISHED"))
         self._client = None
 
     def _log(self, figures: dict[str, float], step: int) -> None:

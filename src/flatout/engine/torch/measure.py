@@ -213,7 +213,7 @@ def _rank(rank: int, pipes: list[tuple[Connection, Connection]], model: nn.Modul
 
 def _measure(model: nn.Module, recipe: Recipe, world: World) -> float:
     """Return the seconds per image of a rank's training steps on random images."""
-    with contextlib.closing(TorchEngine(model, recipe, world=world, cache_prefix=False)) as engine:
+    with contextlib.closing(TorchEngine(model, recipe, world=world)) as engine:
         batch_size = recipe.batch_size
         shape = (batch_size, *recipe.stored_sides, recipe.channels)
         images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)

@@ -144,8 +144,7 @@ def is_finite(named: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return whether all that this rank holds is finite, bool [] on the device, without waiting for it."""
     floats = [local(value) for value in named.values() if value.is_floating_point()]
     floats = [value for value in floats if value.numel() and value.device == floats[0].device]
-    norms = torch._foreach_norm(floats, float("inf"))  # pyright: ignore[reportPrivateImportUsage]
-    return torch.stack([norm.isfinite() for norm in norms]).all()
+    return nn.utils.get_total_norm(floats, norm_type=float("inf")).isfinite()
 
 
 def _is_sharded(value: torch.Tensor) -> bool:
