@@ -96,7 +96,7 @@ def _evaluate(context: TrainContext, progress: Progress, ended: Ended) -> tuple[
         # Whoever terminates a run does not wait for an evaluation.
         if not (stopped and stopped.signal_number == signal.SIGTERM):
             if is_trusted:
-                known = head.known() if head else _known_features(context)
+                known = head.known if head else _known_features(context)
             for name in [name for name in splits if name != "train"]:
                 if head:
                     evaluations[name] = head.evaluation(name, context.engine.task)

@@ -8,9 +8,10 @@ Shape letters: N images, F features, K outputs.
 
 import contextlib
 import copy
+import functools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,7 +70,6 @@ class HeadStage:
     labels: dict[str, np.ndarray]
     record: EpochRecord
     seconds: dict[str, float]
-    _known: list[Known | None] = field(default_factory=list)
 
     @property
     def share_right(self) -> float:
@@ -97,18 +97,14 @@ class HeadStage:
         state = engine.state()
         engine.load_state({**state, **{name: value for name, value in own.items() if name in state}})
 
+    @functools.cached_property
     def known(self) -> Known | None:
-        """Return where the features of training images are; None for a network with several heads."""
-        if not self._known:
-            found = None
-            if len(self.head.layers) == 1:
-                found = Known.of(self._compact("train"), self.labels["train"])
-            self._known.append(found)
-        return self._known[0]
+        """Where the features of training images are; None for a network with several heads."""
+        return Known.of(self._compact("train"), self.labels["train"]) if len(self.head.layers) == 1 else None
 
     def evaluation(self, split: str, task: Task) -> Evaluation:
         """Return the answers to a split; to validation images, those of heads that have not seen them."""
-        known = self.known() if task.name == "single-label" else None
+        known = self.known if task.name == "single-label" else None
         distances = None if known is None else known.distances(self._compact(split))
         return evaluation_of(_logits(self, split, task), self.labels[split], task, distances)
 
