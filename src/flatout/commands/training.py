@@ -34,7 +34,7 @@ def do_train(args: Namespace, console: Console) -> None:
     from flatout.engine.devices import parse_devices
     from flatout.train import claim
     from flatout.train.recipes import resolve, start_of
-    from flatout.train.request import Options, TrainRequest
+    from flatout.train.request import Options, TrainRequest, check
     from flatout.train.trackers import callbacks_of
 
     engine = engine_of(args)
@@ -58,6 +58,7 @@ def do_train(args: Namespace, console: Console) -> None:
     changes, reasons = changes_of(args), list[str]()
     plain, is_complete = start_of(job, changes)
     claim.check(options)
+    check(plain, options)
     if (place := str(args.data or job or "").partition("?")[0]) or is_complete:
         # The name alone: an address may hold a password.
         console.note(f"looking at {plain.job if is_complete else Path(place).absolute().name}")

@@ -49,7 +49,6 @@ def cross_validate(request: TrainRequest, console: Console, train_run: TrainRun)
         InputError, TrainingFailed, Stopped: as `run.train`; an error of a fold begins with its number.
     """
     recipe, options = request.recipe, request.options
-    _check(recipe, options)
     for key, value in (("keep", "last"), ("early_stopping", 0)):
         if recipe.flat()[key] != value:
             console.note(f"{key} = {value!r}: with folds, the held-out images choose nothing")
@@ -68,22 +67,6 @@ def cross_validate(request: TrainRequest, console: Console, train_run: TrainRun)
         _train_all(request, pack, console, train_run)
         _finish(request, pack, pool, console, time.perf_counter() - began)
     return request.run_dir
-
-
-def _check(recipe: Recipe, options: Options) -> None:
-    """Raise InputError for what cross-validation cannot do."""
-    from flatout.dist.env import launched
-
-    given = f"data.folds = {recipe.data.folds}"
-    if options.minutes is not None:
-        raise InputError(f"--minutes {options.minutes:g}: cannot be combined with {given}; give --epochs")
-    if options.hosts.most > 1 or launched() is not None:
-        raise InputError(f"{given}: folds are trained on the devices of one host; start flatout there alone")
-    if recipe.schedule.name == "plateau":
-        raise InputError(
-            f"schedule.name = 'plateau': with {given}, the held-out images must not set the learning rate; "
-            "choose another schedule"
-        )
 
 
 def _divide(pack: "Pack", recipe: Recipe, console: Console) -> np.ndarray:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flatout.dist.env import launched
 from flatout.dist.hosts import Hosts
 from flatout.errors import InputError
 from flatout.recipe import Recipe
@@ -70,6 +71,28 @@ class Options:
             raise InputError(f"--minutes {self.minutes:g}: must be greater than 0")
         if self.restarts is not None and self.restarts < 0:
             raise InputError(f"--restarts {self.restarts}: must be 0 or more")
+
+
+def check(recipe: Recipe, options: Options) -> None:
+    """Check that a recipe can be run with some options, whatever the data is.
+
+    Raises:
+        InputError: it cannot; the message names the key or the flag and the fix.
+    """
+    folds, minutes = f"data.folds = {recipe.data.folds}", f"--minutes {options.minutes or 0:g}"
+    if options.minutes is not None and recipe.augment.start_size:
+        raise InputError(f"{minutes}: cannot plan steps on images that grow; set augment.start_size = 0")
+    if not recipe.data.folds or recipe.data.fold:
+        return
+    if options.minutes is not None:
+        raise InputError(f"{minutes}: cannot be combined with {folds}; give --epochs")
+    if options.hosts.most > 1 or launched() is not None:
+        raise InputError(f"{folds}: folds are trained on the devices of one host; start flatout there alone")
+    if recipe.schedule.name == "plateau":
+        raise InputError(
+            f"schedule.name = 'plateau': with {folds}, the held-out images must not set the learning rate; "
+            "choose another schedule"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,7 +18,7 @@ from flatout.dist.consistency import agree, data_facts
 from flatout.dist.env import launched
 from flatout.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
 from flatout.files import write_atomically
-from flatout.recipe import Recipe
+from flatout.numerics import optim
 from flatout.report import run_files
 from flatout.run.launch import check_batch, run_on_devices
 from flatout.train import claim
@@ -40,7 +40,7 @@ from flatout.train.prepare import (
 )
 from flatout.train.probes import check_sanity
 from flatout.train.progress import Progress
-from flatout.train.request import Options, TrainRequest
+from flatout.train.request import Options, TrainRequest, check
 from flatout.train.run_log import RunLog
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def train(request: TrainRequest, console: Console) -> Path:
         Stopped: the process was told to end; the run folder is usable and can be resumed.
     """
     recipe, options = request.recipe, request.options
+    check(recipe, options)
     if options.hosts.most > 1 and options.out is None:
         # The first host's name is used by all, and again after a restart.
         folder = Path("runs") / f"{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -103,7 +104,8 @@ def run_on_all_ranks(
     from flatout.engine.factory import choose_processes, kept_devices
 
     recipe, options = request.recipe, request.options
-    _check(recipe, options)
+    if recipe.optimizer.is_of_library:
+        optim.of_library(recipe.optimizer)
     call = partial(run_on_devices, function, engine=options.engine, console=console)
     if launched() is not None:
         return call((request,), spec=options.devices)
@@ -142,17 +144,6 @@ def run_on_all_ranks(
             restarts=options.restarts,
             threads=chosen.threads,
         )
-
-
-def _check(recipe: Recipe, options: Options) -> None:
-    """Raise InputError for what is wrong whatever the data is."""
-    if options.minutes is not None and recipe.augment.start_size:
-        given = f"--minutes {options.minutes:g}"
-        raise InputError(f"{given}: cannot plan steps on images that grow; set augment.start_size = 0")
-    if recipe.optimizer.is_of_library:
-        from flatout.numerics import optim
-
-        optim.of_library(recipe.optimizer)
 
 
 def _devices_of_resumed_run(options: Options) -> str:
