@@ -273,12 +273,8 @@ def _more_epochs(run: _Run) -> Iterator[str]:
 def _no_pretraining(run: _Run) -> Iterator[str]:
     is_impossible = any("random weights" in str(note) for note in run.summary.get("notes") or ())
     is_photo = run.recipe.channels == 3 and min(run.recipe.image_sides) >= PHOTO_PIXELS
-    if (
-        run.held_out is not None
-        and run.held_out < GOOD_ACCURACY
-        and is_photo
-        and not (run.is_pretrained or was_refused)
-    ):
+    is_advisable = is_photo and not run.is_pretrained and not is_impossible
+    if run.held_out is not None and run.held_out < GOOD_ACCURACY and is_advisable:
         yield (
             f"The model was trained from random weights. On photos, published weights usually raise the {run.split}"
             " accuracy considerably: --model timm:resnet18 --set pretrained=true."
