@@ -118,7 +118,7 @@ class Budget:
         return recipe.override({**length, "schedule.corrections": corrections})
 
 
-def plan_minutes(context: TrainContext, progress: Progress) -> tuple[TrainContext, Budget | None]:
+def plan_minutes(context: "TrainContext", progress: "Progress") -> "tuple[TrainContext, Budget | None]":
     """Choose the number of steps by the time that some take, where the user has given a time budget.
 
     A fitted head is the result of a run that has no time for an epoch more: then there is no budget, and the context

@@ -289,5 +289,5 @@ def _print_results(request: TrainRequest, console: Console, summary: dict[str, A
     console.note(describe_metrics("valid", summary).replace("valid", "all held-out images:", 1))
     if "test_count" in summary:
         console.note(f"{describe_metrics('test', summary)}, the folds together")
-    if request.options.report:
+    if request.options.report and request.run_dir:
         console.note(f"report: {request.run_dir / run_files.REPORT}")

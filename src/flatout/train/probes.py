@@ -69,7 +69,7 @@ def fastest_precision(
     return chosen, f"precision = {chosen}: a step in bf16 is {compared} in {default}"
 
 
-def check_sanity(context: TrainContext, progress: Progress) -> None:
+def check_sanity(context: "TrainContext", progress: "Progress") -> None:
     """Before a long run, note what would make it useless. A resumed run has been checked before."""
     recipe, images = context.recipe, len(context.splits["train"])
     is_resumed = (progress.epoch, progress.step) != (0, 0)
