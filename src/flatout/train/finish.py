@@ -4,7 +4,6 @@ import json
 import platform
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -156,7 +155,7 @@ def _write(
             more["unknown"] = found.novelty.score_at(kept.logits, kept.features)
         request = replace(context.request, recipe=context.recipe, run_dir=context.run_dir)
         write_predictions(request, context.log, shown, kept, context.splits[shown], classes, **more)
-        scores = scores_of(shown, kept, classes, found)
+        scores = trust.scores_of(shown, kept, classes, found)
     summary = _summary(context, progress, evaluations, ended) | memory | scores
     _write_report(context, summary, progress)
 
@@ -181,26 +180,6 @@ def _memory(context: TrainContext) -> dict[str, int | None]:
     peaks = context.world.all_gather_object((peak_rss_bytes(), context.engine.peak_memory_bytes()))
     device = [d for _, d in peaks if d is not None]
     return {"peak_rss_bytes": sum(host for host, _ in peaks), "peak_device_bytes": max(device) if device else None}
-
-
-def scores_of(split: str, result: "Evaluation", classes: Sequence[str], found: "Trust | None") -> dict[str, Any]:
-    """Return the figures of `summary.json` and `evaluate` that are computed once, after training.
-
-    Args:
-        split: `test` or `valid`, whose name is in front of single figures.
-        result: with probabilities; with logits where `found` is given.
-        found: what the validation images say about the answers.
-    """
-    task, labels = result.task, result.labels
-    assert result.probabilities is not None
-    answers = task.decided(result.predicted)
-    scores = task.scores(result.predicted, labels, result.probabilities)
-    return {
-        **{f"{split}_{name}": value for name, value in scores.items()},
-        "per_class": task.per_class(answers, labels, classes),
-        "confused_pairs": task.confused_pairs(answers, labels, classes),
-        "trust": found.figures(result) if found else None,
-    }
 
 
 def _write_weights(context: TrainContext, state: dict[str, Any], task: "Task", found: "Trust | None") -> None:

@@ -17,10 +17,11 @@ from flatout.errors import InputError, TrainingFailed
 from flatout.recipe import Recipe, load_recipe
 from flatout.report import run_files
 from flatout.run.predictions import write_predictions
+from flatout.run.trust import scores_of
 from flatout.tasks import describe_metrics, task_of
 from flatout.train import claim
 from flatout.train.checkpoint import check_same
-from flatout.train.finish import scores_of, versions
+from flatout.train.finish import versions
 from flatout.train.prepare import build_model, prepare_host
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run_log import RunLog
