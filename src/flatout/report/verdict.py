@@ -201,7 +201,8 @@ def _overfitting(run: _Run) -> Iterator[str]:
     if run.train is None or not known:
         return
     accuracy, split = min(known)
-    if run.train - accuracy <= OVERFITTING_GAP + run.margin(split, accuracy):
+    # Three standard errors, since the worse of two splits is taken.
+    if run.train - accuracy <= max(OVERFITTING_GAP, 1.5 * run.margin(split, accuracy)):
         return
     advice = {
         "augmentation (such as augment.shift, augment.zoom)": not run.recipe.augment.is_affine,
