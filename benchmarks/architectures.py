@@ -44,7 +44,7 @@ from about import about
 from flatout.console import duration
 from flatout.data.feed import Samples
 from flatout.dist.world import World
-from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.torch.engine import TorchEngine
 from flatout.models.heads import FeatureNetwork, find_head, set_head
 from flatout.models.layers import head_modules
 from flatout.models.load import build_model, quiet
@@ -52,8 +52,8 @@ from flatout.models.pretrained import load_pretrained
 from flatout.models.sizes import usable_size
 from flatout.models.weights import load_exactly, read_weights, save_tensors
 from flatout.recipe import Recipe, from_dict
-from flatout.run.loop import Callbacks, train
-from flatout.run.progress import Progress
+from flatout.train.loop import LoopHooks, run_loop
+from flatout.train.progress import Progress
 
 RESULTS = Path(__file__).parent / "results" / "architectures.json"
 IMAGES, CLASSES, BATCH = 20, 5, 4
@@ -173,7 +173,7 @@ def trained_logits(model: nn.Module, recipe: Recipe, samples: Samples) -> np.nda
     engine = engine_of(model, recipe)
     placed = engine.place(samples)
     placed.compile()
-    train(engine, World(), recipe, {"train": placed}, Progress(), Callbacks())
+    run_loop(engine, World(), recipe, {"train": placed}, Progress(), LoopHooks())
     logits = placed.evaluate(with_logits=True).logits
     engine.close()
     assert logits is not None

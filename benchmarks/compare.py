@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.engine.devices import machine
-from flatout.engine.eager.device_setup import cpu_threads
+from flatout.engine.torch.accelerator import cpu_threads
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("flatout", "torch", "torchvision", "numpy", "pillow", "simplejpeg")

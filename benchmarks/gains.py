@@ -1,4 +1,4 @@
-"""What image size, mirrored images and fine-tuning gain on photos: the table behind `flatout.run.photo_plan`.
+"""What image size, mirrored images and fine-tuning gain on photos: the table behind `flatout.train.photo_plan`.
 
     python benchmarks/gains.py --data caltech101=D/caltech101 [--networks tf_efficientnet_lite0] [--epochs 0,2,4,8]
 
@@ -26,7 +26,7 @@ def run(data: str, network: str, size: int, mirrored: bool, epochs: int) -> dict
         command = [sys.executable, "-m", "flatout", "train", data, "--model", f"timm:{network}", "--out", str(out)]
         settings = {"image_size": size, "tta": str(mirrored).lower(), "epochs": epochs, "precision": "fp32"}
         if epochs:
-            from flatout.run.photo_plan import fine_tuning_of
+            from flatout.train.photo_plan import fine_tuning_of
 
             settings["freeze"], settings["norm"], settings["optimizer.lr"] = fine_tuning_of(f"timm:{network}")
         for key, value in settings.items():

@@ -34,13 +34,13 @@ from flatout.data.pack import Pack, PackSettings
 from flatout.dist.world import World
 from flatout.engine.base import Engine
 from flatout.engine.devices import machine, parse_devices
-from flatout.engine.eager.accelerator import accelerator_of
 from flatout.engine.factory import join, make_engine
+from flatout.engine.torch.accelerator import accelerator_of
 from flatout.jobs import load_job
 from flatout.models.load import build_model
 from flatout.recipe import Augment, Momentum, Recipe
-from flatout.run.loop import Callbacks, train
-from flatout.run.progress import Progress
+from flatout.train.loop import LoopHooks, run_loop
+from flatout.train.progress import Progress
 
 IMAGENET = {"data.mean": [0.485, 0.456, 0.406], "data.std": [0.229, 0.224, 0.225]}
 RESNET_CLASSES = 1000
@@ -137,14 +137,14 @@ def fit(
 ) -> Progress:
     """Train and return what the loop measured."""
 
-    class AfterEpoch(Callbacks):
+    class AfterEpoch(LoopHooks):
         def epoch(self, *, is_best: bool) -> None:
             after_epoch(progress)
 
     progress = Progress()
     placed = {name: engine.place(samples) for name, samples in splits.items()}
     placed["train"].compile()
-    train(engine, World(), recipe, placed, progress, AfterEpoch())
+    run_loop(engine, World(), recipe, placed, progress, AfterEpoch())
     return progress
 
 

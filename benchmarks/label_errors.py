@@ -23,10 +23,10 @@ from flatout.console import Console
 from flatout.data.source import DataRef, Source
 from flatout.engine.devices import machine
 from flatout.explore.label_errors import find_label_errors
-from flatout.run.fit import train_recipe
-from flatout.run.options import Options
-from flatout.run.resolve import resolve
 from flatout.settings import parse_setting
+from flatout.train.recipes import resolve
+from flatout.train.request import Options, TrainRequest
+from flatout.train.run import train
 
 SHARE, SEED = 0.05, 0
 
@@ -95,7 +95,12 @@ def main() -> None:
     if args.with_training:
         with tempfile.TemporaryDirectory() as folder:
             began = time.process_time()
-            train_recipe(recipe, source, dataclasses.replace(options, out=Path(folder) / "run"), console)
+            train(
+                TrainRequest(
+                    recipe=recipe, data=source, options=dataclasses.replace(options, out=Path(folder) / "run")
+                ),
+                console,
+            )
         figures["training_cpu_seconds"] = time.process_time() - began
         figures["cost_in_trainings"] = seconds / figures["training_cpu_seconds"]
     text = json.dumps(figures, indent=2)

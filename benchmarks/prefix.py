@@ -20,16 +20,16 @@ from flatout.data.feed import Samples
 from flatout.data.load import find, splits_of
 from flatout.data.pack import Pack, PackSettings
 from flatout.dist.world import World
-from flatout.engine.eager.engine import TorchEngine
 from flatout.engine.factory import join
+from flatout.engine.torch.engine import TorchEngine
 from flatout.jobs import load_job
 from flatout.models.load import build_model
 from flatout.recipe import Recipe
-from flatout.run.loop import Callbacks, train
-from flatout.run.progress import EpochRecord, Progress
+from flatout.train.loop import LoopHooks, run_loop
+from flatout.train.progress import EpochRecord, Progress
 
 CACHED_EPOCHS, UNCACHED_EPOCHS = 3, 2
-SILENT = Callbacks()
+SILENT = LoopHooks()
 
 
 def load(recipe: Recipe, folder: Path, console: Console) -> tuple[Pack, dict[str, Samples]]:
@@ -54,7 +54,7 @@ def run(
     engine = TorchEngine(model, recipe, world=join(device), cache_prefix=cache_prefix)
     placed = {name: engine.place(samples) for name, samples in splits.items()}
     progress = Progress()
-    train(engine, World(), recipe, placed, progress, SILENT)
+    run_loop(engine, World(), recipe, placed, progress, SILENT)
     return progress.history
 
 

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from flatout.callbacks.base import Callback, RunInfo
-    from flatout.callbacks.trackers import MLflow, TensorBoard, Trackio, WandB
     from flatout.errors import InputError, TrainingFailed
     from flatout.explore.look import Look, look
     from flatout.recipe import SGD, Adagrad, Adam, AdamW, Augment, Data, Momentum, Optimizer, Recipe, Schedule
-    from flatout.run.fit import fit
     from flatout.run.folder import Ensemble, Prediction, Run, load
+    from flatout.train.callbacks import Callback, RunInfo
+    from flatout.train.fit import fit
+    from flatout.train.trackers import MLflow, TensorBoard, Trackio, WandB
 
 __all__ = [
     "SGD",
@@ -46,8 +46,8 @@ __all__ = [
 _PLACES = (
     "flatout.errors",
     "flatout.recipe",
-    "flatout.callbacks.base",
-    "flatout.callbacks.trackers",
+    "flatout.train.callbacks",
+    "flatout.train.trackers",
     "flatout.run.folder",
 )
 
@@ -62,5 +62,5 @@ def __getattr__(name: str) -> Any:
         for module in map(importlib.import_module, _PLACES):
             if hasattr(module, name):
                 return getattr(module, name)
-        return importlib.import_module("flatout.run.fit").fit
+        return importlib.import_module("flatout.train.fit").fit
     raise AttributeError(f"module 'flatout' has no attribute {name!r}")

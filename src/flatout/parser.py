@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from flatout import __version__
-from flatout.callbacks import TRACKERS
 from flatout.commands import COMMANDS, SHELLS
 from flatout.errors import WRONG_INPUT
 from flatout.jobs import builtin_jobs
 from flatout.settings import nearest
+from flatout.train.trackers import TRACKERS
 
 
 def run_path(text: str) -> Path | str:

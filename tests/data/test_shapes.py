@@ -19,7 +19,7 @@ from flatout.data.pixels import channels_last
 from flatout.data.resize import resize_images
 from flatout.errors import InputError
 from flatout.recipe import Data
-from flatout.run.facts import look
+from flatout.train.dataset_stats import look
 from tests.data.packs import Recorder, settings
 from tests.data.pictures import refusal, saved, smooth_picture
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from flatout.dist.world import World
 from flatout.engine.base import Engine
-from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.torch.engine import TorchEngine
 from flatout.recipe import Recipe
 
 SIMULATED = 8

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flatout.engine.eager.accelerator import CPU, Accelerator
+from flatout.engine.torch.accelerator import CPU, Accelerator
 
 aten = torch.ops.aten
 # Calls whose result, or the size of it, the host must know.

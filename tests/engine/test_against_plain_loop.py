@@ -14,11 +14,11 @@ from flatout.data.order import epoch_batches
 from flatout.dist.world import World
 from flatout.engine.base import Evaluation
 from flatout.recipe import Optimizer, Recipe
-from flatout.run.loop import Callbacks, train
-from flatout.run.progress import Progress
+from flatout.train.loop import LoopHooks, run_loop
+from flatout.train.progress import Progress
 from tests.engine.engines import ENGINES, make_engine
 
-SILENT = Callbacks()
+SILENT = LoopHooks()
 
 
 def make_samples(count: int = 70, size: int = 12, channels: int = 1, classes: int = 5) -> Samples:
@@ -72,7 +72,7 @@ def engine_weights(
     made = make_engine(engine, net, recipe, **options)
     placed = made.place(samples)
     placed.compile()
-    train(made, World(), recipe, {"train": placed}, Progress(), SILENT)
+    run_loop(made, World(), recipe, {"train": placed}, Progress(), SILENT)
     state = made.state()
     made.close()
     return {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
@@ -121,7 +121,7 @@ def usual(request: pytest.FixtureRequest) -> Usual:
     engine, progress = make_engine(request.param, make_net(), USUAL), Progress()
     placed = engine.place(make_samples())
     placed.compile()
-    train(engine, World(), USUAL, {"train": placed, "valid": placed}, progress, SILENT)
+    run_loop(engine, World(), USUAL, {"train": placed, "valid": placed}, progress, SILENT)
     evaluation = placed.evaluate(with_probabilities=True)
     weights = {k.removeprefix("model."): v for k, v in engine.state().items() if k.startswith("model.")}
     engine.close()

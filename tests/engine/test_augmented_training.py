@@ -10,11 +10,11 @@ from torch.nn import functional
 from flatout.data.feed import Samples
 from flatout.data.order import training_batches
 from flatout.dist.world import World
-from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.torch.engine import TorchEngine
 from flatout.numerics import augment
 from flatout.recipe import Recipe
-from flatout.run.loop import train
-from flatout.run.progress import Progress
+from flatout.train.loop import run_loop
+from flatout.train.progress import Progress
 from tests.engine.engines import make_engine
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples
@@ -87,7 +87,7 @@ def test_streaming_and_micro_batches_mix_the_same(changes: dict[str, Any]) -> No
 def trained(world: World) -> dict[str, np.ndarray]:
     recipe = make_recipe(**MIXED)
     engine = TorchEngine(make_net(), recipe, world=world)
-    train(engine, world, recipe, {"train": engine.place(make_samples())}, Progress(), SILENT)
+    run_loop(engine, world, recipe, {"train": engine.place(make_samples())}, Progress(), SILENT)
     state = {name: value.numpy() for name, value in engine.state().items()}
     engine.close()
     return state
@@ -145,13 +145,13 @@ def test_the_average_is_evaluated_kept_and_continued(engine: str, is_pretrained:
     progress = Progress()
     placed = first.place(samples)
     placed.compile()
-    train(first, World(), recipe.override({"epochs": 1}), {"train": placed}, progress, SILENT)
+    run_loop(first, World(), recipe.override({"epochs": 1}), {"train": placed}, progress, SILENT)
     halfway = first.state()
     first.close()
     placed = second.place(samples)
     placed.compile()
     second.load_state(halfway)
-    train(second, World(), recipe, {"train": placed}, progress, SILENT)
+    run_loop(second, World(), recipe, {"train": placed}, progress, SILENT)
     found = second.state()
     for name, value in expected.items():
         if "num_batches" not in name:
@@ -167,7 +167,7 @@ def averaged(world: World, shard: str) -> dict[str, np.ndarray]:
     recipe = make_recipe(**AVERAGED, shard=shard)
     engine = TorchEngine(make_net(), recipe, world=world)
     placed = engine.place(make_samples())
-    train(engine, world, recipe, {"train": placed}, Progress(), SILENT)
+    run_loop(engine, world, recipe, {"train": placed}, Progress(), SILENT)
     correct = placed.evaluate().metrics["correct"]
     state = {name: value.numpy() for name, value in engine.state().items()}
     engine.close()

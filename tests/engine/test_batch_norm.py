@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.dist.world import World
-from flatout.engine.eager.batch_norm import BatchNorm
-from flatout.engine.eager.replaced_functions import ReplacedFunctions
+from flatout.engine.torch.batch_norm import BatchNorm
+from flatout.engine.torch.step import ReplacedFunctions
 from tests.engine.ranks import on_ranks
 
 

@@ -13,10 +13,10 @@ from flatout.data import order
 from flatout.data.feed import Samples
 from flatout.data.order import epoch_batches
 from flatout.dist.world import World
-from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.torch.engine import TorchEngine
 from flatout.numerics import random
-from flatout.run.loop import train
-from flatout.run.progress import Progress
+from flatout.train.loop import run_loop
+from flatout.train.progress import Progress
 from tests.engine.engines import ENGINES
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples, plain_loop
@@ -61,7 +61,7 @@ def train_on_rank(world: World, file: Path) -> dict[str, torch.Tensor]:
     recipe = make_recipe(**BLOCKS)
     engine = TorchEngine(make_net(), recipe, world=world)
     with small_windows():
-        train(engine, world, recipe, {"train": engine.place(mapped_samples(file))}, Progress(), SILENT)
+        run_loop(engine, world, recipe, {"train": engine.place(mapped_samples(file))}, Progress(), SILENT)
     return {name: value.clone() for name, value in engine.model.state_dict().items()}
 
 

@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from flatout.data.order import training_batches
 from flatout.dist.world import World
-from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.torch.engine import TorchEngine
 from flatout.recipe import Recipe
-from flatout.run.loop import train
-from flatout.run.progress import Progress
+from flatout.train.loop import run_loop
+from flatout.train.progress import Progress
 from tests.engine.odd_nets import (
     Chooses,
     FlatFrozenStem,
@@ -168,7 +168,7 @@ def train_case(world: World, case: Case) -> Trained:
         net, recipe, world=world, class_weights=None if weights is None else np.array(weights, np.float32)
     )
     progress = Progress()
-    train(engine, world, recipe, {"train": engine.place(samples)}, progress, SILENT)
+    run_loop(engine, world, recipe, {"train": engine.place(samples)}, progress, SILENT)
     held = engine.snapshot(weights_only=True).tensors
     state = {name.removeprefix("model."): value for name, value in held.items()}
     engine.close()
@@ -214,7 +214,7 @@ def drop(world: World) -> list[torch.Tensor]:
     """Return what was dropped in three steps."""
     net = ShowsDropout()
     engine, samples = TorchEngine(net, make_recipe(epochs=1, batch_size=24), world=world), make_samples()
-    train(engine, world, engine.recipe, {"train": engine.place(samples)}, Progress(), SILENT)
+    run_loop(engine, world, engine.recipe, {"train": engine.place(samples)}, Progress(), SILENT)
     engine.close()
     return net.dropped
 
@@ -229,7 +229,7 @@ def decide(world: World) -> tuple[str, int, list[float]]:
     )
     engine, progress, samples = TorchEngine(make_net(), recipe, world=world), Progress(), make_samples()
     placed = {"train": engine.place(samples), "valid": engine.place(make_samples(31))}
-    ended = train(engine, world, recipe, placed, progress, SILENT)
+    ended = run_loop(engine, world, recipe, placed, progress, SILENT)
     engine.close()
     return ended, progress.best_epoch, [record.learning_rate for record in progress.history]
 

@@ -17,9 +17,8 @@ make_engine("xla 1", nn.Flatten(), make_recipe())
 import jax  # noqa: E402  (started with the devices that all tests share)
 import jax.numpy as jnp  # noqa: E402
 
-from flatout.engine.xla.function import Function  # noqa: E402
-from flatout.engine.xla.heads import to_array  # noqa: E402
-from flatout.engine.xla.lowerings import SampleMask  # noqa: E402
+from flatout.engine.xla.function import Function, SampleMask  # noqa: E402
+from flatout.engine.xla.program import to_array  # noqa: E402
 
 BATCH = 6
 

@@ -17,12 +17,12 @@ from torch import nn
 
 import flatout
 from flatout.dist.world import World
-from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.torch.engine import TorchEngine
 from flatout.errors import InputError
 from flatout.numerics import optim
 from flatout.recipe import Optimizer, Recipe
-from flatout.run.loop import train
-from flatout.run.progress import Progress
+from flatout.train.loop import run_loop
+from flatout.train.progress import Progress
 from tests.engine.engines import make_engine
 from tests.engine.ranks import on_ranks
 from tests.engine.tape import FakeAccelerator
@@ -71,7 +71,7 @@ def test_the_other_engine_continues_with_the_same_rates(engines: tuple[str, str]
         placed = engine.place(samples)
         placed.compile()
         engine.load_state(state) if state else None
-        train(engine, World(), recipe.override({"epochs": epochs}), {"train": placed}, progress, SILENT)
+        run_loop(engine, World(), recipe.override({"epochs": epochs}), {"train": placed}, progress, SILENT)
         state = engine.state()
         engine.close()
     assert_close({k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}, expected)
@@ -80,7 +80,7 @@ def test_the_other_engine_continues_with_the_same_rates(engines: tuple[str, str]
 def decayed(world: World, shard: str) -> dict[str, np.ndarray]:
     recipe = make_recipe(**DECAYED, shard=shard, **{"optimizer.name": "momentum"})
     engine = TorchEngine(make_net(), recipe, world=world)
-    train(engine, world, recipe, {"train": engine.place(make_samples())}, Progress(), SILENT)
+    run_loop(engine, world, recipe, {"train": engine.place(make_samples())}, Progress(), SILENT)
     state = {name: value.numpy() for name, value in engine.state().items()}
     engine.close()
     return state
@@ -159,7 +159,7 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(name: str) -> None:
 
     def engine_after(epochs: int, progress: Progress, engine: TorchEngine) -> TorchEngine:
         shorter = recipe.override({"epochs": epochs})
-        train(engine, World(), shorter, {"train": engine.place(samples)}, progress, SILENT)
+        run_loop(engine, World(), shorter, {"train": engine.place(samples)}, progress, SILENT)
         return engine
 
     whole = engine_after(2, Progress(), TorchEngine(flat_net(), recipe))

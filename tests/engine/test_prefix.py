@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.torch.engine import TorchEngine
 from flatout.models.features import compact
 from flatout.models.frozen_prefix import cut_frozen_prefix
 from flatout.models.layers import freeze, head_modules, set_train_mode

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from flatout.dist.world import World
-from flatout.engine.eager.fsdp import build_optimizer, shard
-from flatout.engine.eager.state import gathered, load, named_tensors
+from flatout.engine.torch.fsdp import build_optimizer, shard
+from flatout.engine.torch.state import gathered, load, named_tensors
 from flatout.errors import InputError
 from flatout.models.layers import set_train_mode
 from flatout.numerics import optim

@@ -17,13 +17,13 @@ import flatout
 from flatout.data.feed import Samples
 from flatout.data.order import training_batches
 from flatout.dist.world import World
-from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.torch.engine import TorchEngine
 from flatout.errors import InputError, Stopped
 from flatout.models.weights import read_weights
 from flatout.numerics.augment import training_size
 from flatout.recipe import Recipe
-from flatout.run.loop import Callbacks, train
-from flatout.run.progress import Progress
+from flatout.train.loop import LoopHooks, run_loop
+from flatout.train.progress import Progress
 from tests.engine.engines import make_engine
 from tests.engine.test_against_plain_loop import SILENT, assert_close, make_recipe, make_samples
 from tests.engine.test_tape import run
@@ -67,7 +67,7 @@ def test_evaluation_sees_larger_images_than_training(engine: str) -> None:
     made = make_engine(engine, pooled_net(), recipe)
     placed = made.place(samples)
     placed.compile()
-    train(made, World(), recipe, {"train": placed}, Progress(), SILENT)
+    run_loop(made, World(), recipe, {"train": placed}, Progress(), SILENT)
     found, state = placed.evaluate(with_probabilities=True).probabilities, made.state()
     made.close()
     assert_close({k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}, net.state_dict())
@@ -196,16 +196,16 @@ def test_training_on_growing_images_and_resuming_equals_a_plain_loop(engines: tu
         placed.compile()
         if number:
             engine.load_state(state)
-        callbacks = Callbacks() if number else StopAfter(3)
+        callbacks = LoopHooks() if number else StopAfter(3)
         with contextlib.suppress(Stopped):
-            train(engine, World(), recipe, {"train": placed}, progress, callbacks)
+            run_loop(engine, World(), recipe, {"train": placed}, progress, callbacks)
         state = engine.state()
         engine.close()
     assert progress.epoch == 4
     assert_close({k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}, expected)
 
 
-class StopAfter(Callbacks):
+class StopAfter(LoopHooks):
     """Stops the run after an epoch."""
 
     def __init__(self, epochs: int) -> None:

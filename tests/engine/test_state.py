@@ -3,9 +3,9 @@
 import torch
 
 from flatout.dist.world import World
-from flatout.engine.eager.engine import TorchEngine
-from flatout.run.loop import Callbacks, train
-from flatout.run.progress import Progress
+from flatout.engine.torch.engine import TorchEngine
+from flatout.train.loop import LoopHooks, run_loop
+from flatout.train.progress import Progress
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import make_net, make_recipe, make_samples
 
@@ -19,7 +19,7 @@ def equal(state: State, other: State) -> bool:
 
 def trained(engine: TorchEngine, world: World, epochs: int) -> None:
     splits = {"train": engine.place(make_samples())}
-    train(engine, world, RECIPE.override({"epochs": epochs}), splits, Progress(), Callbacks())
+    run_loop(engine, world, RECIPE.override({"epochs": epochs}), splits, Progress(), LoopHooks())
 
 
 def snapshots(world: World, shard: str) -> dict[str, object]:

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from flatout.dist.world import World
-from flatout.engine.eager import cuda_graph
-from flatout.engine.eager.engine import TorchEngine
-from flatout.engine.eager.split import Inputs
+from flatout.engine.torch import step as cuda_graph
+from flatout.engine.torch.batches import Inputs
+from flatout.engine.torch.engine import TorchEngine
 from flatout.jobs import builtin_jobs, load_job
 from flatout.models.load import build_model
 from flatout.numerics import optim
 from flatout.recipe import Recipe
-from flatout.run.loop import train
-from flatout.run.progress import Progress
+from flatout.train.loop import run_loop
+from flatout.train.progress import Progress
 from tests.engine.ranks import on_ranks
 from tests.engine.tape import FakeAccelerator, HostSynchronisation
 from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples
@@ -42,7 +42,7 @@ def run(recipe: Recipe, net: nn.Module, *, record: bool, world: World | None = N
             if recipe.loss == "binary-cross-entropy":
                 samples.labels[:] %= 2
             progress = Progress()
-            train(engine, world or World(), recipe, {"train": engine.place(samples)}, progress, SILENT)
+            run_loop(engine, world or World(), recipe, {"train": engine.place(samples)}, progress, SILENT)
             return (
                 engine.state(),
                 [(r.train_loss, r.metrics["train_accuracy"]) for r in progress.history],
@@ -158,9 +158,9 @@ def test_a_loaded_state_and_another_split_are_recorded_anew() -> None:
             engine = TorchEngine(norm_net(), recipe, accelerator=accelerator)
             for count in (COUNT, COUNT + BATCH):
                 split = engine.place(make_samples(count, classes=CLASSES))
-                train(engine, World(), recipe, {"train": split}, Progress(), SILENT)
+                run_loop(engine, World(), recipe, {"train": split}, Progress(), SILENT)
                 engine.load_state(engine.state())
-                train(engine, World(), recipe, {"train": split}, Progress(), SILENT)
+                run_loop(engine, World(), recipe, {"train": split}, Progress(), SILENT)
             states.append(engine.state())
             engine.close()
         assert accelerator.recorded == (4 if eager_steps < 4 else 0)

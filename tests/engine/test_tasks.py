@@ -11,12 +11,12 @@ from torch.nn import functional
 from flatout.data.feed import Samples
 from flatout.data.order import training_batches
 from flatout.dist.world import World
-from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.torch.engine import TorchEngine
 from flatout.numerics.augment import epoch_transforms
 from flatout.recipe import Recipe
-from flatout.run.loop import train
-from flatout.run.progress import Progress
 from flatout.tasks import task_of
+from flatout.train.loop import run_loop
+from flatout.train.progress import Progress
 from tests.engine.engines import make_engine
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import SILENT, assert_close, make_net, make_recipe, make_samples
@@ -89,7 +89,7 @@ def trained(world: World, changes: dict[str, Any], engine: str = "torch") -> dic
         made = make_engine(engine, net_of(recipe), recipe, class_weights=weights)
     placed = made.place(samples)
     placed.compile()
-    train(made, world, recipe, {"train": placed}, progress, SILENT)
+    run_loop(made, world, recipe, {"train": placed}, progress, SILENT)
     state, result = made.state(), placed.evaluate(with_probabilities=True)
     made.close()
     return {

@@ -15,7 +15,7 @@ from flatout.cli import main
 from flatout.data.feed import Samples
 from flatout.dist.world import World
 from flatout.engine.base import Evaluation
-from flatout.engine.eager.engine import TorchEngine
+from flatout.engine.torch.engine import TorchEngine
 from flatout.recipe import Recipe
 from tests.engine.engines import make_engine
 from tests.engine.ranks import on_ranks

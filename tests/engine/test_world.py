@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flatout.dist.world import World
-from flatout.engine.eager.grad_reduce import ALIGNMENT
+from flatout.engine.torch.gradients import ALIGNMENT
 from flatout.errors import RankLost
 from tests.engine import ranks
 from tests.engine.ranks import Backend, on_ranks, on_ranks_that_part

@@ -16,8 +16,8 @@ from flatout.dist.world import World
 from flatout.engine.base import Engine
 from flatout.errors import InputError
 from flatout.recipe import Recipe
-from flatout.run.loop import train
-from flatout.run.progress import Progress
+from flatout.train.loop import run_loop
+from flatout.train.progress import Progress
 from tests.engine import test_data_parallel as parallel
 from tests.engine.engines import XLA, make_engine
 from tests.engine.test_against_plain_loop import OPTIMIZERS, SILENT, make_net, make_recipe, make_samples
@@ -31,7 +31,7 @@ AUGMENTED = {"augment.rotate": 12.0, "augment.zoom": 0.2, "augment.shear": 0.2, 
 def trained(engine: Engine, recipe: Recipe, count: int = 70, **samples: Any) -> State:
     placed = engine.place(make_samples(count, **samples))
     placed.compile()
-    train(engine, World(), recipe, {"train": placed}, Progress(), SILENT)
+    run_loop(engine, World(), recipe, {"train": placed}, Progress(), SILENT)
     return engine.state()
 
 
@@ -115,13 +115,13 @@ def test_either_engine_goes_on_from_the_other(way: tuple[str, str], optimizer: s
     first = make_engine(way[0], small_net(), recipe)
     placed = first.place(make_samples(count))
     placed.compile()
-    train(first, World(), recipe.override({"epochs": 1}), {"train": placed}, progress, SILENT)
+    run_loop(first, World(), recipe.override({"epochs": 1}), {"train": placed}, progress, SILENT)
     # Other weights at first, so that what is loaded counts.
     second = make_engine(way[1], nn.Sequential(*small_net().children()).apply(_forget), recipe)
     second.load_state(first.state())
     placed = second.place(make_samples(count))
     placed.compile()
-    train(second, World(), recipe, {"train": placed}, progress, SILENT)
+    run_loop(second, World(), recipe, {"train": placed}, progress, SILENT)
     assert_same(second.state(), expected)
 
 
@@ -164,7 +164,7 @@ def test_many_steps_in_one_program(steps: int, placement: str) -> None:
 
 
 def test_images_in_flight_are_bounded_by_bytes() -> None:
-    from flatout.engine.xla.split import IN_FLIGHT_BYTES, RUN_AHEAD, dispatch_limits
+    from flatout.engine.xla.batches import IN_FLIGHT_BYTES, RUN_AHEAD, dispatch_limits
 
     assert dispatch_limits(0, 16) == dispatch_limits(1000, 16) == (16, RUN_AHEAD), "small images change nothing"
     photos = 128 * 224 * 224 * 3
@@ -221,7 +221,8 @@ def test_training_starts_from_the_weights_of_rank_0() -> None:
 
 def test_memory_of_other_hosts_devices_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process looks at its own devices; images go to all devices only if they fit on every host."""
-    from flatout.engine.xla import engine, input
+    from flatout.engine.xla import batches as input
+    from flatout.engine.xla import engine
 
     class Sharding:
         def __init__(self, devices: Any, shard: str) -> None:
@@ -328,9 +329,9 @@ def test_nothing_is_compiled_after_the_first_epoch() -> None:
     before = sum("backend_compile" in event for event in compilations)
     assert before > 0
     splits = {"train": placed, "valid": placed}
-    train(engine, World(), recipe, splits, Progress(), SILENT)
+    run_loop(engine, World(), recipe, splits, Progress(), SILENT)
     first = sum("backend_compile" in event for event in compilations)
-    train(engine, World(), recipe.override({"epochs": 3}), splits, Progress(), SILENT)
+    run_loop(engine, World(), recipe.override({"epochs": 3}), splits, Progress(), SILENT)
     engine.state()
     # The evaluation was compiled in the first epoch, and the search for numbers that are not finite.
     assert first - before <= 2

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from flatout.dist import heartbeat
-from flatout.run.options import Options
+from flatout.train.request import Options
 from tests.system.launchers import LauncherServer, eventually
 
 # A rank that is gone need not be waited for where the others wait for ever.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flatout.cli import main
-from flatout.run import monitor
+from flatout.train import monitor
 from tests.system.run_files import metrics, summary, weights
 
 EPOCHS = 3

@@ -8,7 +8,7 @@ import pytest
 
 from flatout.cli import main
 from flatout.data.feed import Samples
-from flatout.engine.eager.split import TorchSplit
+from flatout.engine.torch.batches import TorchSplit
 
 ON_DISK = ("--set", "data.placement=disk")
 SHORT = {"ROUNDS": 2, "SECONDS": 0.05}

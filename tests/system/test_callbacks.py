@@ -1,11 +1,14 @@
 """Callbacks of the user's, and the trackers of experiments, each by its example and offline."""
 
+import importlib.machinery
 import importlib.util
 import json
 import os
 import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -246,6 +249,60 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert logged == [(line["epoch"], line["valid_accuracy"]) for line in read_lines(run)]
     assert found.data.metrics["test_accuracy"] == run.summary["test_accuracy"]
     assert [file.path for file in client.list_artifacts(found.info.run_id)] == ["curves.png"]
+
+
+class StrictMlflow:
+    """A client of MLflow's that refuses what its server does; only the calls that a run makes."""
+
+    ended: str
+
+    def get_experiment_by_name(self, name: str) -> None:
+        return None
+
+    def create_experiment(self, name: str) -> str:
+        return "1"
+
+    def create_run(self, experiment: str, run_name: str) -> Any:
+        return SimpleNamespace(info=SimpleNamespace(run_id="run"))
+
+    def log_batch(self, run: str, metrics: Any = (), params: Any = ()) -> None:
+        assert len(params) <= 40 and len(metrics) <= 1000
+
+    def log_artifact(self, run: str, path: str) -> None:
+        pass
+
+    def set_terminated(self, run: str, status: str) -> None:
+        StrictMlflow.ended = status
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [
+        (None, "FINISHED"),
+        ("early stopping: no better validation result in 3 epochs", "FINISHED"),
+        ("Recorder.on_epoch_end ended training", "FINISHED"),
+        ("interrupted in epoch 2, step 1", "KILLED"),
+        ("failed: training diverged in epoch 1", "FAILED"),
+    ],
+)
+def test_mlflow_gets_small_calls_and_the_state_at_the_end(
+    reason: str | None, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An early stop is an ordinary end. The limit of a call is lowered here below the number of recipe keys."""
+    module, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
+    module.__spec__ = importlib.machinery.ModuleSpec("mlflow", None)
+    module.MlflowClient = StrictMlflow  # pyright: ignore[reportAttributeAccessIssue]
+    entities.Param = entities.Metric = lambda *values: values  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    (tmp_path / "logs").mkdir()
+    tracker = flatout.MLflow()
+    recipe = flatout.Recipe(model="fashion-cnn", image_size=28, epochs=2, batch_size=16)
+    shown = flatout.RunInfo(path=tmp_path, recipe=recipe, classes=("a",), devices="cpu", parameters=1, epoch=0)
+    monkeypatch.setattr("flatout.train.trackers.MAX_PARAMS", 40)
+    tracker.on_start(shown)
+    tracker.on_end({"stopped": reason})
+    assert StrictMlflow.ended == state
 
 
 @pytest.mark.slow

@@ -15,11 +15,11 @@ import flatout
 from flatout.cli import main
 from flatout.errors import InputError
 from flatout.models.weights import read_weights
-from flatout.run import head_stage
-from flatout.run.head import fit_head
 from flatout.tasks.multi_label import MultiLabel
 from flatout.tasks.regression import Regression
 from flatout.tasks.single_label import SingleLabel
+from flatout.train import head_stage
+from flatout.train.head import fit_head
 
 HEAD_ONLY = ("train", "digits", "--epochs", "0", "--set", "linear_probe=true")
 CLASSES = SingleLabel(loss="cross-entropy")
@@ -195,7 +195,7 @@ def test_a_run_that_is_killed_before_it_trains_is_resumed(tmp_path: Path, monkey
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("flatout.run.head_stage.fit_head", killed)
+        patch.setattr("flatout.train.head_stage.fit_head", killed)
         main([*HEAD_ONLY, "--devices", "cpu", "--out", str(tmp_path / "run")])
     assert (tmp_path / "run" / "logs" / "devices").read_text() == "cpu"
     assert main(["train", "--resume", "--out", str(tmp_path / "run")]) == 0

@@ -14,8 +14,8 @@ from flatout.errors import InputError
 from flatout.models.weights import read_weights
 from flatout.numerics.schedule import learning_rate
 from flatout.recipe import Recipe, load_recipe
-from flatout.run import budget
-from flatout.run.budget import Budget, Rates
+from flatout.train import budget
+from flatout.train.budget import Budget, Rates
 
 ON_CPU = ("--devices", "cpu", "--seed", "3")
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import flatout
-from flatout.engine.eager.accelerator import CPU, CUDA
+from flatout.engine.torch.accelerator import CPU, CUDA
 from flatout.errors import InputError
 
 LARGE = 64 << 20

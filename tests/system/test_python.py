@@ -20,7 +20,7 @@ from torchvision.transforms import ToTensor, v2
 
 import flatout
 from flatout.data.recognise import from_python
-from flatout.run.arguments import recipe_changes
+from flatout.train.fit_arguments import recipe_changes
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -208,7 +208,7 @@ FUNCTIONS: list[tuple[dict[str, Any], str]] = [
     ({"batch_transforms": lambda images: images[:1]}, r"batch_transforms: <lambda> returned \(1, 1, 8, 8\)"),
     ({"metrics": [lambda labels, answers: 0]}, "without a name"),
     ({"metrics": {"accuracy": share_of_ones}}, "accuracy is the name of a built-in metric"),
-    ({"metrics": ["f1"]}, "'f1' is no function of labels and answers; always computed: accuracy"),
+    ({"metrics": ["f1"]}, "'f1' is not a function of labels and answers; always computed: accuracy"),
     ({"metrics": {"broken": lambda labels, answers: 1 / 0}}, "metrics: broken raised ZeroDivisionError"),
     ({"class_weights": [1.0, 2.0]}, "class_weights has 2 numbers, but the data has 3 classes"),
     ({"class_weights": {"0": 1.0, "3": 2.0}}, "class_weights: the data has no class '3'; known: 0, 1, 2"),
@@ -220,7 +220,7 @@ FUNCTIONS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"transform": [torch.clone, v2.Resize(4)]}, r"transform: Resize returned torch.float32 \[1, 4, 4\]; images are"),
     ({"transform": ToTensor()}, "transform: ToTensor raised TypeError: pic should be PIL Image .*leave ToTensor"),
-    ({"transform": "flip"}, r"transform: 'f' is no function of an image \[C, H, W\]"),
+    ({"transform": "flip"}, r"transform: 'f' is not a function of an image \[C, H, W\]"),
     ({"augment": torch.clone}, "functions go into transform= or batch_transforms="),
     ({"transforms": torch.clone}, r"transforms: fit has no such argument; did you mean 'transform'\?"),
     ({"callback": []}, r"callback: fit has no such argument; did you mean 'callbacks'\?"),

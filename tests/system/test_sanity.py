@@ -11,7 +11,7 @@ from torch import nn
 
 import flatout
 from flatout.models.weights import read_weights
-from flatout.run import sanity
+from flatout.train import probes
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -22,7 +22,7 @@ LONG: dict[str, Any] = {"batch_size": 64, "epochs": 360, "early_stopping": 1, "d
 @pytest.fixture
 def short_runs_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the checks take any share of a run."""
-    monkeypatch.setattr(sanity, "LARGEST_SHARE", 1.0)
+    monkeypatch.setattr(probes, "LARGEST_SHARE", 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_checked_and_unchecked_runs_are_identical_to_the_bit(
     words = LONG | {"optimizer": "adam", "lr": 0.01, "seed": 3, "keep": "last"} | options
     found = []
     for name, more in (("checked", of_the_checked), ("unchecked", {})):
-        monkeypatch.setattr(sanity, "LARGEST_SHARE", sanity.LARGEST_SHARE if name == "checked" else 0.0)
+        monkeypatch.setattr(probes, "LARGEST_SHARE", probes.LARGEST_SHARE if name == "checked" else 0.0)
         torch.manual_seed(0)
         run = flatout.fit(Net(), *images, out=tmp_path / name, **(words | more))
         assert ("check" in run.summary["time_seconds"]) == (name == "checked")

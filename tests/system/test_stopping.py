@@ -15,7 +15,7 @@ from torch import nn
 
 import flatout
 from flatout.cli import main
-from flatout.run import monitor
+from flatout.train import monitor
 from tests.system.interrupted import Killed, assert_same, at_image, command, kill, resume, write_images
 from tests.system.run_files import summary, weights
 
@@ -209,7 +209,7 @@ def test_checkpoints_take_a_small_share_of_the_time(
         saved.append(now[0])
         now[0] += 2.0
 
-    monkeypatch.setattr("flatout.run.checkpoint.Checkpoint.save", save)
+    monkeypatch.setattr("flatout.train.checkpoint.Checkpoint.save", save)
     monkeypatch.setattr(monitor.time, "perf_counter", lambda: now[0])
 
     def advance(self: monitor.Monitor) -> None:
@@ -279,7 +279,7 @@ def test_damaged_and_foreign_checkpoints_are_passed_over(
 def test_a_dead_process_blocks_nobody(data: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     code = (
-        "import os, signal, sys; from flatout.run import monitor\n"
+        "import os, signal, sys; from flatout.train import monitor\n"
         "monitor.Monitor.step = lambda self: os.kill(os.getpid(), signal.SIGKILL)\n"
         "from flatout.cli import main; main(sys.argv[1:])"
     )

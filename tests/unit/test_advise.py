@@ -13,8 +13,8 @@ from flatout.engine.factory import Speeds
 from flatout.errors import InputError, WeightsUnavailable
 from flatout.models import hub, installed
 from flatout.recipe import Recipe
-from flatout.run.advise import advise
-from flatout.run.resolve import resolve
+from flatout.train.auto_recipe import advise
+from flatout.train.recipes import resolve
 
 
 def make_source(count: int = 600, size: int = 28, channels: int = 1, classes: int = 10) -> Source:
@@ -232,7 +232,7 @@ def test_weights_without_a_network_need_its_name(tmp_path: Path) -> None:
 
 def test_the_recipe_does_not_depend_on_the_way_it_is_asked_for() -> None:
     """`flatout pack` looks at the data alone, and `train` gets the same size and channels."""
-    from flatout.run.facts import look
+    from flatout.train.dataset_stats import look
 
     source = make_source(size=48, channels=3)
     recipe, facts = advice(source)[0], look(source, "", accelerated=False)

@@ -27,8 +27,8 @@ from flatout.data.pack import open_pack
 from flatout.data.pack_files import IMAGES
 from flatout.errors import InputError
 from flatout.report import run_files
-from flatout.run import live
-from flatout.run.progress import Progress
+from flatout.train import monitor
+from flatout.train.progress import Progress
 from tests.unit.runs import epoch_line, write_run
 
 CLASSES = ["cat", "<script>alert(1)</script>", "dog"]
@@ -178,7 +178,7 @@ def test_a_run_is_running_while_its_process_lives(tmp_path: Path) -> None:
 
 def test_a_killed_run_is_over_at_once(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a"
-    store, hold = Store(tmp_path / "runs"), "import time; from pathlib import Path; from flatout.run import claim\n"
+    store, hold = Store(tmp_path / "runs"), "import time; from pathlib import Path; from flatout.train import claim\n"
     hold += f"with claim.claimed(Path({str(run)!r}), 'a', resume=True, overwrite=False): print(flush=True); input()"
     run.parent.mkdir()
     write_run(run, CLASSES).joinpath("summary.json").unlink()
@@ -351,9 +351,9 @@ def test_wrong_words_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_run_writes_figures_within_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line once so much time has passed, with what has happened since the last one; training survives a full disk."""
     now = [0.0]
-    monkeypatch.setattr(live.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(monitor.time, "perf_counter", lambda: now[0])
     progress = Progress()
-    files = [live.LiveFile(path, progress, 10, lambda: 7) for path in (tmp_path / "live.jsonl", Path("/dev/full"))]
+    files = [monitor.LiveFile(path, progress, 10, lambda: 7) for path in (tmp_path / "live.jsonl", Path("/dev/full"))]
     for step in range(1, 8):
         progress.step, progress.images_trained, progress.train_seconds = step, 100 * step, 0.5 * step
         now[0] = 0.5 * step

@@ -10,8 +10,8 @@ import pytest
 from flatout.cli import main
 from flatout.commands.command import changes_of
 from flatout.parser import parse
-from flatout.run.resolve import start_of
 from flatout.settings import nearest, parse_setting, python_words
+from flatout.train.recipes import start_of
 
 
 @pytest.mark.parametrize(

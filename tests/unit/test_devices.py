@@ -14,7 +14,8 @@ from torch import nn
 from flatout.cli import main
 from flatout.engine import devices, factory
 from flatout.engine.devices import Devices, engine_for, parse_devices, spec_of, tpu_count
-from flatout.engine.eager import device_setup, probe
+from flatout.engine.torch import accelerator as device_setup
+from flatout.engine.torch import measure as probe
 from flatout.errors import InputError
 from flatout.recipe import Recipe
 
@@ -257,7 +258,7 @@ class Formats(nn.Module):
 def test_the_estimate_computes_in_the_recipes_precision(
     precision: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flatout.engine.eager import accelerator
+    from flatout.engine.torch import accelerator
 
     monkeypatch.setattr(accelerator, "processor_flags", lambda: {"avx512_bf16"})
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")

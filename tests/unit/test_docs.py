@@ -117,7 +117,9 @@ def test_the_tables_of_data_are_those_of_the_readers() -> None:
 def test_the_commands_of_the_first_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a few small pictures in place of photos, and a single epoch."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flatout.run.budget.REPORT_SECONDS", 0.0)  # on a busy machine, it may be all of a short budget
+    monkeypatch.setattr(
+        "flatout.train.budget.REPORT_SECONDS", 0.0
+    )  # on a busy machine, it may be all of a short budget
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     for name in ("my-photos", "new-photos"):
         for label, level in (("dark", 40), ("bright", 200)):

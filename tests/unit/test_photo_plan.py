@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from flatout.models.backbones import BACKBONES
-from flatout.run import photo_plan
-from flatout.run.photo_plan import PhotoPlan, plan_photos
+from flatout.train import photo_plan
+from flatout.train.photo_plan import PhotoPlan, plan_photos
 
 SMALL, LARGE = BACKBONES[0], BACKBONES[2]
 

@@ -10,9 +10,9 @@ import flatout
 from flatout.errors import InputError
 from flatout.jobs import builtin_jobs, load_job
 from flatout.recipe import Recipe, from_dict, known_keys, load_recipe, of_run
-from flatout.run.checkpoint import Checkpoint
-from flatout.run.progress import Progress
 from flatout.settings import parse_setting
+from flatout.train.checkpoint import Checkpoint
+from flatout.train.progress import Progress
 
 BASE = Recipe(model="fashion-cnn", image_size=28, epochs=2, batch_size=16)
 START = Checkpoint(state={}, best={}, progress=Progress(), recipe=BASE, data={})

@@ -149,3 +149,36 @@ def test_verdict_on_photos_without_pretraining():
     assert "--model timm:resnet18 --set pretrained=true" in found
     assert verdict(summary_of(["a", "b"]), STEADY, photos.override({"pretrained": True})) == []
     assert verdict(summary_of(["a", "b"], test_accuracy=0.95), STEADY, photos) == []
+
+
+def test_verdict_does_not_judge_by_a_handful_of_images():
+    """A gap that chance explains is none; on many images, the same gap is one."""
+    metrics = [epoch_line(e, train_accuracy=1.0, valid_accuracy=0.8) for e in range(1, 9)]
+    figures = {"test_accuracy": 0.7, "valid_accuracy": 1.0}
+    few = summary_of(["a", "b"], **figures, test_count=10, valid_count=6)
+    assert not [sentence for sentence in verdict(few, metrics, RECIPE) if "Overfitting" in sentence]
+    assert not [sentence for sentence in verdict(few, metrics, RECIPE) if "cameras" in sentence]
+    many = summary_of(["a", "b"], **figures, test_count=1000, valid_count=600)
+    found = " ".join(verdict(many, metrics, RECIPE))
+    assert "Overfitting" in found and "cameras" in found and "a smaller model" in found
+    assert "a smaller model" not in " ".join(verdict(many, metrics, RECIPE.override({"model": "fast-cnn-16"})))
+
+
+def test_verdict_on_weighted_classes_compares_the_balanced_accuracy():
+    summary = summary_of(
+        ["a", "b"], test_accuracy=0.8, test_balanced_accuracy=0.7, test_count=1000, test_class_counts=[900, 100]
+    )
+    metrics = [epoch_line(e, train_accuracy=0.8) for e in range(1, 9)]
+    assert "largest class" in verdict(summary, metrics, RECIPE)[0]
+    balanced = RECIPE.override({"class_weights": "balanced"})
+    assert "chance" not in " ".join(verdict(summary, metrics, balanced))
+    useless = summary | {"test_balanced_accuracy": 0.5}
+    assert verdict(useless, metrics, balanced)[0].startswith("Test balanced accuracy 0.500 is chance for 2 classes")
+
+
+def test_verdict_recommends_no_weights_that_could_not_be_had():
+    photo = RECIPE.override({"channels": 3, "image_size": 128})
+    summary = summary_of(["a", "b"], test_accuracy=0.7, test_count=100)
+    assert "published weights" in " ".join(verdict(summary, STEADY, photo))
+    refused = summary | {"notes": ["the hub cannot be reached. Training starts from random weights, which costs much"]}
+    assert "published weights" not in " ".join(verdict(refused, STEADY, photo))

@@ -20,10 +20,10 @@ from flatout.lr import chart
 from flatout.plan import plan
 from flatout.report import run_files
 from flatout.report.run_files import METRICS, RECIPE, SUMMARY, WEIGHTS, RunFiles
-from flatout.run.claim import Holder, holder
 from flatout.scale import scale
 from flatout.style import finite
 from flatout.tasks import task_named
+from flatout.train.claim import Holder, holder
 
 # Runs are found so many folders deep, among so many folders.
 MOST_DEEP, MOST_FOLDERS = 5, 20_000

@@ -81,7 +81,7 @@ def do_pack(args: Namespace, console: Console) -> Output:
     from flatout.data.build import build_pack
     from flatout.data.load import find
     from flatout.data.pack import PackSettings
-    from flatout.run.facts import look
+    from flatout.train.dataset_stats import look
 
     size = size_of(args.size)
     if args.channels is not None and not 1 <= args.channels <= MAX_CHANNELS:

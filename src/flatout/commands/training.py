@@ -15,7 +15,7 @@ from flatout.settings import parse_setting
 if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source
     from flatout.recipe import Recipe
-    from flatout.run.options import Options
+    from flatout.train.request import Options
 
 
 @command(
@@ -30,12 +30,12 @@ def do_train(args: Namespace, console: Console) -> None:
     """Train a job, a recipe, or your own data."""
     # Before imports, which take seconds.
     began = time.perf_counter()
-    from flatout.callbacks.trackers import callbacks_of
     from flatout.dist.hosts import Hosts
     from flatout.engine.devices import parse_devices
-    from flatout.run import claim
-    from flatout.run.options import Options
-    from flatout.run.resolve import resolve, start_of
+    from flatout.train import claim
+    from flatout.train.recipes import resolve, start_of
+    from flatout.train.request import Options, TrainRequest, check
+    from flatout.train.trackers import callbacks_of
 
     engine = engine_of(args)
     timeout = {} if args.rendezvous_timeout is None else {"timeout": args.rendezvous_timeout}
@@ -58,13 +58,14 @@ def do_train(args: Namespace, console: Console) -> None:
     changes, reasons = changes_of(args), list[str]()
     plain, is_complete = start_of(job, changes)
     claim.check(options)
+    check(plain, options)
     if (place := str(args.data or job or "").partition("?")[0]) or is_complete:
         # The name alone: an address may hold a password.
         console.note(f"looking at {plain.job if is_complete else Path(place).absolute().name}")
     devices = parse_devices(args.devices, engine)
     # This imports torch, which takes seconds.
     from flatout.engine.factory import speeds_on
-    from flatout.run.fit import train_recipe
+    from flatout.train.run import train
 
     recipe, data = resolve(
         job,
@@ -77,13 +78,13 @@ def do_train(args: Namespace, console: Console) -> None:
         speeds=speeds_on(args.devices, engine),
         explain=reasons.append,
     )
-    train_recipe(recipe, data, replace(options, notes=tuple(reasons)), console)
+    train(TrainRequest(recipe=recipe, data=data, options=replace(options, notes=tuple(reasons))), console)
 
 
 def _job_to_resume(args: Namespace) -> str | Path:
     """Return the recipe in --out; before a first start has written one, the job, so that a loop repeats one command."""
     from flatout.recipe import load_recipe
-    from flatout.run.resolve import is_of_job
+    from flatout.train.recipes import is_of_job
 
     if args.out is None:
         raise InputError("--resume needs --out, the run folder to continue")
@@ -146,8 +147,8 @@ def do_bench(args: Namespace, console: Console) -> Output:
 def _measured_job(args: Namespace, console: Console) -> "tuple[Recipe, DataRef | Source, Options]":
     """Return what a command measures: the recipe and the data of a job, and how to run it."""
     from flatout.engine.devices import parse_devices
-    from flatout.run.options import Options
-    from flatout.run.resolve import resolve
+    from flatout.train.recipes import resolve
+    from flatout.train.request import Options
 
     engine = engine_of(args)
     accelerated = parse_devices(args.devices, engine).is_accelerated

@@ -66,7 +66,7 @@ def choose_processes(
     Raises:
         InputError: as `parse_devices`.
     """
-    from flatout.engine.eager.device_setup import cpu_threads
+    from flatout.engine.torch.accelerator import cpu_threads
 
     devices = parse_devices(spec, engine)
     if engine == "xla":
@@ -87,7 +87,7 @@ def choose_processes(
         return Processes(devices=chosen, threads=cpu_threads(count), reason=reason)
     if devices.kind != "cpu" or _most_ranks(devices, batch) == 1:
         return Processes(devices=devices, threads=threads)
-    from flatout.engine.eager.probe import seconds_per_image
+    from flatout.engine.torch.measure import seconds_per_image
 
     model, trained = build(), images * recipe.epochs
     by_threads, launch = seconds_per_image(model, recipe) * trained, 0 if has_budget else LAUNCH_SECONDS
@@ -145,7 +145,7 @@ def speeds_on(spec: str, engine: str) -> Speeds | None:
     chosen = [] if spec == "auto" else [len(devices.indices)]
 
     def training(recipe: Recipe, classes: int) -> float:
-        from flatout.engine.eager.probe import seconds_per_image
+        from flatout.engine.torch.measure import seconds_per_image
         from flatout.models.load import build_model
 
         most = _most_ranks(devices, recipe.batch_size)
@@ -156,7 +156,7 @@ def speeds_on(spec: str, engine: str) -> Speeds | None:
         return rates[chosen[0]]
 
     def features(recipe: Recipe) -> float:
-        from flatout.engine.eager.probe import features_per_second
+        from flatout.engine.torch.measure import features_per_second
 
         # The ranks of one CPU share its cores.
         several = 1 if devices.kind == "cpu" else _most_ranks(devices, recipe.batch_size)
@@ -225,7 +225,7 @@ def join(spec: str, engine: str = "torch") -> "World":
 
 def precisions(engine: str, world: "World") -> list[str]:
     """Return the number formats that a rank's device computes in, the default first; XLA's engine has its own rule."""
-    from flatout.engine.eager.accelerator import accelerator_of
+    from flatout.engine.torch.accelerator import accelerator_of
 
     return accelerator_of(world.device).precisions() if engine == "torch" else []
 
@@ -265,6 +265,6 @@ def make_engine(
         return XlaEngine(
             model, recipe, devices=found, world=world, class_weights=class_weights, report=report, **shared
         )
-    from flatout.engine.eager.engine import TorchEngine
+    from flatout.engine.torch.engine import TorchEngine
 
     return TorchEngine(model, recipe, world=world, class_weights=class_weights, report=report, **options)

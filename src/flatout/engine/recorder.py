@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from flatout.run.progress import Progress
+    from flatout.train.progress import Progress
 
 
 class Recorder:

@@ -19,8 +19,8 @@ from flatout.explore.confident import Errors, find_errors, find_errors_of_severa
 from flatout.files import printable
 from flatout.recipe import Recipe
 from flatout.report import run_files
-from flatout.run.folds import cross_validate
-from flatout.run.options import Options
+from flatout.train.request import Options, TrainRequest
+from flatout.train.run import train
 
 # Three trainings on two thirds of the images, each 0.6 times as long as one, take 1.2 times as long together.
 FOLDS, SHARE_OF_EPOCHS = 3, 0.6
@@ -88,7 +88,7 @@ def find_label_errors(recipe: Recipe, data: DataRef | Source, options: Options, 
     recipe = short(recipe)
     with tempfile.TemporaryDirectory(prefix="flatout-labels-") as folder:
         options = dataclasses.replace(options, out=Path(folder) / "folds", report=False)
-        out = cross_validate(recipe, data, options, console, module=None)
+        out = train(TrainRequest(recipe=recipe, data=data, options=options), console)
         with np.load(out / run_files.PREDICTIONS) as arrays:
             answers = dict(arrays)
         skipped = run_files.read_summary(out, {})["skipped_images"]

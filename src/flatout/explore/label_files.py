@@ -20,9 +20,9 @@ from flatout.explore.images import thumbnails
 from flatout.explore.label_errors import LabelErrors, find_label_errors
 from flatout.files import write_atomically
 from flatout.report.html import SMOOTH_FROM_PIXELS, thumbnail, write_page
-from flatout.run.options import Options
-from flatout.run.resolve import resolve
 from flatout.scale.scale import check_free, make_folder
+from flatout.train.recipes import resolve
+from flatout.train.request import Options
 
 PAGE, SUGGESTIONS = "label-errors.html", "label-errors.csv"
 COLUMNS = ("file", "split", "row", "given", "suggested", "confidence")

@@ -19,10 +19,10 @@ from flatout.numerics.random import Stream, permutation
 from flatout.recipe import Recipe
 from flatout.report.html import SMOOTH_FROM_PIXELS, framed, page, thumbnail, write_page
 from flatout.report.run_files import write_json
-from flatout.run.arguments import join_data, recipe_changes
-from flatout.run.resolve import resolve
 from flatout.settings import in_python, python_words
 from flatout.tasks import with_task
+from flatout.train.fit_arguments import join_data, recipe_changes
+from flatout.train.recipes import resolve
 
 PAGE, PICTURE, FIGURES = "look.html", "look.png", "look.json"
 # Classes with pictures, and images of each; classes in the table that is always open.

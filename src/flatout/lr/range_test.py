@@ -21,11 +21,10 @@ from flatout.lr.chart import CHART, RESULT, draw_rates
 from flatout.numerics.schedule import scaled_rate
 from flatout.recipe import Recipe
 from flatout.report.run_files import write_json
-from flatout.run.fit import run_session
-from flatout.run.options import Options
-from flatout.run.session import Session
 from flatout.scale.scale import check_free
 from flatout.scale.steps import endless_epochs
+from flatout.train.request import Options, TrainRequest
+from flatout.train.run import place, run_on_all_ranks, set_up
 
 if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source
@@ -61,23 +60,23 @@ def find_rate(recipe: Recipe, data: "DataRef | Source", options: Options, consol
     check_free(options.out)
     out = options.out or Path("runs") / f"lr-{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}"
     # The devices that suit one epoch suit this test, which is about as short.
-    session = Session(recipe.override({"epochs": 1}), data, replace(options, out=out))
-    return run_session(session, console, _test)
+    request = TrainRequest(recipe=recipe.override({"epochs": 1}), data=data, options=replace(options, out=out))
+    return run_on_all_ranks(request, console, _test)
 
 
-def _test(console: Console, world: "World", session: Session) -> dict[str, Any]:
+def _test(console: Console, world: "World", request: TrainRequest) -> dict[str, Any]:
     """Test on one of the ranks; all return the same, and the main one writes the files."""
 
-    with session.set_up(console, world) as (_, splits, engine):
-        recipe = session.recipe
-        train = session.place(engine, {"train": splits["train"]})["train"]
-        points, diverged = _measure(engine, train, recipe, world, console)
+    with set_up(console, world, request) as context:
+        recipe = context.recipe
+        train = place(context, only_train=True)["train"]
+        points, diverged = _measure(context.engine, train, recipe, world, console)
         rate = suggest(*zip(*points, strict=True))
         current = scaled_rate(recipe)
         result = {
             **{key: getattr(recipe, key) for key in ("job", "model", "batch_size")},
             "optimizer": recipe.optimizer.name,
-            "devices": session.devices,
+            "devices": context.devices,
             "steps": len(points),
             "rate": rate,
             "lr": None if rate is None else float(f"{rate * recipe.optimizer.lr / current:.2g}"),
@@ -86,11 +85,11 @@ def _test(console: Console, world: "World", session: Session) -> dict[str, Any]:
             "points": points,
             "date": datetime.now().astimezone().isoformat(timespec="seconds"),
             "version": __version__,
-            "out": str(session.out),
+            "out": str(context.run_dir),
         }
         if world.is_main:
-            write_json(session.out / RESULT, result)
-            draw_rates(session.out / CHART, result)
+            write_json(context.run_dir / RESULT, result)
+            draw_rates(context.run_dir / CHART, result)
         return result
 
 

@@ -161,8 +161,8 @@ def _look(
     """Return the recipe for existing data, its training images and classes, and its path."""
     from flatout.data.build import bits_of
     from flatout.data.source import Source
-    from flatout.run.resolve import resolve
     from flatout.tasks import with_task
+    from flatout.train.recipes import resolve
 
     recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
     source = found if isinstance(found, Source) else found.read()

@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from torch import nn
 
 from flatout.engine.xla.mesh import MeshSharding
-from flatout.engine.xla.step import Program
+from flatout.engine.xla.program import Program
 from flatout.errors import InputError
 from flatout.plan.chips import Topology
 from flatout.recipe import Recipe

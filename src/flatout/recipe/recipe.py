@@ -221,6 +221,10 @@ class Recipe(Checked):
                 table[key] = value
         return from_dict(table)
 
+    def without_fine_tuning(self) -> "Recipe":
+        """Return the recipe of a fitted head alone."""
+        return self.override({"epochs": 0, "freeze": "", "norm": "global"})
+
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as nested plain values, in the order of the file."""
         return dataclasses.asdict(self)

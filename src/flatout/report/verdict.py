@@ -37,6 +37,8 @@ STILL_IMPROVING = 0.01
 FEW_EPOCHS, GOOD_ACCURACY = 3, 0.9
 # Images from this size on, in colour, are usually photos, for which published weights exist.
 PHOTO_PIXELS = 64
+# The narrowest network of generated recipes.
+SMALLEST_MODEL = "fast-cnn-16"
 # A loss above twice ln K is worse than uniform predictions. In the first steps of a sound run it may be so, too.
 DIVERGED_FACTOR = 2.0
 RECOVERED_FACTOR = 0.95
@@ -72,6 +74,17 @@ def verdict(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], re
     return [*learning, *_unbalanced(run), *_input_wait(run)]
 
 
+def _margin(accuracy: float, count: float | None) -> float:
+    """Return how far an accuracy on so many images may be from that on others by chance alone.
+
+    Two right and two wrong answers are added (Agresti and Coull, 1998), so that few images are never certain.
+    """
+    if not count:
+        return 0.0
+    likely = (accuracy * count + 2) / (count + 4)
+    return STANDARD_ERRORS * math.sqrt(likely * (1 - likely) / (count + 4))
+
+
 class _Run:
     """The figures of a run: accuracies of the chosen weights, and the training accuracy of the last epoch."""
 
@@ -87,6 +100,10 @@ class _Run:
     def history(self, key: str) -> list[tuple[float, int]]:
         """Return the finite values of a figure, each with its epoch."""
         return [(value, line["epoch"]) for line in self.metrics if (value := finite(line.get(key))) is not None]
+
+    def margin(self, split: str, accuracy: float) -> float:
+        """Return how far the accuracy on a split may be from that on other images by chance alone."""
+        return _margin(accuracy, self.summary.get(f"{'valid' if split == 'validation' else split}_count"))
 
     def counts(self, name: str) -> list[tuple[int, str]]:
         """Return the numbers of images of all classes, each with the shortened name of its class."""
@@ -124,11 +141,15 @@ def _at_chance(run: _Run) -> Iterator[str]:
     if accuracy is None or classes < 2 or (count and count < LEAST_TEST_IMAGES):
         return
     guess, how = 1 / classes, f"is chance for {classes} classes"
-    if counts and max(counts) / sum(counts) > 1.5 * guess:
+    is_balanced = run.recipe.class_weights == "balanced"
+    if is_balanced and run.split == "test":
+        # Such a run does not aim at the share of right answers.
+        accuracy = finite(run.summary.get("test_balanced_accuracy")) or accuracy
+    elif counts and max(counts) / sum(counts) > 1.5 * guess:
         guess = max(counts) / sum(counts)
         how = f"is no better than always answering the largest class ({guess:.3f})"
     spread = STANDARD_ERRORS * math.sqrt(guess * (1 - guess) / count) if count else 0.0
-    finding = f"{run.split.capitalize()} accuracy {accuracy:.3f}"
+    finding = f"{run.split.capitalize()} {'balanced ' * is_balanced}accuracy {accuracy:.3f}"
     if accuracy > guess + spread:
         # Above chance, but hardly: the training loss shows more reliably whether anything was learnt.
         loss, uniform = finite(run.last.get("train_loss")), math.log(classes)
@@ -162,21 +183,26 @@ def _no_better_than_the_mean(run: _Run) -> Iterator[str]:
 
 
 def _learning_rate_advice(recipe: Recipe) -> str:
-    lr = recipe.optimizer.lr
+    lr, at_batch = recipe.optimizer.lr, scaled_rate(recipe)
     effective = scaled_rate(recipe) / (1 - (recipe.optimizer.momentum or 0.0))
     usual = USUAL_LEARNING_RATE.get(recipe.optimizer.name, effective)
     higher, lower = f"--lr {lr * LEARNING_RATE_STEP:g}", f"--lr {lr / LEARNING_RATE_STEP:g}"
+    shown = f"{lr:g}" if math.isclose(lr, at_batch) else f"{lr:g} ({at_batch:g} for the batch size)"
     if effective < usual / UNSUSPECTED_FACTOR:
-        return f"The learning rate {lr:g} is probably too low; try {higher}."
+        return f"The learning rate {shown} is probably too low; try {higher}."
     if effective > usual * UNSUSPECTED_FACTOR:
-        return f"The learning rate {lr:g} is probably too high; try {lower}."
-    return f"Nothing was learnt with the learning rate {lr:g}; try {higher} and {lower}, and more epochs."
+        return f"The learning rate {shown} is probably too high; try {lower}."
+    return f"Nothing was learnt with the learning rate {shown}; try {higher} and {lower}, and more epochs."
 
 
 def _overfitting(run: _Run) -> Iterator[str]:
     held_out = [(run.held_out, run.split), (finite(run.last.get("valid_accuracy")), "validation")]
     known = [(accuracy, split) for accuracy, split in held_out if accuracy is not None]
-    if run.train is None or not known or run.train - min(known)[0] <= OVERFITTING_GAP:
+    if run.train is None or not known:
+        return
+    accuracy, split = min(known)
+    # Three standard errors, since the worse of two splits is taken.
+    if run.train - accuracy <= max(OVERFITTING_GAP, 1.5 * run.margin(split, accuracy)):
         return
     advice = {
         "augmentation (such as augment.shift, augment.zoom)": not run.recipe.augment.is_affine,
@@ -184,10 +210,11 @@ def _overfitting(run: _Run) -> Iterator[str]:
         "pre-trained weights": not run.is_pretrained,
     }
     what = [name for name, is_new in advice.items() if is_new] or ["more images"]
-    accuracy, split = min(known)
+    if run.recipe.model != SMALLEST_MODEL:
+        what.append("a smaller model")
     yield (
         f"Overfitting: accuracy {run.train:.3f} in training, {accuracy:.3f} on {split} images."
-        f" What may help: {', '.join(what)}, a smaller model."
+        f" What may help: {', '.join(what)}."
     )
 
 
@@ -209,8 +236,7 @@ def _split_gap(run: _Run) -> Iterator[str]:
     test, valid = run.test, run.valid
     if test is None or valid is None:
         return
-    counts = [run.summary.get(f"{split}_count") for split in ("test", "valid")]
-    noise = STANDARD_ERRORS * math.sqrt(sum(test * (1 - test) / count for count in counts if count))
+    noise = math.hypot(run.margin("test", test), run.margin("validation", valid))
     if valid - test > max(SPLIT_GAP, noise):
         yield (
             f"Test accuracy {test:.3f} is well below validation accuracy {valid:.3f}: the splits differ. `flatout"
@@ -246,8 +272,10 @@ def _more_epochs(run: _Run) -> Iterator[str]:
 
 
 def _no_pretraining(run: _Run) -> Iterator[str]:
+    is_impossible = any("random weights" in str(note) for note in run.summary.get("notes") or ())
     is_photo = run.recipe.channels == 3 and min(run.recipe.image_sides) >= PHOTO_PIXELS
-    if run.held_out is not None and run.held_out < GOOD_ACCURACY and is_photo and not run.is_pretrained:
+    is_advisable = is_photo and not run.is_pretrained and not is_impossible
+    if run.held_out is not None and run.held_out < GOOD_ACCURACY and is_advisable:
         yield (
             f"The model was trained from random weights. On photos, published weights usually raise the {run.split}"
             " accuracy considerably: --model timm:resnet18 --set pretrained=true."

@@ -42,8 +42,7 @@ def _evaluate(
     from flatout.engine.devices import spec_of
     from flatout.engine.factory import make_engine, precisions
     from flatout.models.load import copied
-    from flatout.run.finish import scores_of
-    from flatout.run.trust import keep_of
+    from flatout.run.trust import keep_of, scores_of
 
     def once(load: "Callable[[], Pack]") -> "Pack":
         with world.heartbeat.alone("making the pack"):

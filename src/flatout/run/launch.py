@@ -40,7 +40,7 @@ def run_on_devices(
         TrainingFailed: a rank died, hung, or raised something else, and all others were ended. The message names it and
             has the last lines of its log.
     """
-    from flatout.engine.eager.device_setup import cpu_threads
+    from flatout.engine.torch.accelerator import cpu_threads
 
     if launched() is not None:
         return _join_and_call(console, spec, engine, function, args)

@@ -14,7 +14,8 @@ from flatout.report import run_files
 
 if TYPE_CHECKING:
     from flatout.engine.base import Evaluation
-    from flatout.run.session import Session
+    from flatout.train.request import TrainRequest
+    from flatout.train.run_log import RunLog
 
 # The pictures of a report: a grid of 5x5 chosen at random, and as many of the most confident mistakes.
 PICTURES = 25
@@ -25,7 +26,8 @@ COMPARED_IMAGES = 500
 
 
 def write_predictions(
-    session: "Session",
+    request: "TrainRequest",
+    log: "RunLog",
     split: str,
     result: "Evaluation",
     samples: Samples,
@@ -34,11 +36,11 @@ def write_predictions(
 ) -> None:
     """Keep all answers and the few images that the pictures show, so that a report needs no data; `more` is added.
 
-    The arrays are those of `run_files.Predictions`.
+    The arrays are those of `run_files.Predictions`. `request` has the run folder and the recipe of the run.
     """
     probabilities, labels, task = result.probabilities, result.labels, result.task
-    assert probabilities is not None
-    grid = np.sort(permutation(session.recipe.seed, Stream.PICTURES, 0, len(labels))[:PICTURES])
+    assert probabilities is not None and request.run_dir is not None
+    grid = np.sort(permutation(request.recipe.seed, Stream.PICTURES, 0, len(labels))[:PICTURES])
     mistakes = task.mistakes(result.predicted, labels, probabilities)[:PICTURES]
     worst = np.argsort(-task.losses_of(probabilities.astype(np.float64), labels), kind="stable")[:PICTURES]
     sample, positions = np.unique(np.concatenate([grid, mistakes, worst]), return_inverse=True)
@@ -56,34 +58,37 @@ def write_predictions(
         "images": images,
         "grid": positions[: len(grid)],
         "mistakes": positions[len(grid) : len(grid) + len(mistakes)],
-        "heatmaps": _heatmaps(session, len(classes), of_mistakes, task.decided(result.predicted)[mistakes]),
+        "heatmaps": _heatmaps(request, log, len(classes), of_mistakes, task.decided(result.predicted)[mistakes]),
         **more,
     }
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **{name: array for name, array in arrays.items() if array is not None})
-    write_atomically(session.out / run_files.PREDICTIONS, buffer.getvalue())
+    write_atomically(request.run_dir / run_files.PREDICTIONS, buffer.getvalue())
 
 
-def _heatmaps(session: "Session", classes: int, images: np.ndarray, answers: np.ndarray) -> np.ndarray | None:
+def _heatmaps(
+    request: "TrainRequest", log: "RunLog", classes: int, images: np.ndarray, answers: np.ndarray
+) -> np.ndarray | None:
     """Return what speaks for the first wrong answers, uint8 [M, H, W]; None where the model does not show it."""
     from flatout.models.load import build_model, copied
     from flatout.models.weights import load_exactly, read_weights
     from flatout.run.explain import heatmaps_of
 
-    images, answers, weights = images[:EXPLAINED], answers[:EXPLAINED], session.out / run_files.WEIGHTS
+    assert request.run_dir is not None
+    images, answers, weights = images[:EXPLAINED], answers[:EXPLAINED], request.run_dir / run_files.WEIGHTS
     # The folder of a cross-validation has no weights.
     if not len(images) or not weights.is_file():
         return None
-    recipe, module = session.recipe, session.module
+    recipe, module = request.recipe, request.module
     try:
         module = None if module is None else copied(module)
-        model = build_model(recipe, classes, module=module, allow_code=session.options.allow_code)
+        model = build_model(recipe, classes, module=module, allow_code=request.options.allow_code)
         load_exactly(model.eval(), read_weights(weights)[0], weights)
         is_class = answers.dtype.kind == "i" and answers.ndim == 1
         found = heatmaps_of(model, recipe, recipe.task, images, np.maximum(answers, 0) if is_class else None)
         return (255 * found).round().astype(np.uint8)
     except Exception as error:  # a model that is not ours may raise anything, and the run is worth more
-        session.note(f"the report shows no heatmaps: {type(error).__name__}: {first_line(error)}")
+        log.note(f"the report shows no heatmaps: {type(error).__name__}: {first_line(error)}")
         return None
 
 

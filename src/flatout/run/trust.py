@@ -4,7 +4,7 @@ Shape letters: N images, K classes.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,3 +228,23 @@ def lines_of(split: str, figures: Mapping[str, Any]) -> list[str]:
             size = f"{row['mean_size']:.2f} classes on average"
             lines.append(f"{100 * row['coverage']:g} % sets: {row['covered']:.4f} hold the right class, {size}")
     return lines
+
+
+def scores_of(split: str, result: "Evaluation", classes: Sequence[str], found: "Trust | None") -> dict[str, Any]:
+    """Return the figures of `summary.json` and `evaluate` that are computed once, after training.
+
+    Args:
+        split: `test` or `valid`, whose name is in front of single figures.
+        result: with probabilities; with logits where `found` is given.
+        found: what the validation images say about the answers.
+    """
+    task, labels = result.task, result.labels
+    assert result.probabilities is not None
+    answers = task.decided(result.predicted)
+    scores = task.scores(result.predicted, labels, result.probabilities)
+    return {
+        **{f"{split}_{name}": value for name, value in scores.items()},
+        "per_class": task.per_class(answers, labels, classes),
+        "confused_pairs": task.confused_pairs(answers, labels, classes),
+        "trust": found.figures(result) if found else None,
+    }

@@ -15,11 +15,10 @@ from flatout import __version__
 from flatout.console import Console, aligned
 from flatout.data.order import epoch_batches, steps_per_epoch
 from flatout.recipe import Recipe
-from flatout.run.fit import run_session
-from flatout.run.options import Options
-from flatout.run.session import Session
 from flatout.scale.scale import spread
 from flatout.scale.steps import READ_AHEAD, Timed, preparing, training, training_on
+from flatout.train.request import Options, TrainRequest
+from flatout.train.run import place, run_on_all_ranks, set_up
 
 if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source
@@ -56,17 +55,17 @@ def bench(recipe: Recipe, data: "DataRef | Source", options: Options, console: C
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         # The devices that suit one epoch suit this measurement, which is about as short.
         recipe = recipe.override({"epochs": 1})
-        session = Session(recipe, data, replace(options, out=Path(folder) / "run"))
-        return run_session(session, console, _on_rank)
+        options = replace(options, out=Path(folder) / "run")
+        return run_on_all_ranks(TrainRequest(recipe=recipe, data=data, options=options), console, _on_rank)
 
 
-def _on_rank(console: Console, world: "World", session: Session) -> dict[str, Any]:
+def _on_rank(console: Console, world: "World", request: TrainRequest) -> dict[str, Any]:
     """Measure on one of the ranks; all return the same."""
     from flatout.engine.devices import machine
 
-    with session.set_up(console, world) as (pack, splits, engine), contextlib.ExitStack() as stack:
-        recipe = session.recipe
-        train = session.place(engine, {"train": splits["train"]})["train"]
+    with set_up(console, world, request) as context, contextlib.ExitStack() as stack:
+        recipe, engine, pack = context.recipe, context.engine, context.pack
+        train = place(context, only_train=True)["train"]
         console.note("measuring for about 20 s")
         timed = _measurements(stack, train, engine, world, recipe)
         steps = {name: max(READ_AHEAD, one.steps_in(SECONDS)) for name, (one, _) in timed.items()}
@@ -88,8 +87,8 @@ def _on_rank(console: Console, world: "World", session: Session) -> dict[str, An
         shares = [both / alone for both, alone in zip(rates["training"], rates[limit], strict=True)]
         result = {
             **{key: getattr(recipe, key) for key in ("job", "model", "batch_size", "image_size", "precision")},
-            "devices": session.devices,
-            "engine": session.options.engine,
+            "devices": context.devices,
+            "engine": request.options.engine,
             "world_size": world.size,
             "train_images": len(train.samples),
             "input_images_per_second": medians["input"],

@@ -93,7 +93,7 @@ def scale(
     """
     from flatout.data.load import load
     from flatout.engine.devices import engine_for, machine, parse_devices
-    from flatout.run.resolve import resolve
+    from flatout.train.recipes import resolve
 
     if repeats < 1:
         raise InputError(f"--repeats {repeats}: must be at least 1")

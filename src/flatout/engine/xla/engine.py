@@ -21,16 +21,14 @@ from torch import nn
 from flatout.data.feed import Samples, prefetch
 from flatout.data.order import evaluation_batches
 from flatout.dist.world import World
-from flatout.engine.eager.device_setup import PRECISIONS
-from flatout.engine.eager.split import EVALUATION_BATCH
 from flatout.engine.recorder import Recorder
+from flatout.engine.torch.accelerator import PRECISIONS
+from flatout.engine.torch.batches import EVALUATION_BATCH
 from flatout.engine.xla import optim
+from flatout.engine.xla.batches import HostBatches, XlaSplit, fetch, read_batches
 from flatout.engine.xla.devices import compilation_cache
-from flatout.engine.xla.heads import to_array
-from flatout.engine.xla.input import HostBatches, read_batches
 from flatout.engine.xla.mesh import MeshSharding
-from flatout.engine.xla.split import XlaSplit, fetch
-from flatout.engine.xla.step import Evaluated, FrozenPrefix, Inputs, Program, State, frozen_cut
+from flatout.engine.xla.program import Evaluated, FrozenPrefix, Inputs, Program, State, frozen_cut, to_array
 from flatout.errors import InputError
 from flatout.host import physical_cores
 from flatout.models.frozen_prefix import before_head

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from flatout.engine.xla.function import Arrays
-from flatout.engine.xla.lowerings import SampleMask
+from flatout.engine.xla.function import Arrays, SampleMask
 from flatout.errors import InputError, first_line
 from flatout.models.keras import KerasModule, counting
 

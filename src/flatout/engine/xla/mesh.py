@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flatout.engine.xla.step import Inputs, Program, State
+from flatout.engine.xla.program import Inputs, Program, State
 
 AXIS = "batch"
 

@@ -1,0 +1,324 @@
+"""What the torch engine asks of a device, by kind, and the record of a step as a CUDA graph.
+
+Other modules of the engine never compare `device.type`.
+"""
+
+import contextlib
+import ctypes
+import os
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from flatout.dist.env import wanted_threads
+from flatout.errors import InputError
+from flatout.host import available_memory, physical_cores, processor_flags
+
+# Limits of oneDNN, torch's library of CPU kernels, below which it converts bfloat16 instead of computing in it.
+_LIMITS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+
+
+class Accelerator:
+    """A device of any kind; the classes below add what is special about CPUs, Apple's GPUs and NVIDIA's.
+
+    Attributes:
+        device: the torch device.
+        is_host: it computes with the cores and memory of the host.
+        is_async: operations are queued, and reading a result waits for all of them.
+        has_memory: it has memory of its own, which copies from pinned host memory reach without waiting.
+        can_capture: steps can be recorded as a graph.
+        wide_float: the type for long sums.
+    """
+
+    is_host = has_memory = can_capture = False
+    is_async = True
+    wide_float = torch.float64
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def name(self) -> str:
+        """The name of the hardware, for the log."""
+        return self.device.type.upper()
+
+    @property
+    def raises_out_of_memory(self) -> bool:
+        """Whether a lack of memory raises an error, rather than having the system end the process."""
+        return self.has_memory
+
+    def precisions(self) -> list[str]:
+        """Return the number formats that the hardware computes in, the default first."""
+        return ["fp32"]
+
+    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
+        """Set what belongs to the whole process for training; `undo` restores it, and the random state."""
+        undo.callback(torch.set_rng_state, torch.get_rng_state())
+        if not self.is_host:
+            module = torch.get_device_module(self.device)
+            undo.callback(module.set_rng_state, module.get_rng_state())
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's default generators of the host and of this device, and of no other."""
+        torch.default_generator.manual_seed(seed)
+        if not self.is_host:
+            torch.get_device_module(self.device).manual_seed(seed)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an empty host tensor, pinned if that lets copies to the device overlap with its work."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self.has_memory)
+
+    def put(self, array: np.ndarray) -> torch.Tensor:
+        """Copy a small array to the device without waiting for it."""
+        tensor = torch.from_numpy(array)
+        return (tensor.pin_memory() if self.has_memory else tensor).to(self.device, non_blocking=self.has_memory)
+
+    def free_bytes(self) -> int:
+        """Return the free memory for tensors of the device."""
+        return torch.accelerator.get_memory_info(self.device)[0] if self.has_memory else available_memory()
+
+    def peak_bytes(self) -> int | None:
+        """Return the peak memory of tensors on the device; None where that is the host's memory."""
+        return torch.accelerator.max_memory_allocated(self.device) if self.has_memory else None
+
+    def empty_cache(self) -> None:
+        """Return freed memory to the device."""
+        if self.has_memory:
+            torch.accelerator.empty_cache()
+
+    def has_room_for_graph(self) -> bool:
+        """Return whether a graph can keep the memory of a step, beside steps that run without it."""
+        held = torch.accelerator.memory_allocated(self.device)
+        reserved = torch.accelerator.memory_reserved(self.device)
+        step = torch.accelerator.max_memory_allocated(self.device) - held
+        return 2 * step <= self.free_bytes() + reserved - held
+
+    def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Record the operations of a step without running them."""
+        raise NotImplementedError
+
+
+class CPU(Accelerator):
+    """The cores of the host."""
+
+    is_host, is_async = True, False
+
+    @property
+    def raises_out_of_memory(self) -> bool:
+        """See `Accelerator`: only where the address space is limited (`ulimit -v`)."""
+        if sys.platform == "win32":
+            return False
+        import resource
+
+        return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+    def precisions(self) -> list[str]:
+        """See `Accelerator`; the user may limit the instructions (ONEDNN_MAX_CPU_ISA)."""
+        is_limited = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _LIMITS_WITHOUT_BF16
+        has_bf16 = processor_flags() & {"avx512_bf16", "amx_bf16", "bf16"}
+        return ["fp32", "bf16"] if has_bf16 and not is_limited else ["fp32"]
+
+    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
+        super().adapt_process(undo, precision, threads)
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads)
+        # Arithmetic on denormal numbers takes hundreds of cycles. Only a product shows whether they are flushed.
+        is_flushed = not torch.tensor(1e-310, dtype=torch.float64).mul(1.0).item()
+        undo.callback(torch.set_flush_denormal, is_flushed)
+        torch.set_flush_denormal(True)
+        _keep_freed_memory(undo)
+
+
+class MPS(Accelerator):
+    """The GPU of an Apple processor, which uses the memory of the host."""
+
+    wide_float = torch.float32
+
+
+class CUDA(Accelerator):
+    """A GPU of NVIDIA."""
+
+    has_memory = can_capture = True
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
+    def precisions(self) -> list[str]:
+        has_tf32 = torch.cuda.get_device_capability(self.device) >= (8, 0)
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return ["tf32"] * has_tf32 + ["fp32"] + ["bf16"] * has_bf16
+
+    def adapt_process(self, undo: contextlib.ExitStack, precision: str, threads: int) -> None:
+        """See `Accelerator`.
+
+        All work is queued on one stream of its own: the default stream cannot be captured, and autograd accumulates a
+        parameter's gradient on the stream that was current when it first saw the parameter.
+        """
+        undo.enter_context(torch.cuda.device(self.device))
+        undo.enter_context(torch.cuda.stream(torch.cuda.Stream()))
+        super().adapt_process(undo, precision, threads)
+        cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+        name, value = "fp32_precision", "ieee" if precision == "fp32" else "tf32"
+        for owner, setting, wanted in ((cudnn, "benchmark", True), (cudnn.conv, name, value), (products, name, value)):
+            undo.callback(setattr, owner, setting, getattr(owner, setting))
+            setattr(owner, setting, wanted)
+
+    def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # The thread that reads images ahead may allocate pinned memory meanwhile: only this thread's calls are checked.
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            step()
+        return graph
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
+    """Return the accelerator of a torch device."""
+    return {"cpu": CPU, "cuda": CUDA, "mps": MPS}.get(device.type, Accelerator)(device)
+
+
+def _keep_freed_memory(undo: contextlib.ExitStack) -> None:
+    """Have glibc keep freed blocks instead of returning them to the kernel.
+
+    The activations of a step are megabytes each and freed at its end. By default, each is mapped and zeroed page by
+    page again in the next step, which took a seventh of the time of a small network's step.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        undo.callback(libc.malloc_trim, 0)
+        # M_MMAP_MAX and M_TRIM_THRESHOLD. glibc cannot be asked what they were: it returns to its defaults.
+        for option, value, default in ((-4, 0, 65536), (-1, 2**31 - 1, 128 * 1024)):
+            undo.callback(libc.mallopt, option, default)
+            libc.mallopt(option, value)
+
+
+# Share of the free memory that images may take; the rest is for the model, its activations and other programs.
+MEMORY_SHARE = 0.5
+PRECISIONS = {
+    "fp32": "32-bit floats",
+    "tf32": "32-bit floats, matrix products and convolutions in TF32",
+    "bf16": "bfloat16 with 32-bit weights",
+}
+# bfloat16 is chosen where a step becomes faster by at least this factor.
+BF16_WORTH = 1.2
+
+Place = Literal["device", "memory", "disk"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSetup:
+    """A device that is prepared for training: the number format, and the threads that compute."""
+
+    accelerator: Accelerator
+    precision: str
+    threads: int
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which the model runs."""
+        return autocast(self.accelerator, self.precision)
+
+    def describe(self) -> str:
+        """Return a sentence for the log."""
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        where = threads if self.accelerator.is_host else self.accelerator.name
+        return f"{self.accelerator.device.type}: {where}, {PRECISIONS[self.precision]}"
+
+
+def prepare(
+    accelerator: Accelerator, precision: str, undo: contextlib.ExitStack, *, ranks_here: int = 1
+) -> DeviceSetup:
+    """Prepare a device for training; `undo` restores the settings of the process.
+
+    Raises:
+        InputError: the hardware lacks the precision asked for.
+    """
+    precision = choose_precision(accelerator, precision)
+    threads = cpu_threads(ranks_here) if accelerator.is_host else torch.get_num_threads()
+    accelerator.adapt_process(undo, precision, threads)
+    return DeviceSetup(accelerator=accelerator, precision=precision, threads=threads)
+
+
+def choose_precision(accelerator: Accelerator, wanted: str) -> str:
+    """Return the number format that a recipe's `precision` means on a device.
+
+    Raises:
+        InputError: the hardware lacks it; emulated formats would be many times slower.
+    """
+    available = accelerator.precisions()
+    if wanted not in ("auto", *available):
+        raise InputError(
+            f"precision = {wanted!r}: {accelerator.device.type} here has only {', '.join(available)}; "
+            "use --set precision=auto"
+        )
+    return available[0] if wanted == "auto" else wanted
+
+
+def autocast(accelerator: Accelerator, precision: str) -> contextlib.AbstractContextManager[object]:
+    """Return the context in which a model computes in a number format."""
+    if precision == "bf16":
+        return torch.autocast(accelerator.device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+def cpu_threads(ranks_here: int = 1) -> int:
+    """Return the threads of one of several processes on this host: OMP_NUM_THREADS, or an equal share of the cores.
+
+    Several processes take no more than their shares: with more threads than cores, those that wait for each other are
+    several times slower.
+    """
+    share = max(1, physical_cores() // ranks_here)
+    wanted = wanted_threads() or share
+    return wanted if ranks_here == 1 else min(wanted, share)
+
+
+def placement(nbytes: int, accelerator: Accelerator, wanted: str, *, ranks_here: int = 1) -> Place:
+    """Return where `nbytes` of images are kept: on the device if they fit, else in memory, else on disk.
+
+    Every rank of a host keeps its own copy, so each may use its share of the host's memory.
+    """
+    if wanted in ("device", "memory", "disk"):
+        return wanted  # pyright: ignore[reportReturnType]
+    free = accelerator.free_bytes() / (ranks_here if accelerator.is_host else 1)
+    if nbytes <= MEMORY_SHARE * free:
+        return "device"
+    if not accelerator.is_host and nbytes <= MEMORY_SHARE * available_memory() / ranks_here:
+        return "memory"
+    return "disk"
+
+
+def allocate(
+    count: int, like: torch.Tensor, accelerator: Accelerator, wanted: str, *, ranks_here: int = 1
+) -> torch.Tensor | np.ndarray:
+    """Return room for `count` rows shaped as those of `like` [B, ...]: on the device, in memory or in a mapped file.
+
+    The file is float32 whatever `like` is. It has no name, so nothing remains of it however the process ends.
+
+    Raises:
+        InputError: neither memory nor the disk of temporary files has enough space.
+    """
+    shape = (count, *like.shape[1:])
+    where = placement(count * like[0].nbytes, accelerator, wanted, ranks_here=ranks_here)
+    if where == "device":
+        return torch.empty(shape, dtype=like.dtype, device=accelerator.device)
+    if where == "memory":
+        return np.empty(shape, np.float32)
+    needed = 4 * int(np.prod(shape))
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the array
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, needed)
+        os.ftruncate(file.fileno(), needed)
+    except OSError as error:
+        raise InputError(
+            f"{tempfile.gettempdir()}: no space for {needed / 2**30:.1f} GiB of cached features ({error.strerror}); "
+            "set TMPDIR to a larger disk"
+        ) from None
+    rows = np.memmap(f"/dev/fd/{file.fileno()}", np.float32, "r+", shape=shape)
+    weakref.finalize(rows, file.close)
+    return rows

@@ -1,0 +1,450 @@
+"""A split of the data where the torch engine reads it, and how batches of it reach the device.
+
+Shape letters: N samples of the split, B samples of this rank in a batch, K outputs.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from flatout.data.feed import Samples, prefetch, read_ahead
+from flatout.data.order import Batch, block_size, evaluation_batches, part
+from flatout.engine.base import Evaluation, Keep
+from flatout.engine.torch.accelerator import Accelerator, allocate, placement
+from flatout.models.features import caught
+from flatout.models.heads import FeatureNetwork, Head
+from flatout.numerics import augment
+from flatout.tasks.base import Task
+
+if TYPE_CHECKING:
+    from flatout.dist.world import World
+    from flatout.engine.torch.engine import TorchEngine
+
+# Among the views of a split's images, the one for evaluation.
+NOT_AUGMENTED = -1
+# The largest evaluation batch. It does not depend on the ranks, so neither do the bits of a prediction.
+EVALUATION_BATCH = 256
+
+
+@dataclass(kw_only=True, eq=False)
+class Inputs:
+    """This rank's share of a batch, or a micro-batch of it: tensors on the device.
+
+    Attributes:
+        batch: the share, on the host.
+        samples: int64 [B], positions in the split.
+        weights: float32 [B], 0 for padding, else the weight of the sample in the loss.
+        total: samples of all ranks that are not padding.
+        is_padded: whether any rank has padding.
+        total_weight: [], the sum of their weights, by which the loss is divided.
+        images: [B, ...] where they are streamed from the host.
+        partners: int64 [B], the samples that these are mixed with; None where nothing is mixed.
+        partner_images: as `images`.
+    """
+
+    batch: Batch
+    samples: torch.Tensor
+    weights: torch.Tensor
+    total: int
+    is_padded: bool
+    total_weight: torch.Tensor
+    images: torch.Tensor | None = None
+    partners: torch.Tensor | None = None
+    partner_images: torch.Tensor | None = None
+
+    @property
+    def constants(self) -> tuple[int, int, int]:
+        """The Python numbers of the batch, which become constants of a recorded step."""
+        return len(self.batch.samples), self.batch.count, self.total
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
+    def clone(self) -> "Inputs":
+        """Return a copy with memory of its own."""
+        return replace(self, **{name: tensor.clone() for name, tensor in self._tensors().items()})
+
+    def copy_(self, other: "Inputs") -> None:
+        """Overwrite the tensors with those of a batch of the same constants."""
+        for name, tensor in self._tensors().items():
+            tensor.copy_(getattr(other, name))
+
+    def micro_batch(self, number: int, count: int) -> "Inputs":
+        """Return one of `count` micro-batches."""
+        if count == 1:
+            return self
+        chosen = part(len(self.batch.samples), number, count)
+        return replace(
+            self,
+            batch=self.batch.part(number, count),
+            **{name: value[chosen] for name, value in self._tensors().items() if value.ndim},
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class Source:
+    """What the trained part of a model reads of a split: images, or the output of its frozen prefix.
+
+    Attributes:
+        samples: the split on the host.
+        images: [N, ...] on the device; None if they are streamed from the host.
+        targets: as `Task.targets` returns them, on the device.
+        transforms: the epoch's augmentation tables on the device; empty where nothing is random.
+        partners: int32 [N] on the host, the samples that are mixed in; None where nothing is mixed.
+        size: height and width that the epoch's training images are reduced to; None for the recipe's.
+    """
+
+    samples: Samples
+    images: torch.Tensor | None
+    targets: torch.Tensor
+    transforms: dict[str, torch.Tensor] = field(default_factory=dict)
+    partners: np.ndarray | None = None
+    size: tuple[int, int] | None = None
+
+    def images_of(self, inputs: Inputs, *, of_partners: bool = False) -> torch.Tensor:
+        """Return the images of a batch, or those that they are mixed with, [B, ...] on the device."""
+        samples, images = inputs.samples, inputs.images
+        if of_partners:
+            samples, images = inputs.partners, inputs.partner_images
+        if self.images is not None and samples is not None:
+            images = self.images.index_select(0, samples)
+        assert images is not None
+        return images
+
+    def transforms_of(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the rows of the augmentation tables for some samples."""
+        return {name: table.index_select(0, samples) for name, table in self.transforms.items()}
+
+    def stream(self, batches: Iterable[Inputs], accelerator: Accelerator) -> Iterator[Inputs]:
+        """Add the images to batches, read ahead of time from the host; nothing to do if they are on the device."""
+        if self.images is not None:
+            yield from batches
+            return
+        shape = self.samples.images.shape[1:]
+        dtype = torch.from_numpy(np.empty(0, self.samples.images.dtype)).dtype
+
+        def images_at(positions: np.ndarray) -> torch.Tensor:
+            images = accelerator.pinned((len(positions), *shape), dtype)
+            self.samples.read(positions, images.numpy())
+            return images
+
+        def read(inputs: Inputs) -> tuple[Inputs, torch.Tensor, torch.Tensor | None]:
+            samples, partners = inputs.batch.samples, None if inputs.partners is None else self.partners
+            return inputs, images_at(samples), None if partners is None else images_at(partners[samples])
+
+        for inputs, images, partners in prefetch(read, batches):
+            inputs.images = images.to(accelerator.device, non_blocking=True)
+            if partners is not None:
+                inputs.partner_images = partners.to(accelerator.device, non_blocking=True)
+            yield inputs
+
+
+def place(samples: Samples, task: Task, accelerator: Accelerator, wanted: str, *, ranks_here: int) -> Source:
+    """Place a split in device memory, host memory or on disk, wherever it fits."""
+    targets = torch.from_numpy(task.targets(samples.labels)).to(accelerator.device)
+    where = placement(samples.nbytes, accelerator, wanted, ranks_here=ranks_here)
+    if where == "disk":
+        return Source(samples=samples, images=None, targets=targets)
+    in_memory = samples.images_at(np.arange(len(samples)))
+    if where == "device":
+        return Source(samples=samples, images=torch.from_numpy(in_memory).to(accelerator.device), targets=targets)
+    held = Samples(images=in_memory, rows=np.arange(len(samples)), labels=samples.labels)
+    return Source(samples=held, images=None, targets=targets)
+
+
+class TorchSplit:
+    """See `DeviceSplit`."""
+
+    def __init__(self, engine: "TorchEngine", images: Source) -> None:
+        self._engine, self._images = engine, images
+        self.samples = images.samples
+        self._weights = engine.task.sample_weights(self.samples.labels, engine.class_weights)
+        # What the network reads for each view of the images.
+        self._views: dict[int, Source] = {}
+        if engine.cut is None:
+            self._views[NOT_AUGMENTED] = images
+
+    @functools.cached_property
+    def source(self) -> Source:
+        """What the network reads in training."""
+        return self._view(NOT_AUGMENTED, {})
+
+    @functools.cached_property
+    def _mirrored(self) -> "TorchSplit":
+        """The split with mirrored images."""
+        return self._engine.place(self.samples.mirrored())
+
+    def _view(self, view: int, transforms: augment.Transforms) -> Source:
+        """Return the images; or the output of the frozen prefix for a view, computed the first time."""
+        if view not in self._views:
+            _copy_tables(transforms, self._images)
+            self._views[view] = self._through_prefix()
+            self._images.transforms.clear()
+        return self._views[view]
+
+    def _through_prefix(self) -> Source:
+        """Return the output of the frozen prefix for the images, augmented by the tables of `_images` if there are."""
+        engine, images = self._engine, self._images
+
+        def outputs() -> Iterator[torch.Tensor]:
+            for inputs in self._batches(images, equally_many=True):
+                with torch.no_grad(), engine.setup.autocast():
+                    rows = images.transforms_of(inputs.samples)
+                    normalised = engine.input.normalised(images.images_of(inputs), rows)
+                    yield engine.prefix(normalised, len(images.samples))
+
+        wanted = engine.recipe.data.placement
+        features = collect_features(outputs(), len(images.samples), wanted, engine.world, engine.setup.accelerator)
+        if isinstance(features, torch.Tensor):
+            return replace(images, images=features, transforms={})
+        samples = Samples(images=features, rows=np.arange(len(features)), labels=images.samples.labels)
+        return replace(images, samples=samples, images=None, transforms={})
+
+    def features(self) -> np.ndarray | None:
+        if self._engine.cut is None:
+            return None
+        source = self._view(NOT_AUGMENTED, {})
+        return source.samples.images if source.images is None else source.images.float().cpu().numpy()
+
+    @torch.no_grad()
+    def head_features(self, head: Head, *, mirrored: bool) -> np.ndarray:
+        """Return what the head reads of images or of their mirror images, float32 [N, F], through the cached prefix."""
+        engine, split = self._engine, self._mirrored if mirrored else self
+        assert engine.cut is not None
+        source, rows = split._view(NOT_AUGMENTED, {}), _Rows(len(self.samples), engine.world)
+        network: Callable[[torch.Tensor], torch.Tensor] | None = None
+        for inputs in split._batches(source, equally_many=False):
+            images = engine.input.of(source.images_of(inputs)).float()
+            network = network or engine.frozen(FeatureNetwork(engine.cut.eval_suffix, head), images, len(self.samples))
+            start, real = int(inputs.batch.samples[0]), inputs.batch.count
+            rows.put(slice(start, start + real), network(images)[:real].float())
+        found = rows.gather()
+        assert found is not None
+        return found
+
+    def compile(self) -> None:
+        """See `DeviceSplit.compile`. Nothing is compiled; what a frozen prefix makes of all views is computed."""
+        recipe = self._engine.recipe
+        if self._engine.cut:
+            for epoch in range(min(max(1, recipe.augment.views), recipe.epochs)):
+                self.begin_epoch(epoch)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """See `DeviceSplit.begin_epoch`. The output of a frozen prefix is computed once for each view."""
+        engine = self._engine
+        engine.metric_sums.begin_epoch()
+        block = block_size(engine.recipe, self.samples, epoch)
+        transforms = augment.epoch_transforms(engine.recipe, epoch, len(self.samples), block) or {}
+        if engine.cut is None:
+            size = augment.training_size(engine.recipe, epoch)
+            if self.source.size not in (None, size):
+                engine.forget_shapes()
+            self.source.size, self.source.partners = size, transforms.get("partner")
+            _copy_tables(transforms, self.source)
+        elif transforms and not self._mirror(transforms):
+            self._change_view(self._view(epoch % engine.recipe.augment.views, transforms))
+        else:
+            _ = self.source
+
+    def _mirror(self, transforms: augment.Transforms) -> bool:
+        """Train on cached output for images or their mirror images, if these are all views and are on the device."""
+        recipe = self._engine.recipe
+        if set(transforms) != {"flip"} or recipe.image_sides != recipe.stored_sides:
+            return False
+        plain = self._view(NOT_AUGMENTED, {}).images
+        mirrored = None if plain is None else self._mirrored._view(NOT_AUGMENTED, {}).images
+        if plain is None or mirrored is None:
+            return False
+        self._change_view(self._view(NOT_AUGMENTED, {}))
+        chosen = torch.from_numpy(np.flatnonzero(transforms["flip"])).to(plain.device)
+        assert self.source.images is not None
+        self.source.images.index_copy_(0, chosen, mirrored.index_select(0, chosen))
+        return True
+
+    def _change_view(self, chosen: Source) -> None:
+        """Train on a view from now on; recorded steps read it where they have read the others."""
+        if "source" not in vars(self):
+            own = None if chosen.images is None else torch.empty_like(chosen.images)
+            self.source = replace(chosen, images=own)
+        self.source.samples = chosen.samples
+        if self.source.images is not None:
+            assert chosen.images is not None
+            self.source.images.copy_(chosen.images)
+
+    def feed(self, batches: Iterable[Batch]) -> Iterator[Inputs]:
+        world, source = self._engine.world, self.source
+        if source.images is None:
+            batches = read_ahead(source.samples, batches, world.local_rank, world.local_size)
+        inputs = (self._inputs(batch, batch.part(world.rank, world.size), source.partners) for batch in batches)
+        return source.stream(inputs, self._engine.setup.accelerator)
+
+    def _inputs(self, whole: Batch, share: Batch, partners: np.ndarray | None = None) -> Inputs:
+        put, weights, share_weights = self._engine.setup.accelerator.put, whole.weights, share.weights
+        if self._weights is not None:
+            weights, share_weights = (b.weights * self._weights[b.samples] for b in (whole, share))
+        return Inputs(
+            batch=share,
+            samples=put(share.samples),
+            weights=put(share_weights),
+            total=whole.count,
+            is_padded=whole.count < len(whole.samples),
+            total_weight=put(weights.sum(dtype=np.float32, keepdims=True))[0],
+            partners=None if partners is None else put(partners[share.samples].astype(np.int64)),
+        )
+
+    def train_step(self, inputs: Inputs, learning_rate: float, seed: int) -> None:
+        engine, source = self._engine, self.source
+        if engine.recorder:
+            samples = inputs.batch.samples[: inputs.batch.count]
+            rows = source.transforms_of(inputs.samples[: len(samples)])
+            engine.recorder.step(samples, {name: values.cpu().numpy() for name, values in rows.items()})
+        engine.train_step(source, inputs, learning_rate, seed)
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        *,
+        with_probabilities: bool = False,
+        with_logits: bool = False,
+        keep_features: Keep | None = None,
+        tta: bool = False,
+    ) -> Evaluation:
+        """See `DeviceSplit.evaluate`. Losses are those of the recipe, without class weights."""
+        # Whoever asks for more than metrics does not train on.
+        is_last = with_probabilities or with_logits or keep_features is not None
+        engine = self._engine
+        task, world, accelerator = engine.task, engine.world, engine.setup.accelerator
+        sources, logits_of = self._evaluated(tta=tta)
+        engine.synchronise_buffers()
+        loss_sum = torch.zeros((), dtype=accelerator.wide_float, device=accelerator.device)
+        names = ["predicted"] + ["probabilities"] * with_probabilities + ["logits"] * with_logits
+        names += ["features"] * (keep_features is not None)
+        rows = {name: _Rows(len(self.samples), world) for name in names}
+        with contextlib.ExitStack() as stack:
+            network: Any = stack.enter_context(engine.evaluation_network())
+            features: Any = stack.enter_context(caught(engine.model, network)) if keep_features else None
+            # What follows cached output takes less time than preparing ONNX Runtime.
+            is_whole = engine.cut is None and engine.setup.precision == "fp32"
+            if is_last and is_whole and engine.is_frozen_faster(len(self.samples)):
+                from flatout.models.onnx_features import FrozenClassifier
+
+                network = features = FrozenClassifier(engine.model, network, engine.threads)
+            batches = [self._batches(source, equally_many=engine.is_sharded) for source in sources]
+            for inputs, *others in zip(*batches, strict=True):
+                start, real = int(inputs.batch.samples[0]), inputs.batch.count
+                read = [source.images_of(one) for source, one in zip(sources, (inputs, *others), strict=True)]
+                with engine.setup.autocast():
+                    logits = logits_of(network, *read)[:real]
+                targets = sources[0].targets.index_select(0, inputs.samples[:real])
+                loss_sum += engine.losses.of(engine.task, logits, targets).sum()
+                where = slice(start, start + real)
+                rows["predicted"].put(where, task.predicted(logits))
+                if with_probabilities:
+                    rows["probabilities"].put(where, task.probabilities(logits))
+                if with_logits:
+                    rows["logits"].put(where, logits.float())
+                if features and keep_features and (found := features.take()) is not None:
+                    kept = keep_features(found[:real].cpu().numpy())
+                    rows["features"].put(where, torch.from_numpy(kept).to(accelerator.device))
+        tables: dict[str, Any] = {name: own.gather() for name, own in rows.items()}
+        return Evaluation(
+            **{"probabilities": None, **tables},
+            task=task,
+            loss_sum=float(world.all_reduce(loss_sum)),
+            labels=self.samples.labels,
+        )
+
+    def _evaluated(self, *, tta: bool) -> tuple[list[Source], Callable[..., torch.Tensor]]:
+        """Return what an evaluation reads, and the function of the network and a batch of it that returns logits."""
+        engine = self._engine
+        if not tta:
+            return [self._view(NOT_AUGMENTED, {})], lambda network, images: network(engine.input.of(images))
+        if engine.cut is None or augment.tta_views(engine.recipe) != list(augment.MIRRORED):
+            # What a frozen prefix computes of moved images is not cached.
+            return [self._images], engine.view_logits
+
+        def mean_of_both(network: Any, *read: torch.Tensor) -> torch.Tensor:
+            return engine.task.averaged(torch.stack([network(engine.input.of(images)) for images in read]))
+
+        return [self._view(NOT_AUGMENTED, {}), self._mirrored._view(NOT_AUGMENTED, {})], mean_of_both
+
+    def _batches(self, source: Source, *, equally_many: bool) -> Iterator[Inputs]:
+        """Yield this rank's evaluation batches, every `size`-th of the split.
+
+        Args:
+            source: images, or the output of the frozen prefix.
+            equally_many: whether every rank gets the same number of batches, with empty ones at the end.
+        """
+        world, count = self._engine.world, len(source.samples)
+        batches = list(evaluation_batches(count, min(EVALUATION_BATCH, self._engine.recipe.batch_size)))
+        own = batches[world.rank :: world.size]
+        if equally_many and len(own) < -(-len(batches) // world.size):
+            own.append(Batch(samples=batches[0].samples, weights=0 * batches[0].weights, count=0))
+        inputs = (self._inputs(batch, batch) for batch in own)
+        for one in source.stream(inputs, self._engine.setup.accelerator):
+            world.control.check_stop()
+            yield one
+            world.heartbeat.keep_alive()
+        if len(own) < -(-len(batches) // world.size):
+            world.control.check_stop()  # as often on every rank
+
+
+class _Rows:
+    """Results of a split from the batches of all ranks, in one table: many small tensors would scatter the memory."""
+
+    def __init__(self, count: int, world: "World") -> None:
+        self._count, self._world = count, world
+        self._table: torch.Tensor | None = None
+
+    def put(self, rows: slice, values: torch.Tensor) -> None:
+        """Keep the values of some samples."""
+        if self._table is None:
+            shape = (self._count, *values.shape[1:])
+            self._table = torch.zeros(shape, dtype=values.dtype, device=self._world.device)
+        self._table[rows] = values
+
+    def gather(self) -> np.ndarray | None:
+        """Return the rows of all ranks, [N, ...] in the order of the split; None where the first rank has none."""
+        table, world = self._table, self._world
+        found: Any = world.broadcast_object(None if table is None else (table.shape, table.dtype))
+        if found is None:
+            return None
+        if table is None:
+            table = torch.zeros(found[0], dtype=found[1], device=world.device)
+        return world.all_reduce(table).cpu().numpy()
+
+
+def _copy_tables(transforms: augment.Transforms, source: Source) -> None:
+    """Bring an epoch's tables to the device; recorded steps read them where they are."""
+    for name, table in transforms.items():
+        new = torch.from_numpy(table)
+        source.transforms.setdefault(name, torch.empty_like(new, device=source.targets.device)).copy_(new)
+
+
+def collect_features(
+    outputs: Iterable[torch.Tensor], count: int, wanted: str, world: "World", accelerator: Accelerator
+) -> torch.Tensor | np.ndarray:
+    """Return the output of a prefix for a whole split, [count, ...], on all ranks.
+
+    Args:
+        outputs: this rank's, [B, C, ...] each, of every `world.size`-th batch of the split; as many on each rank.
+    """
+    features: Any = None
+    start = 0
+    for output in outputs:
+        # In channels_last order, as the convolutions read them.
+        for rows in world.all_gather(output.movedim(1, -1)):
+            if features is None:
+                features = allocate(count, rows, accelerator, wanted, ranks_here=world.local_size)
+            rows = rows[: max(0, count - start)]
+            stop = start + len(rows)
+            kept: Any = rows if isinstance(features, torch.Tensor) else rows.float().cpu().numpy()
+            features[start:stop] = kept
+            start = stop
+    assert features is not None
+    return features

@@ -1,0 +1,415 @@
+"""The torch engine: one device of each rank, CPU, CUDA or MPS.
+
+A training step takes this rank's share of the batch, gathers its images by index (or takes the streamed ones),
+augments and normalises them, computes logits, loss and gradients, all-reduces the gradients, updates the weights and
+adds up the metrics. Nothing in it waits for the device, so that it can be recorded as a CUDA graph.
+
+Shape letters: B samples of this rank in a batch, C channels.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from flatout.data.feed import Samples
+from flatout.dist.world import ALONE, World
+from flatout.engine.recorder import Recorder
+from flatout.engine.torch import state as states
+from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelerator_of, prepare
+from flatout.engine.torch.batch_norm import BatchNorm
+from flatout.engine.torch.batches import Inputs, Source, TorchSplit, place
+from flatout.engine.torch.gradients import (
+    COPIES_OF_WEIGHTS,
+    BucketedAllReduce,
+    FSDPGradients,
+    Gradients,
+    LocalGradients,
+    count_micro_batches,
+)
+from flatout.engine.torch.state import WeightAverage
+from flatout.engine.torch.step import SUMS, CapturedStep, Losses, MetricSums, NetworkInput, ReplacedFunctions
+from flatout.models.frozen_prefix import Cut, before_head, cut_frozen_prefix
+from flatout.models.heads import Head
+from flatout.models.layers import learning_rate_scales, set_train_mode
+from flatout.numerics import augment, optim, pixels
+from flatout.numerics.metrics import Counts
+from flatout.recipe import Recipe
+from flatout.tasks import task_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A copy of what this rank holds of the training state, on the device where it fits; see `Engine.snapshot`."""
+
+    tensors: dict[str, torch.Tensor]
+    weights_only: bool
+
+
+class TorchEngine:
+    """Trains a module on one torch device, together with the other ranks.
+
+    Args:
+        model: trained in place, after being moved to the device.
+        recipe: what to do; data.mean and data.std must be filled in.
+        world: the ranks, and this one's device; None for the CPU alone.
+        class_weights: as `Task.class_weights` returns them; None for none.
+        accelerator: what its device can do; None asks the device.
+        capture: whether the step may be recorded as a graph.
+        cache_prefix: whether the output of a frozen prefix may be cached.
+        head: of a model of which nothing else is changed, in any way: then what it reads is computed once.
+        loss: of logits and targets, in place of the task's; returns a loss for each sample.
+        batch_transforms: of training images [B, C, H, W] as the model takes them; each returns such images.
+
+    Raises:
+        InputError: the device lacks the recipe's `precision`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        *,
+        world: World | None = None,
+        class_weights: np.ndarray | None = None,
+        accelerator: Accelerator | None = None,
+        capture: bool = True,
+        cache_prefix: bool = True,
+        head: Head | None = None,
+        loss: Callable[..., torch.Tensor] | None = None,
+        batch_transforms: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
+        report: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        world = world or World()
+        accelerator = accelerator or accelerator_of(world.device)
+        self.recipe, self.device, self.world = recipe, world.device, world
+        self.task = task_of(recipe)
+        self.class_weights, self._report = class_weights, report
+        self._batch_transforms, self._has_own_functions = tuple(batch_transforms), bool(loss or batch_transforms)
+        self.recorder: Recorder | None = None
+        with contextlib.ExitStack() as undo:
+            self.setup = prepare(accelerator, recipe.precision, undo, ranks_here=world.local_size)
+            undo.callback(optim.keep_compiler_out())
+            self.losses = Losses(loss, class_weights, self.device)
+            self._build(model, capture=capture, cache_prefix=cache_prefix, head=head)
+            self._undo = undo.pop_all()
+
+    def _build(self, model: nn.Module, *, capture: bool, cache_prefix: bool, head: Head | None) -> None:
+        """Bring the model to the device and prepare everything that the steps use."""
+        recipe, world, accelerator = self.recipe, self.world, self.setup.accelerator
+        self.threads, self.device_names = self.setup.threads, [str(self.device)]
+        self.is_sharded = recipe.shard == "full" and world.is_joined
+        self.model = self._distribute(model)
+        set_train_mode(self.model, self.recipe.norm)
+        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._batch_norm = BatchNorm(world if recipe.norm == "global" else ALONE, on_host=accelerator.is_host)
+        can_capture = capture and accelerator.can_capture and self._can_capture()
+        self._gradients = self._make_gradients()
+        scales = learning_rate_scales(self.model, recipe.optimizer.layer_decay)
+        if self.is_sharded:
+            from flatout.engine.torch.fsdp import build_optimizer
+
+            self._optimizer = build_optimizer(recipe.optimizer, self.parameters, scales)
+        else:
+            self._optimizer = optim.build(recipe.optimizer, self.parameters, scales, capturable=can_capture)
+        self._update = optim.plain_step(self._optimizer)
+        self._average = WeightAverage(self.model, recipe.ema, recipe.averaged_steps) if recipe.ema else None
+        self._captured = None
+        if can_capture:
+            self._captured = CapturedStep(self._step, self._forget_gradients, accelerator, self._report)
+        self.metric_sums = MetricSums(accelerator)
+        self._communication_seconds = 0.0
+        self._micro_batches, self._offload = 0, False
+        may_cut = cache_prefix and recipe.is_cacheable and not self.is_sharded and not self._batch_transforms
+        self.cut: Cut | None = None
+        if head:
+            self.cut = before_head(self.model, head)
+        elif may_cut and (cut := cut_frozen_prefix(self.model)):
+            self.cut = cut
+            self._report(cut.describe(recipe.augment.views))
+        self._prefix: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.input = NetworkInput(recipe, self.device, self.cut, self._batch_transforms)
+
+    def _distribute(self, model: nn.Module) -> nn.Module:
+        """Bring rank 0's model to the devices of all ranks: a copy or a shard each."""
+        if not self.is_sharded:
+            model = model.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        self.world.broadcast([*model.parameters(), *model.buffers()])
+        if self.is_sharded:
+            from flatout.engine.torch.fsdp import shard
+
+            shard(model, self.device)
+        return model
+
+    def _can_capture(self) -> bool:
+        """Return whether recipe and world permit recording the step; report the reason otherwise."""
+        reason = ""
+        if not optim.can_capture(self.recipe.optimizer):
+            reason = f"{self.recipe.optimizer.name} cannot be recorded"
+        elif self._has_own_functions:
+            reason = "functions given in Python may not be recorded"
+        elif self.is_sharded:
+            reason = "a sharded model cannot be recorded"
+        elif self.world.backend == "gloo":
+            reason = "gloo adds up gradients on the host"
+        if reason:
+            self._report(f"the step runs without a CUDA graph: {reason}")
+        return not reason
+
+    def _make_gradients(self) -> Gradients:
+        if self.is_sharded:
+            return FSDPGradients(self.model, self.world)
+        if not self.world.is_joined:
+            return LocalGradients()
+        return BucketedAllReduce(
+            list(self.parameters.values()),
+            self.world,
+            SUMS + len(self.world.control.outgoing),
+            is_async=self.setup.accelerator.is_async,
+        )
+
+    def describe(self) -> list[str]:
+        sentences = [self.setup.describe()]
+        if self.world.is_joined:
+            how = {"memory": "shared memory", "gloo": "gloo", "nccl": "NCCL"}[self.world.backend]
+            how = "FSDP2, which shards the model" if self.is_sharded else how
+            sentences.append(f"{self.world.size} ranks; gradients are added up through {how}")
+        return sentences
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def place(self, samples: Samples) -> TorchSplit:
+        self._release_graph()
+        placement = self.recipe.data.placement
+        here = self.world.local_size
+        return TorchSplit(self, place(samples, self.task, self.setup.accelerator, placement, ranks_here=here))
+
+    def train_step(self, source: Source, inputs: Inputs, learning_rate: float, seed: int) -> None:
+        began = self.world.seconds
+        if self._micro_batches == 0:
+            self._choose_micro_batches(source, inputs)
+        # Dropout differs between the ranks, since their samples do.
+        self.setup.accelerator.seed((seed + self.world.rank) % 2**63)
+        optim.set_learning_rate(self._optimizer, learning_rate)
+        if self._captured and not self._offload:
+            self._captured(source, inputs)
+        else:
+            self._forget_gradients()
+            self._step(source, inputs)
+        self.world.control.end_step()
+        self._communication_seconds += self.world.seconds - began
+
+    def _step(self, source: Source, inputs: Inputs) -> None:
+        """Compute the gradients of all micro-batches, all-reduce them, update the weights, add up the metrics."""
+        self._gradients.begin()
+        sums = torch.zeros(SUMS, device=self.device)
+        for number in range(self._micro_batches):
+            self._gradients.is_last_micro_batch = number == self._micro_batches - 1
+            sums += self._backward(source, inputs.micro_batch(number, self._micro_batches), self._batch_norm)
+        sums = self._gradients.all_reduce(torch.cat([sums, self.world.control.outgoing]))
+        self.world.control.incoming.copy_(sums[SUMS:])
+        if self.recipe.clip_norm:
+            self._clip_gradients()
+        self._update()
+        if self._average:
+            self._average.update()
+        self.metric_sums.add(sums)
+
+    def _backward(self, source: Source, inputs: Inputs, batch_norm: BatchNorm) -> torch.Tensor:
+        """Add up the gradients of a micro-batch; return the sums of its metrics, float32 [SUMS]."""
+        batch_norm.begin(len(inputs.batch.samples), inputs.batch.count, inputs.total, is_padded=inputs.is_padded)
+        targets, weights = source.targets.index_select(0, inputs.samples), inputs.weights
+        with self.setup.autocast(), ReplacedFunctions({functional.batch_norm: batch_norm}), self._activations():
+            network = self.cut.train_suffix if self.cut else self.model
+            logits = network(self.input.of_batch(source, inputs))
+            losses = self.losses.of_batch(self.task, logits, targets, source, inputs)
+            loss_sum = (losses * weights).sum()
+        (loss_sum / inputs.total_weight).backward()
+        real = inputs.weights > 0
+        metrics = self.task.step_metrics(logits.detach(), targets).where(real, 0)
+        return torch.stack([loss_sum.detach(), weights.sum(), metrics.sum(), real.sum().float()])
+
+    def _clip_gradients(self) -> None:
+        """Scale all gradients down together, so that their norm is at most the recipe's limit."""
+        parameters = list(self.parameters.values())
+        if self.world.backend == "memory":
+            # All ranks read the same memory.
+            for parameter in parameters:
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+        nn.utils.clip_grad_norm_(parameters, self.recipe.clip_norm)
+
+    def view_logits(self, network: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        """Return the logits of stored images, averaged over their views."""
+        images = self.input.normalised(images)
+        views = [pixels.view(torch, images, *view) for view in augment.tta_views(self.recipe)]
+        seen = [network(self.prefix(view, len(view)) if self.cut else view) for view in views]
+        return self.task.averaged(torch.stack(seen))
+
+    def is_frozen_faster(self, count: int) -> bool:
+        """Return whether ONNX Runtime is worth its preparation for `count` images and a network that is frozen."""
+        from flatout.models.onnx_features import WORTHWHILE_PIXELS
+
+        is_worthwhile = count * math.prod(self.recipe.image_sides) >= WORTHWHILE_PIXELS
+        return self.setup.accelerator.is_host and is_worthwhile
+
+    def prefix(self, images: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the output of the frozen prefix for a batch, [B, C, H, W], one of those of `count` images."""
+        assert self.cut is not None
+        if self._prefix is None:
+            self._prefix = self.frozen(self.cut.prefix, images, count)
+        return self._prefix(images)
+
+    def frozen(self, network: nn.Module, example: torch.Tensor, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a frozen network as what computes `count` images fastest here; `example` is a batch of its input."""
+        if not self.is_frozen_faster(count):
+            return network
+        from flatout.models.onnx_features import frozen_network
+
+        return frozen_network(network, example, self.threads, self._report)
+
+    @contextlib.contextmanager
+    def evaluation_network(self) -> Iterator[nn.Module]:
+        """Lend the model, or what follows its frozen prefix, in evaluation mode and with the averaged weights."""
+        with self._average.applied() if self._average else contextlib.nullcontext():
+            try:
+                yield self.cut.eval_suffix if self.cut else self.model.eval()
+            finally:
+                set_train_mode(self.model, self.recipe.norm)
+
+    def _activations(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context that decides where activations are kept for the backward pass."""
+        return torch.autograd.graph.save_on_cpu(pin_memory=True) if self._offload else contextlib.nullcontext()
+
+    def _forget_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    # --- gradient accumulation ------------------------------------------------------------------------------------
+
+    def _choose_micro_batches(self, source: Source, inputs: Inputs) -> None:
+        """Decide before the first step how the share of a batch is divided.
+
+        Raises:
+            TrainingFailed: not even the smallest micro-batch fits.
+        """
+        share, wanted = len(inputs.batch.samples), self.recipe.micro_batch
+        if self.is_sharded:
+            # A trial on one rank would wait for the shards of the others.
+            self._micro_batches = -(-share // wanted) if wanted else 1
+        elif not wanted and not self.setup.accelerator.raises_out_of_memory:
+            self._micro_batches = 1
+        else:
+
+            def trial(samples: int, offload: bool) -> None:
+                self._offload = offload
+                self._try(source, inputs.micro_batch(0, -(-share // samples)))
+
+            self._micro_batches, self._offload = count_micro_batches(
+                trial, share, wanted, self._batch_norm, self.world, self.setup.accelerator
+            )
+        self._batch_norm.micro_batch = wanted if self._micro_batches > 1 else 0
+        if self._offload:
+            self._report("activations are offloaded to host memory: they do not fit on the device")
+        if self._micro_batches > 1:
+            count, samples = self._micro_batches, -(-share // self._micro_batches)
+            self._report(f"gradient accumulation: {count} micro-batches of up to {samples}")
+
+    def _try(self, source: Source, inputs: Inputs) -> None:
+        """Compute a micro-batch without the other ranks, and undo its effects."""
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        alone = BatchNorm(on_host=self._batch_norm.on_host)
+        self._gradients.is_last_micro_batch = False
+        reserved = [torch.empty_like(p) for p in self.parameters.values() for _ in range(COPIES_OF_WEIGHTS)]
+        try:
+            self._backward(source, inputs, alone)
+        finally:
+            self._batch_norm.was_used |= alone.was_used
+            self._forget_gradients()
+            reserved.clear()
+            with torch.no_grad():
+                for buffer, value in zip(self.model.buffers(), buffers, strict=True):
+                    buffer.copy_(value)
+
+    # --- results and state ----------------------------------------------------------------------------------------
+
+    def counts(self) -> tuple[Counts, int | None]:
+        with self.world.heartbeat.waiting():
+            return self.metric_sums.fetch()
+
+    def communication_seconds(self) -> float:
+        seconds, self._communication_seconds = self._communication_seconds, 0.0
+        return float("nan") if self.setup.accelerator.is_async and self.world.is_joined else seconds
+
+    @torch.no_grad()
+    def synchronise_buffers(self) -> None:
+        """Make buffers equal on all ranks: with norm = "per-device" their mean, else those of rank 0."""
+        if not self.world.is_joined:
+            return
+        buffers = list(self.model.buffers())
+        if self._average:
+            buffers += [self._average.tensors[f"ema.{name}"] for name, _ in self.model.named_buffers()]
+        if self.recipe.norm == "per-device":
+            for buffer in (b for b in buffers if b.is_floating_point()):
+                buffer.copy_(self.world.all_reduce(buffer / self.world.size))
+        self.world.broadcast(buffers)
+
+    def _tensors(self, *, weights_only: bool = False) -> dict[str, torch.Tensor]:
+        self.synchronise_buffers()
+        averages = self._average.tensors if self._average else {}
+        return averages | states.named_tensors(self.model, self._optimizer, self.parameters, weights_only=weights_only)
+
+    @torch.no_grad()
+    def is_finite(self) -> bool:
+        finite = states.is_finite(self._tensors()).float()
+        return int(self.world.all_reduce(finite)) == self.world.size
+
+    @torch.no_grad()
+    def snapshot(self, *, weights_only: bool = False) -> Snapshot:
+        held = {name: states.local(value) for name, value in self._tensors(weights_only=weights_only).items()}
+        fits = sum(v.nbytes for v in held.values()) <= MEMORY_SHARE * self.setup.accelerator.free_bytes()
+        copies = {name: value.to(value.device if fits else "cpu", copy=True) for name, value in held.items()}
+        return Snapshot(tensors=copies, weights_only=weights_only)
+
+    @torch.no_grad()
+    def restore(self, snapshot: Snapshot) -> None:
+        self._release_graph()
+        for name, value in self._tensors(weights_only=snapshot.weights_only).items():
+            if name in snapshot.tensors:
+                states.local(value).copy_(snapshot.tensors[name])
+        if snapshot.weights_only:
+            return
+        if any(name.startswith("optimizer.") for name in snapshot.tensors):
+            states.assign_numbers(self._optimizer, self.parameters, snapshot.tensors)
+        else:
+            states.clear(self._optimizer)
+
+    @torch.no_grad()
+    def state(self, snapshot: Snapshot | None = None) -> dict[str, torch.Tensor]:
+        return states.gathered(self._tensors(), snapshot.tensors if snapshot else None, self.world)
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        self._release_graph()
+        states.load(state, self._tensors(), self._optimizer, self.parameters, self.world)
+
+    def forget_shapes(self) -> None:
+        """Prepare for batches of other shapes: what fits into memory is found anew, and the step recorded anew."""
+        self._micro_batches, self._offload = 0, False
+        self._release_graph()
+
+    def _release_graph(self) -> None:
+        # A recorded step refers to the optimizer's tensors, which may be replaced.
+        if self._captured:
+            self._captured.release()
+
+    def peak_memory_bytes(self) -> int | None:
+        return self.setup.accelerator.peak_bytes()
+
+    def close(self) -> None:
+        self._release_graph()
+        self._gradients.close()
+        self._undo.close()

@@ -1,0 +1,210 @@
+"""The training state as tensors by name, independent of the number of ranks, copies of it, and the average of weights.
+
+`model.NAME` holds parameters and buffers under their plain names, `optimizer.NAME.KEY` what the optimizer keeps for a
+trained parameter, Python numbers included. Of a sharded model these are DTensors, of which a rank holds one shard.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatout.dist.world import World
+from flatout.errors import InputError
+from flatout.numerics import optim
+
+Tensors = dict[str, torch.Tensor]
+
+
+def named_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], *, weights_only: bool
+) -> Tensors:
+    """Return the tensors that training changes, not copied."""
+    named = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
+    kept = {} if weights_only else _kept(optimizer, parameters)
+    return named | {name: _as_tensor(owner[key]) for name, (owner, key) in kept.items()}
+
+
+def _kept(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, tuple[dict[str, Any], str]]:
+    """Return where an optimizer keeps each tensor or number: a dictionary and its key, by the name in checkpoints."""
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    found = {}
+    for name, parameter in parameters.items():
+        own = optimizer.state.get(parameter, {})
+        # Some optimizers of timm count the steps of a whole group.
+        for owner, keys in ((groups[parameter], {"step"} & groups[parameter].keys()), (own, own)):
+            found |= {f"optimizer.{name}.{key}": (owner, key) for key in keys if owner[key] is not None}
+    return found
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    # A float is one of 64 bits, so that it returns as it was.
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else torch.as_tensor(value)
+
+
+def assign_numbers(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Overwrite what the optimizer keeps as Python numbers, which cannot be overwritten in place."""
+    for name, (owner, key) in _kept(optimizer, parameters).items():
+        if isinstance(owner[key], int | float):
+            owner[key] = type(owner[key])(tensors[name].item())
+
+
+def clear(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer forget its steps."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group.pop("step", None)
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor: all of it, or its shard."""
+    return value.to_local() if _is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def gathered(named: Mapping[str, torch.Tensor], locals: Mapping[str, torch.Tensor] | None, world: World) -> Tensors:
+    """Return whole copies on the CPU, on rank 0; the others take part and return nothing.
+
+    Args:
+        locals: what `local` returned for some of them, which is gathered instead; None for their present values.
+    """
+    state = {}
+    for name in named if locals is None else locals:
+        value = named[name] if locals is None else _with_local(named[name], locals[name])
+        # One tensor at a time: the whole model never lies on a device.
+        whole = value.full_tensor() if _is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
+        if world.is_main:
+            state[name] = whole.to("cpu", copy=True).contiguous()
+    return state
+
+
+def load(
+    state: Mapping[str, torch.Tensor],
+    targets: dict[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    world: World,
+) -> None:
+    """Overwrite the training state on all ranks with rank 0's `state`, which any number of ranks may have gathered.
+
+    `targets` are the tensors to overwrite; what the optimizer does not have yet is created.
+
+    Raises:
+        InputError: the state is of another model.
+    """
+    shapes = world.broadcast_object({name: (value.shape, value.dtype) for name, value in state.items()})
+    _check_fits({n: s for n, (s, _) in shapes.items() if n.startswith("model.")}, targets)
+    if any(name.startswith("optimizer.") and name not in targets for name in shapes):
+        optim.create_state(optimizer)
+        targets = targets | {
+            name: _as_tensor(owner[key]) for name, (owner, key) in _kept(optimizer, parameters).items()
+        }
+        for name, parameter in parameters.items():
+            # One that never had a gradient.
+            if not any(kept.startswith(f"optimizer.{name}.") for kept in shapes):
+                optimizer.state.pop(parameter, None)
+    for name, (shape, dtype) in shapes.items():
+        if name in targets:
+            _receive(state.get(name), targets[name], shape, dtype, world)
+    assign_numbers(optimizer, parameters, targets)
+
+
+def _check_fits(shapes: Mapping[str, torch.Size], targets: Mapping[str, torch.Tensor]) -> None:
+    expected = {name: target.shape for name, target in targets.items() if name.startswith("model.")}
+    for name in sorted(shapes.keys() | expected.keys()):
+        found, wanted = shapes.get(name), expected.get(name)
+        if found != wanted:
+            what = f"has shape {list(found)}" if found is not None else "is missing"
+            need = f"the model needs {list(wanted)}" if wanted is not None else "the model has no such weight"
+            raise InputError(f"the checkpoint does not fit the model: {name.removeprefix('model.')} {what}; {need}")
+
+
+def _receive(
+    value: torch.Tensor | None, target: torch.Tensor, shape: torch.Size, dtype: torch.dtype, world: World
+) -> None:
+    """Overwrite a tensor on all ranks, in place, with rank 0's whole `value`."""
+    if _is_sharded(target):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(target, DTensor)
+        whole = torch.empty(shape, dtype=dtype) if value is None else value
+        target.copy_(distribute_tensor(whole.to(target.device), target.device_mesh, target.placements))
+        return
+    if value is not None:
+        target.copy_(value)
+    world.broadcast([target])
+
+
+def is_finite(named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return whether all that this rank holds is finite, bool [] on the device, without waiting for it."""
+    floats = [local(value) for value in named.values() if value.is_floating_point()]
+    floats = [value for value in floats if value.numel() and value.device == floats[0].device]
+    return nn.utils.get_total_norm(floats, norm_type=float("inf")).isfinite()
+
+
+def _is_sharded(value: torch.Tensor) -> bool:
+    # A DTensor, without importing its module, which takes half a second.
+    return hasattr(value, "full_tensor")
+
+
+def _with_local(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor sharded as `like` is, of which this rank holds `value`."""
+    if not _is_sharded(like):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    value = value.to(like.device)
+    return DTensor.from_local(value, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
+class WeightAverage:
+    """The average of a model's parameters and buffers; of a sharded model, this rank's part.
+
+    Until the average has seen enough steps, it forgets faster: its decay in step t is at most (1 + t) / (10 + t), as in
+    TensorFlow's ExponentialMovingAverage.
+
+    Args:
+        model: where it will be trained, with the weights to start from.
+        decay: how much of the average remains in each step.
+        steps: how many the average counts as seen at the start.
+
+    Attributes:
+        tensors: the averages by name, and the number of steps, [] on the device.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, steps: int) -> None:
+        self._decay = decay
+        self._weights = {f"ema.{name}": value.detach() for name, value in model.state_dict().items()}
+        self.tensors = {name: value.clone() for name, value in self._weights.items()}
+        device = next(iter(self.tensors.values())).device
+        self._steps = self.tensors["ema_steps"] = torch.full((), float(steps), device=device)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights after a step into the average."""
+        self._steps += 1
+        share = 1 - torch.clamp((1 + self._steps) / (10 + self._steps), max=self._decay)
+        for name, value in self._weights.items():
+            average, value = local(self.tensors[name]), local(value)
+            average.lerp_(value, share.to(value.dtype)) if value.is_floating_point() else average.copy_(value)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the model the averaged weights inside the block."""
+        kept = {name: value.clone() for name, value in self._weights.items()}
+        self._copy(self.tensors)
+        try:
+            yield
+        finally:
+            self._copy(kept)
+
+    @torch.no_grad()
+    def _copy(self, tensors: dict[str, torch.Tensor]) -> None:
+        for name, value in self._weights.items():
+            value.copy_(tensors[name])

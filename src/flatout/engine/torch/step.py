@@ -1,0 +1,251 @@
+"""Parts of a training step: what the network reads, the losses, the sums of the metrics, and the record of the step.
+
+Shape letters: B samples of this rank in a batch, C channels.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from flatout.engine.torch.accelerator import Accelerator
+from flatout.engine.torch.batches import Inputs, Source
+from flatout.errors import InputError
+from flatout.models.frozen_prefix import Cut
+from flatout.numerics import augment
+from flatout.numerics.metrics import Counts
+from flatout.recipe import Recipe
+from flatout.tasks.base import Task
+
+
+class NetworkInput:
+    """Makes the input of the network on one device.
+
+    Args:
+        recipe: for sizes and normalisation.
+        cut: between the frozen prefix, whose output is stored in place of the images, and the rest; None for none.
+        batch_transforms: of training images [B, C, H, W] as the model takes them; each returns such images.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        cut: Cut | None,
+        batch_transforms: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    ) -> None:
+        self._recipe, self._cut, self._batch_transforms = recipe, cut, batch_transforms
+        mean, std = (torch.tensor(v, device=device) for v in (recipe.data.mean, recipe.data.std))
+        # A pixel p of 0..255 becomes p * scale + bias.
+        self._normalisation = 1 / (255 * std), -mean / std
+
+    def normalised(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """Return stored images [B, H, W, C] as the model takes them, [B, C, H, W]: augmented, or for evaluation."""
+        size = self._recipe.eval_sides if transforms is None else self._recipe.image_sides
+        return augment.apply(images, transforms, *self._normalisation, size)
+
+    def of(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """Return what the network reads, [B, C, ...]: `normalised` images, or the output of the prefix."""
+        return images.movedim(-1, 1) if self._cut else self.normalised(images, transforms)
+
+    def of_batch(self, source: Source, inputs: Inputs) -> torch.Tensor:
+        """Return a batch's augmented images, mixed with others if the recipe says so, in the size of the epoch."""
+        rows = source.transforms_of(inputs.samples)
+        images = self.of(source.images_of(inputs), rows)
+        if inputs.partners is not None:
+            partner_rows = source.transforms_of(inputs.partners)
+            partners = self.of(source.images_of(inputs, of_partners=True), partner_rows)
+            images = augment.mix(images, partners, rows["mix"])
+        if source.size not in (None, self._recipe.image_sides):
+            images = functional.interpolate(images, size=source.size, mode="area")
+        for transform in self._batch_transforms:
+            shape, images = images.shape, transform(images)
+            found = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
+            if found != tuple(shape):
+                name = getattr(transform, "__name__", type(transform).__name__)
+                raise InputError(f"batch_transforms: {name} returned {found} for {tuple(shape)}")
+        return images
+
+
+class Losses:
+    """Computes losses on one device.
+
+    Args:
+        own: of logits and targets, in place of the task's; returns a loss for each sample. None for the task's.
+        class_weights: as `Task.class_weights` returns them; None for none.
+    """
+
+    def __init__(
+        self, own: Callable[..., torch.Tensor] | None, class_weights: np.ndarray | None, device: torch.device
+    ) -> None:
+        self._own = _per_sample(own, device)
+        self._class_weights = None if class_weights is None else torch.from_numpy(class_weights).to(device)
+
+    def of(
+        self, task: Task, logits: torch.Tensor, targets: torch.Tensor, class_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the loss of each sample, float32 [B].
+
+        Raises:
+            InputError: the user's does not return one for each sample.
+        """
+        if self._own is None:
+            return task.per_sample(logits, targets, class_weights)
+        losses = self._own(logits.float(), targets)
+        shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+        if shape != (len(logits),):
+            raise InputError(
+                f"loss: must return a loss for each image, a tensor of shape {(len(logits),)}, not {shape}; torch's "
+                "losses do with reduction='none'"
+            )
+        return losses
+
+    def of_batch(
+        self, task: Task, logits: torch.Tensor, targets: torch.Tensor, source: Source, inputs: Inputs
+    ) -> torch.Tensor:
+        """Return the loss of each sample, [B]; of a mixture, that of the mixed targets, or both by their shares."""
+
+        def losses_of(targets: torch.Tensor) -> torch.Tensor:
+            return self.of(task, logits, targets, self._class_weights)
+
+        if inputs.partners is None:
+            return losses_of(targets)
+        share = source.transforms["mix"].index_select(0, inputs.samples)[:, 5]
+        return task.mixed(losses_of, targets, source.targets.index_select(0, inputs.partners), share)
+
+
+def _per_sample(loss: Callable[..., torch.Tensor] | None, device: torch.device) -> Callable[..., torch.Tensor] | None:
+    """Return a loss on a device, without the mean over the batch where it is a module of torch's kind."""
+    if not isinstance(loss, nn.Module):
+        return loss
+    own: Any = copy.deepcopy(loss).to(device)
+    if hasattr(own, "reduction"):
+        own.reduction = "none"
+    return own
+
+
+# The sums of every step over its samples: loss times weight, weight, metric of the task, samples.
+SUMS = 4
+
+
+class MetricSums:
+    """Sums on the device since they were last fetched."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        device = accelerator.device
+        self._sums = torch.zeros(SUMS - 1, dtype=accelerator.wide_float, device=device)
+        self._count = torch.zeros((), dtype=torch.int64, device=device)
+        self._step = torch.zeros((), dtype=torch.int64, device=device)
+        self._first_bad_step = torch.full((), -1, dtype=torch.int64, device=device)
+
+    def begin_epoch(self) -> None:
+        """Count steps from 0 again."""
+        self._step.zero_()
+        self._first_bad_step.fill_(-1)
+
+    def add(self, sums: torch.Tensor) -> None:
+        """Add the sums of a step, [SUMS], without waiting for them."""
+        self._sums += sums[: SUMS - 1]
+        self._count += sums[SUMS - 1].long()
+        is_first_bad = ~torch.isfinite(sums[0]) & (self._first_bad_step < 0)
+        self._first_bad_step.copy_(torch.where(is_first_bad, self._step, self._first_bad_step))
+        self._step += 1
+
+    def fetch(self) -> tuple[Counts, int | None]:
+        """See `Engine.counts`."""
+        loss_sum, weight_sum, metric_sum = self._sums.tolist()
+        count, bad = int(self._count), int(self._first_bad_step)
+        self._sums.zero_()
+        self._count.zero_()
+        result = Counts(loss_sum=loss_sum, weight_sum=weight_sum, metric_sum=metric_sum, count=count)
+        return result, bad if bad >= 0 else None
+
+
+class ReplacedFunctions(TorchFunctionMode):
+    """While active, calls of these functions of torch, wherever the model makes them, go to their replacements."""
+
+    def __init__(self, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+        super().__init__()
+        self._functions = functions
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function or its replacement; inside a replacement, torch's own are called."""
+        return self._functions.get(func, func)(*args, **(kwargs or {}))
+
+
+# Lazy initialisation (cuBLAS handles, cuDNN's choice of algorithms, optimizer state) must be over before recording.
+EAGER_STEPS = 3
+
+
+class CapturedStep:
+    """Runs a step eagerly a few times, then records it and replays the record.
+
+    The step reads its inputs from tensors that stay in place, and must not wait for the device. Its Python numbers
+    become constants of the record, so batches with other numbers (the short last batch of an epoch) run eagerly; all
+    ranks agree on which these are. Where recording fails, all steps run eagerly, and the reason is reported once.
+
+    Args:
+        step: computes a batch of a split.
+        forget_gradients: sets every gradient to None, so that the backward pass allocates new ones.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Source, Inputs], None],
+        forget_gradients: Callable[[], None],
+        accelerator: Accelerator,
+        report: Callable[[str], None],
+    ) -> None:
+        self._step, self._forget_gradients = step, forget_gradients
+        self._accelerator, self._report = accelerator, report
+        self._seen: Counter[tuple[int, ...]] = Counter()
+        self._graph, self._is_off = None, False
+        self._constants: tuple[int, ...] = ()
+        self._inputs: Inputs | None = None
+        self._source: Source | None = None
+
+    def __call__(self, source: Source, inputs: Inputs) -> None:
+        """Run the step once."""
+        constants = inputs.constants
+        if source is not self._source:
+            self.release()
+            self._source = source
+        if self._graph is None and not self._is_off and self._seen[constants] == EAGER_STEPS:
+            self._record(source, inputs)
+        if self._graph is not None and constants == self._constants:
+            assert self._inputs is not None
+            self._inputs.copy_(inputs)
+            self._graph.replay()
+            return
+        self._seen[constants] += 1
+        self._forget_gradients()
+        self._step(source, inputs)
+
+    def _record(self, source: Source, inputs: Inputs) -> None:
+        self._forget_gradients()
+        static = inputs.clone()
+        try:
+            if not self._accelerator.has_room_for_graph():
+                raise RuntimeError("too little memory for a graph beside eager steps")
+            self._graph = self._accelerator.capture(lambda: self._step(source, static))
+        except RuntimeError as error:
+            self._is_off = True
+            self._report(f"the step runs without a CUDA graph: {str(error).splitlines()[0]}")
+            return
+        self._inputs, self._constants = static, inputs.constants
+        self._report("the whole step runs as one CUDA graph")
+
+    def release(self) -> None:
+        """Free the record, so that its communicator can be closed; later steps are recorded anew."""
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph = None
+        self._seen.clear()

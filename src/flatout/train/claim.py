@@ -1,0 +1,220 @@
+"""The claim of one process on a run folder: nobody else writes it until the process ends."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from flatout.dist.env import launched
+from flatout.errors import InputError, Stopped
+from flatout.files import sweep_temporary_files, write_atomically
+from flatout.host import process_place
+from flatout.recipe import Recipe
+from flatout.report import run_files
+from flatout.train.request import Options
+
+# What --overwrite removes: the files that a run writes, before the folders that hold them.
+_FILES_OF_A_RUN = (
+    f"{run_files.CHECKPOINTS}/epoch-*.safetensors",
+    run_files.CHECKPOINTS,
+    f"{run_files.LOGS}/rank-*.log",
+    f"{run_files.LOGS}/rank-*.samples.jsonl",
+    f"{run_files.LOGS}/{run_files.TRACKER_IDS}",
+    run_files.LIVE,
+    run_files.DEVICES,
+    run_files.LOGS,
+    f"{run_files.TENSORBOARD}/events.out.tfevents.*",
+    run_files.TENSORBOARD,
+    *run_files.PICTURES,
+    run_files.RECIPE,
+    run_files.METRICS,
+    run_files.SUMMARY,
+    run_files.WEIGHTS,
+    run_files.KNOWN,
+    run_files.PREDICTIONS,
+    run_files.REPORT,
+)
+# The start of a process is counted from that of the host, which corrections of the clock move.
+_CLOCK_SECONDS = 5.0
+_FOLDS = run_files.FOLD.format("[1-9]*")
+_OWN_FILES = (*(f"{_FOLDS}/{name}" for name in _FILES_OF_A_RUN), _FOLDS, *_FILES_OF_A_RUN)
+
+
+def check(options: Options) -> None:
+    """Raise InputError where `claimed` will refuse the folder of a run on this host, before the data is looked at."""
+    if options.hosts.most == 1 and launched() is None:
+        _check_content(options.out, resume=options.resume, overwrite=options.overwrite)
+
+
+@contextlib.contextmanager
+def claimed(out: Path | None, job: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
+    """Make a run folder if need be, and hold it while the context lasts.
+
+    A new folder goes again if it stays empty, or if wrong input or the user ends the run before anything was trained.
+
+    Args:
+        out: the folder; None for a new one under `runs/`, named by the job and the time.
+        overwrite: replace the run in the folder, once `begin` is called.
+
+    Raises:
+        InputError: another process holds the folder, it has other content, or it cannot be written.
+    """
+    _check_content(out, resume=resume, overwrite=overwrite)
+    target = out or Path("runs/new")
+    existed = {path for path in (target, *target.parents) if path.exists()}
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = _make(out, job)
+            stack.callback(_remove_empty, [path for path in (folder, *folder.parents) if path not in existed])
+            stack.enter_context(_locked(folder))
+            _check_content(folder, resume=resume, overwrite=overwrite)
+            is_new = _is_empty(folder)
+            sweep_temporary_files(folder)
+        except OSError as error:
+            raise InputError(f"{error.filename or out}: cannot be written: {error.strerror}") from None
+        try:
+            yield folder
+        except (InputError, Stopped, KeyboardInterrupt):
+            # Weights and checkpoints, also those of folds.
+            if is_new and not any(folder.rglob("*.safetensors")):
+                with contextlib.suppress(OSError):
+                    _remove_run(folder)
+            raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """The process that holds a run folder, or held it when it or its host failed.
+
+    Attributes:
+        process: its number.
+        started: when it started, in seconds since 1970; 0 where an earlier version wrote the file.
+        place: the host, and the container, that it is on; empty where an earlier version wrote the file.
+    """
+
+    process: int
+    started: float = 0.0
+    place: str = ""
+
+    @classmethod
+    def of_this_process(cls) -> "Holder":
+        """Return this process."""
+        import psutil
+
+        return cls(process=os.getpid(), started=psutil.Process().create_time(), place=process_place())
+
+    def is_alive(self) -> bool | None:
+        """Return whether the process lives; None where it is on another host, or may be."""
+        import psutil
+
+        if self.place and self.place != process_place():
+            return None
+        try:
+            found = psutil.Process(self.process)
+            is_same = not self.started or abs(found.create_time() - self.started) < _CLOCK_SECONDS
+            is_alive = is_same and found.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            is_alive = False
+        return is_alive if self.place else is_alive or None
+
+
+def holder(folder: Path) -> Holder | None:
+    """Return the process that holds a run folder; None where none does."""
+    try:
+        words = (folder / run_files.LOCK).read_text(encoding="utf-8").split()
+        process, started, place = (*words, 0, "")[:3]
+        return Holder(process=int(process), started=float(started), place=str(place))
+    except (OSError, ValueError):
+        return None
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def begin(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
+    """Write the recipe of a run into its folder, after removing an old run if `overwrite`."""
+    try:
+        if overwrite:
+            _remove_run(folder)
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot be removed: {error.strerror}") from None
+    head = f"Repeat this run: flatout train {run_files.RECIPE}"
+    write_atomically(folder / run_files.RECIPE, recipe.to_toml(head).encode())
+
+
+def _remove_run(folder: Path) -> None:
+    """Remove what a run has written into its folder."""
+    for path in (p for name in _OWN_FILES for p in folder.glob(name)):
+        if path.is_file():
+            path.unlink()
+        elif not any(path.iterdir()):
+            path.rmdir()
+
+
+def _check_content(folder: Path | None, *, resume: bool, overwrite: bool) -> None:
+    if resume and overwrite:
+        raise InputError("--resume and --overwrite contradict each other: give one of them")
+    if folder is None or not folder.exists() or _is_empty(folder):
+        return
+    if not resume and not overwrite:
+        raise InputError(f"{folder}: exists; choose another --out, or --resume or --overwrite the run in it")
+    if not (folder / run_files.RECIPE).is_file():
+        flag = "resume" if resume else "overwrite"
+        raise InputError(f"{folder}: is not a run folder, so --{flag} does not touch it; choose another --out")
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and all(path.name == run_files.LOCK for path in folder.iterdir())
+
+
+def _make(out: Path | None, job: str) -> Path:
+    """Make the folder; a default name is one that nothing had before."""
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        return out
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    number = 1
+    while True:
+        folder = Path("runs") / (f"{job}-{stamp}" if number == 1 else f"{job}-{stamp}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the system releases when the process dies."""
+    path = folder / run_files.LOCK
+    with contextlib.ExitStack() as stack:
+        while True:
+            file = stack.enter_context(path.open("a+"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                process = (file.read().split() or ["unknown"])[0]
+                raise InputError(
+                    f"{folder}: in use by process {process}; wait for it or choose another --out"
+                ) from None
+            # The last holder may have removed the file after it was opened here.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                    break
+        file.truncate(0)
+        own = Holder.of_this_process()
+        file.write(f"{own.process} {own.started} {own.place}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -1,0 +1,322 @@
+"""The end of a run: the chosen weights, their evaluation, and the files that explain them."""
+
+import json
+import platform
+import signal
+import time
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout import __version__
+from flatout.data.labels import count_classes
+from flatout.dist.control import Flag
+from flatout.errors import Stopped
+from flatout.host import installed, peak_rss_bytes
+from flatout.numerics.augment import tta_views
+from flatout.numerics.novelty import Known
+from flatout.report import run_files
+from flatout.report.stages import stages
+from flatout.run import trust
+from flatout.run.predictions import write_predictions
+from flatout.settings import one_or_both
+from flatout.tasks import describe_metrics
+from flatout.train.context import Ended, TrainContext
+from flatout.train.progress import Progress
+
+if TYPE_CHECKING:
+    from flatout.engine.base import Evaluation
+    from flatout.run.trust import Trust
+    from flatout.tasks.base import Task
+    from flatout.train.head_stage import HeadStage
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Results:
+    """The last evaluation of a run.
+
+    Attributes:
+        evaluations: of the held-out splits, as far as the run was not terminated.
+        known: where the features of training images are; None where that is not known, or not wanted.
+        shown: the split whose answers are kept and shown; None without held-out images.
+    """
+
+    evaluations: "dict[str, Evaluation]"
+    known: Known | None
+    shown: str | None
+
+
+def finish(context: TrainContext, progress: Progress, ended: Ended) -> Ended:
+    """Evaluate and write weights, summary, predictions, pictures and report. All ranks call this, the main one writes.
+
+    Returns:
+        `ended`, or the signal that ended the evaluation.
+    """
+    if progress.best:
+        context.engine.restore(progress.best)
+    results, ended = _evaluate(context, progress, ended)
+    # All processes take part in these two.
+    state, memory = context.engine.state(), _memory(context)
+    if context.world.is_main:
+        with context.world.heartbeat.alone("writing the report"):
+            _write(context, progress, results, ended, state, memory)
+    # No process ends before the run is whole.
+    context.world.barrier()
+    return ended
+
+
+def _kept_head(context: TrainContext, progress: Progress) -> "HeadStage | None":
+    """Return the head that was fitted, unless fine-tuning has made something better."""
+    is_best = progress.best and not progress.best_epoch
+    return context.stage if not progress.history or is_best else None
+
+
+def _evaluate(context: TrainContext, progress: Progress, ended: Ended) -> tuple[_Results, Ended]:
+    recipe, splits, log, control = context.recipe, context.splits, context.log, context.world.control
+    head, is_fold = _kept_head(context, progress), recipe.data.fold > 0
+    # The answers of a fold that are kept are those to its held-out images.
+    wanted = ("valid", "test") if is_fold else ("test", "valid")
+    shown = next((name for name in wanted if name in splits), None)
+    is_trusted = recipe.task == "single-label" and not is_fold and "valid" in splits
+    if reason := trust.missing(recipe, splits):
+        is_trusted = False
+        log.note(reason)
+    if recipe.tta:
+        log.note(f"test-time augmentation: evaluated on {len(tta_views(recipe))} views of each image")
+    stopped = ended.failure if isinstance(ended.failure, Stopped) else None
+    if stopped:
+        # The signal that ended training reaches some ranks only now.
+        control.heeded = Flag.TERMINATE
+    evaluations: dict[str, Evaluation] = {}
+    known, began = None, time.perf_counter()
+    try:
+        # Whoever terminates a run does not wait for an evaluation.
+        if not (stopped and stopped.signal_number == signal.SIGTERM):
+            if is_trusted:
+                known = head.known if head else _known_features(context)
+            for name in [name for name in splits if name != "train"]:
+                if head:
+                    evaluations[name] = head.evaluation(name, context.engine.task)
+                    continue
+                evaluations[name] = context.datasets[name].evaluate(
+                    with_probabilities=is_fold or name == shown,
+                    with_logits=is_trusted,
+                    keep_features=trust.keep_of(known),
+                    tta=recipe.tta,
+                )
+    except Stopped as error:
+        reason = ended.reason or f"{error.how} during evaluation"
+        log.note(reason)
+        ended = Ended(reason=reason, failure=ended.failure or error)
+    progress.evaluate_seconds += time.perf_counter() - began
+    return _Results(evaluations=evaluations, known=known, shown=shown), ended
+
+
+def _known_features(context: TrainContext) -> Known | None:
+    """Return where the features of training images are: the same numbers on all ranks."""
+    train = context.datasets["train"]
+    some = trust.sample_of(train.samples, len(context.pack.classes))
+    placed = train if len(some) == len(train.samples) else context.engine.place(some)
+    # Where the network is large, as behind a fitted head, the images themselves show enough.
+    found = placed.evaluate(keep_features=np.array, tta=context.recipe.tta and context.stage is None)
+    return context.world.from_main(lambda: Known.of(found.features, found.labels))
+
+
+def _write(
+    context: TrainContext,
+    progress: Progress,
+    results: _Results,
+    ended: Ended,
+    state: dict[str, Any],
+    memory: dict[str, int | None],
+) -> None:
+    """Write all files of a run."""
+    evaluations, classes, shown = results.evaluations, context.pack.classes, results.shown
+    is_fold, task = context.recipe.data.fold > 0, context.engine.task
+    is_trusted = "valid" in evaluations and evaluations["valid"].logits is not None
+    found = trust.fit(results.known, evaluations["valid"]) if is_trusted else None
+    # The images of a fold choose nothing.
+    if "valid" in evaluations and not is_fold:
+        task = task.tuned(evaluations["valid"].predicted, evaluations["valid"].labels)
+        task = replace(task, temperature=found.temperature if found else 1.0)
+        evaluations = {name: evaluation.of_task(task) for name, evaluation in evaluations.items()}
+    _write_weights(context, state, task, found)
+    if found:
+        found.write(context.run_dir / run_files.KNOWN)
+    scores: dict[str, Any] = {}
+    if shown in evaluations:
+        kept = evaluations[shown]
+        more = {}
+        if is_fold and "test" in evaluations:
+            more["test_probabilities"] = evaluations["test"].probabilities
+        if found and found.novelty and kept.logits is not None:
+            more["unknown"] = found.novelty.score_at(kept.logits, kept.features)
+        request = replace(context.request, recipe=context.recipe, run_dir=context.run_dir)
+        write_predictions(request, context.log, shown, kept, context.splits[shown], classes, **more)
+        scores = trust.scores_of(shown, kept, classes, found)
+    summary = _summary(context, progress, evaluations, ended) | memory | scores
+    _write_report(context, summary, progress)
+
+
+def _write_report(context: TrainContext, summary: dict[str, Any], progress: Progress) -> None:
+    from flatout.report.page import draw_all
+    from flatout.report.verdict import verdict
+
+    summary["verdict"] = verdict(summary, [record.to_plain() for record in progress.records], context.recipe)
+    run_files.write_json(context.run_dir / run_files.SUMMARY, summary)
+    began = time.perf_counter()
+    if context.options.report:
+        draw_all(context.run_dir)
+    summary["time_seconds"]["pictures"] = time.perf_counter() - began
+    summary["wall_seconds"] = context.log.wall_seconds(progress)
+    run_files.write_json(context.run_dir / run_files.SUMMARY, summary)
+    _print_results(context, summary)
+
+
+def _memory(context: TrainContext) -> dict[str, int | None]:
+    """Return the host memory of all processes together, and the most of any device."""
+    peaks = context.world.all_gather_object((peak_rss_bytes(), context.engine.peak_memory_bytes()))
+    device = [d for _, d in peaks if d is not None]
+    return {"peak_rss_bytes": sum(host for host, _ in peaks), "peak_device_bytes": max(device) if device else None}
+
+
+def _write_weights(context: TrainContext, state: dict[str, Any], task: "Task", found: "Trust | None") -> None:
+    from flatout.models.weights import save_tensors
+
+    recipe = context.recipe
+    # Averaged weights take the place of the last ones.
+    tensors = {
+        name.removeprefix(prefix): value
+        for prefix in ("model.", "ema.")
+        for name, value in state.items()
+        if name.startswith(prefix)
+    }
+    metadata = {
+        "format": "pt",
+        "flatout": __version__,
+        "model": recipe.model,
+        "classes": json.dumps(context.pack.classes),
+        "image_size": json.dumps(recipe.image_size),
+        "stored_size": json.dumps(one_or_both(recipe.stored_sides)),
+        "eval_size": json.dumps(one_or_both(recipe.eval_sides)),
+        "channels": str(recipe.channels),
+        "bits": str(recipe.data.bits),
+        "mean": json.dumps(recipe.data.mean),
+        "std": json.dumps(recipe.data.std),
+        "resize": recipe.data.resize,
+        "task": recipe.task,
+        "loss": recipe.loss,
+        "thresholds": json.dumps(task.thresholds),
+        "label_mean": str(task.label_mean),
+        "label_std": str(task.label_std),
+        **(found.metadata() if found else {}),
+    }
+    save_tensors(context.run_dir / run_files.WEIGHTS, tensors, metadata)
+
+
+def _summary(
+    context: TrainContext, progress: Progress, results: "dict[str, Evaluation]", ended: Ended
+) -> dict[str, Any]:
+    """Return the content of summary.json; `results` are those of the run, with thresholds and temperature."""
+    from flatout.engine.devices import machine
+
+    recipe, engine, pack, log = context.recipe, context.engine, context.pack, context.log
+    chosen = progress.best_epoch if progress.best else len(progress.history)
+    record, task = progress.history[chosen - 1] if chosen else progress.head, engine.task
+    trained_parameters = context.trained_parameters
+    if context.stage and not progress.history:
+        # The run has chosen the parameters of the head alone.
+        fitted = context.stage.fitted
+        trained_parameters = fitted.weight.size + fitted.bias.size * context.stage.head.has_bias
+    figures: dict[str, Any] = {"train_loss": record.train_loss if record else None}
+    figures[f"train_{task.step_metric}"] = record.of("train")[task.step_metric] if record else None
+    for name in ("valid", "test"):
+        found: dict[str, Any] = dict.fromkeys(("loss", *task.metric_names, "count"))
+        if name in results:
+            found |= {"loss": results[name].loss, **results[name].metrics, "count": len(results[name].labels)}
+        figures |= {f"{name}_{key}": value for key, value in found.items()}
+    class_counts = {
+        f"{n}_class_counts": count_classes(s.labels, len(pack.classes)).tolist() for n, s in context.splits.items()
+    }
+    if "test" in results:
+        answers = results["test"].task.decided(results["test"].predicted)
+        answers = answers if answers.ndim == 2 else answers[answers >= 0]
+        class_counts["test_predicted_counts"] = count_classes(answers, len(pack.classes)).tolist()
+    seconds = log.seconds | {"train": progress.train_seconds, "evaluate": progress.evaluate_seconds}
+    trained_for = progress.train_seconds
+    return {
+        "job": recipe.job,
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "model": recipe.model,
+        "engine": context.options.engine,
+        "devices": context.devices,
+        "world_size": context.device_count,
+        "threads_per_rank": engine.threads,
+        "batch_size": recipe.batch_size,
+        "epochs": recipe.epochs,
+        "epochs_trained": progress.epoch,
+        "best_epoch": progress.best_epoch or None,
+        "kept_epoch": chosen if chosen or progress.head else None,
+        "tta": recipe.tta,
+        "task": recipe.task,
+        "seed": recipe.seed,
+        "parameters": context.parameters,
+        "trained_parameters": trained_parameters,
+        "classes": list(pack.classes),
+        **{f"{name}_images": len(samples) for name, samples in context.splits.items()},
+        "images_trained": progress.images_trained,
+        "images_per_second": progress.images_trained / trained_for if trained_for else None,
+        "train_seconds": trained_for,
+        "setup_seconds": log.setup_seconds,
+        "wall_seconds": log.wall_seconds(progress),
+        **figures,
+        "train_loss_by_step": progress.step_losses,
+        **class_counts,
+        "input_wait_fraction": progress.wait_seconds / trained_for if trained_for else None,
+        "communication_fraction": _communication(progress),
+        "warmup_seconds": progress.warmup_seconds,
+        "stopped": ended.reason or None,
+        "notes": log.notes,
+        "time_seconds": seconds,
+        "pack": str(pack.folder.absolute()) if pack.folder else None,
+        "pack_fingerprint": pack.fingerprint,
+        "pack_was_cached": pack.was_cached,
+        "skipped_images": pack.skipped,
+        "machine": machine(),
+        "runs_on": engine.describe(),
+        "versions": versions(),
+    }
+
+
+def _communication(progress: Progress) -> float | None:
+    """Return the share of the training time spent on adding up; None where the device does that by itself."""
+    if not progress.train_seconds or not np.isfinite(progress.communication_seconds):
+        return None
+    return progress.communication_seconds / progress.train_seconds
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of what determines results."""
+    packages = ("torch", "numpy", "timm", "pillow", "simplejpeg", "safetensors")
+    return {"flatout": __version__, "python": platform.python_version(), **installed(*packages)}
+
+
+def _print_results(context: TrainContext, summary: dict[str, Any]) -> None:
+    say = context.log.console.note
+    for name in ("test", "valid"):
+        if summary[f"{name}_count"]:
+            say(describe_metrics(name, summary))
+            break
+    if summary["images_per_second"]:
+        say(
+            f"trained {summary['images_trained']:,} images in {summary['train_seconds']:.1f} s: "
+            f"{summary['images_per_second']:,.0f} per second"
+        )
+    for stage, layers, seconds in stages(summary, context.recipe.to_dict()):
+        say(f"{stage}: {layers}" + f" ({seconds})" * bool(seconds))
+    for sentence in summary["verdict"]:
+        say(sentence)
+    if context.options.report:
+        say(f"report: {context.run_dir / run_files.REPORT}")

@@ -1,0 +1,200 @@
+"""The training loop: epochs, evaluation, schedule, the best weights, when to stop. It knows no device.
+
+The loop's position is (epoch, step); everything else is a function of that, the seed and the history, so training can
+begin anywhere.
+"""
+
+import math
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flatout.data.order import epoch_batches, steps_per_epoch
+from flatout.dist.control import Flag
+from flatout.engine.base import DeviceSplit, Engine
+from flatout.errors import Stopped, TrainingFailed
+from flatout.numerics.metrics import NO_COUNTS
+from flatout.numerics.random import Stream, raw
+from flatout.numerics.schedule import learning_rate
+from flatout.recipe import Recipe
+from flatout.train.progress import Clock, EpochRecord, Progress
+
+if TYPE_CHECKING:
+    from flatout.dist.world import World
+
+FIX = "; try a lower optimizer.lr. The weights of the last good epoch are kept."
+_STOPS = Flag.INTERRUPT | Flag.TERMINATE
+
+
+class LoopHooks:
+    """What happens beside the loop; every method is called on all processes after the same step."""
+
+    def flags(self) -> Flag:
+        """Return what to request of all processes with the next step."""
+        return Flag.NONE
+
+    def step(self) -> None:
+        """Called after every step."""
+
+    def wants_loss(self) -> bool:
+        """Return whether to fetch the loss after this step, whatever was requested."""
+        return False
+
+    def loss(self, loss: float) -> None:
+        """Called with the mean loss since the last call."""
+
+    def checkpoint(self) -> None:
+        """Called where a checkpoint was requested."""
+
+    def replan(self) -> Recipe:  # pyright: ignore[reportReturnType]
+        """Return the recipe with another length, where that was requested."""
+
+    def epoch(self, *, is_best: bool) -> str:
+        """Called after every epoch with finite weights; return why training ends here, or ""."""
+        return ""
+
+
+def run_loop(
+    engine: Engine,
+    world: "World",
+    recipe: Recipe,
+    splits: Mapping[str, DeviceSplit],
+    progress: Progress,
+    hooks: LoopHooks,
+) -> str:
+    """Train the placed splits from where `progress` stands; return why training ended before the last epoch, or "".
+
+    `progress` is updated: it matches the engine's state after every step, and when this raises `Stopped`.
+
+    Raises:
+        TrainingFailed: a loss or a weight is not finite; the message names the epoch.
+        Stopped: a process of the run was told to end.
+    """
+    return _Loop(engine, world, recipe, splits, progress, hooks).run()
+
+
+@dataclass
+class _Loop:
+    engine: Engine
+    world: "World"
+    recipe: Recipe
+    splits: Mapping[str, DeviceSplit]
+    progress: Progress
+    hooks: LoopHooks
+
+    def __post_init__(self) -> None:
+        self._images = len(self.splits["train"].samples)
+        self._steps = steps_per_epoch(self._images, self.recipe.batch_size, self.recipe.drop_last)
+
+    def run(self) -> str:
+        progress = self.progress
+        while progress.position(self._steps) < self.recipe.total_steps(self._steps):
+            try:
+                self._train_epoch()
+            except Stopped:
+                progress.counts += self.engine.counts()[0]  # of the steps before a wait for images that was ended
+                raise
+            # Rank 0's times and choices are those of all ranks.
+            record = self.world.broadcast_object(self._finish_epoch())
+            if not self.engine.is_finite():
+                raise TrainingFailed(f"training diverged in epoch {progress.epoch}: a weight is not finite{FIX}")
+            progress.history.append(record)
+            if ended := self.hooks.epoch(is_best=self._choose_best()):
+                return ended
+            waited, patience = progress.epoch - progress.best_epoch, self.recipe.early_stopping
+            if patience and progress.best_record and waited >= patience:
+                return f"early stopping: no better validation result in {waited} epochs"
+        return ""
+
+    def _train_epoch(self) -> None:
+        """Run the remaining steps of an epoch."""
+        recipe, progress, train, control = self.recipe, self.progress, self.splits["train"], self.world.control
+        epoch, first_step, clock = progress.epoch, progress.step, Clock(progress)
+        watched = _watched_losses(progress.history)
+        batches = epoch_batches(recipe, train.samples, epoch, first_step)
+        train.begin_epoch(epoch)
+        seeds = raw(recipe.seed, Stream.STEP, epoch, self._steps) >> np.uint64(1)
+        for inputs in clock.waiting(train.feed(batches)):
+            rate = learning_rate(self.recipe, progress.position(self._steps), self._steps, watched)
+            control.request(self.hooks.flags())
+            train.train_step(inputs, rate, int(seeds[progress.step]))
+            progress.step += 1
+            progress.images_trained += min(recipe.batch_size, self._images - (progress.step - 1) * recipe.batch_size)
+            clock.tick()
+            progress.note_first_steps()
+            self.hooks.step()
+            flags = control.received()
+            if flags & (Flag.LOSS | Flag.CHECKPOINT | _STOPS) or self.hooks.wants_loss():
+                self.hooks.loss(self._fetch_counts(first_step))
+            if Flag.CHECKPOINT in flags:
+                self.hooks.checkpoint()
+                clock.skip()
+            if Flag.REPLAN in flags:
+                self.recipe = self.hooks.replan()
+            if flags & _STOPS:
+                raise Stopped(signal.SIGTERM if Flag.TERMINATE in flags else signal.SIGINT)
+            if progress.position(self._steps) >= self.recipe.total_steps(self._steps):
+                break
+        self._fetch_counts(first_step)
+        clock.tick()
+        progress.communication_seconds += self.engine.communication_seconds()
+
+    def _fetch_counts(self, first_step: int) -> float:
+        """Wait for the device, add what it counted to the epoch's sums, and return the mean loss of that."""
+        counts, bad_step = self.engine.counts()
+        if bad_step is not None:
+            epoch, step = self.progress.epoch + 1, first_step + bad_step + 1
+            raise TrainingFailed(f"training diverged in epoch {epoch}: the loss is not finite in step {step}{FIX}")
+        self.progress.counts += counts
+        return counts.loss
+
+    def _finish_epoch(self) -> EpochRecord:
+        """Evaluate, and count the epoch as finished."""
+        progress, results = self.progress, {}
+        # The test split is evaluated after every epoch only where no validation split exists, and decides nothing.
+        watched = "valid" if "valid" in self.splits else "test"
+        began = time.perf_counter()
+        if watched in self.splits:
+            # A fitted head was judged by the mean over its views, and epochs are compared with it.
+            result = self.splits[watched].evaluate(tta=self.recipe.tta and progress.head is not None)
+            if not math.isfinite(result.loss):
+                where = f"epoch {progress.epoch + 1}: the {watched} loss is not finite"
+                raise TrainingFailed(f"training diverged in {where}{FIX}")
+            results = {f"{watched}_{key}": value for key, value in {"loss": result.loss, **result.metrics}.items()}
+        progress.evaluate_seconds += time.perf_counter() - began
+        counts, seconds, last_step = progress.counts, progress.epoch_seconds, progress.position(self._steps)
+        record = EpochRecord(
+            epoch=progress.epoch + 1,
+            step=last_step,
+            learning_rate=learning_rate(self.recipe, last_step - 1, self._steps, _watched_losses(progress.history)),
+            train_loss=counts.loss,
+            images=counts.count,
+            seconds=seconds,
+            images_per_second=counts.count / seconds if seconds else 0.0,
+            metrics={f"train_{self.engine.task.step_metric}": counts.metric, **results},
+        )
+        progress.epoch, progress.step, progress.counts, progress.epoch_seconds = progress.epoch + 1, 0, NO_COUNTS, 0.0
+        return record
+
+    def _choose_best(self) -> bool:
+        """Return whether the last epoch is the best on the validation split; the loss decides between equals."""
+        progress = self.progress
+        if "valid_loss" not in progress.history[-1].metrics:
+            return False
+
+        def merit(record: EpochRecord) -> tuple[float, float]:
+            return self.engine.task.merit(record.of("valid")), -record.metrics["valid_loss"]
+
+        if (best := progress.best_record) and merit(progress.history[-1]) <= merit(best):
+            return False
+        progress.best_epoch = progress.epoch
+        return True
+
+
+def _watched_losses(history: list[EpochRecord]) -> list[float]:
+    """Return the losses that the plateau schedule watches: validation, or training where there is none."""
+    return [record.metrics.get("valid_loss", record.train_loss) for record in history]

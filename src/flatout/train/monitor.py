@@ -1,0 +1,222 @@
+"""What happens beside the loop: progress is shown, checkpoints and figures are written, signals are noted."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from flatout.dist.control import Flag
+from flatout.engine.recorder import requested_recorder
+from flatout.errors import signals_handled
+from flatout.recipe import Recipe
+from flatout.report import run_files
+from flatout.train import claim
+from flatout.train.budget import Budget
+from flatout.train.callbacks import CallbackRunner
+from flatout.train.checkpoint import Checkpoint
+from flatout.train.loop import LoopHooks
+from flatout.train.progress import Progress
+
+if TYPE_CHECKING:
+    from flatout.dist.control import Control
+    from flatout.train.context import TrainContext
+
+# Checkpoints take this share of the time at most, and within an epoch come no more often than this.
+CHECKPOINT_SHARE = 0.05
+CHECKPOINT_SECONDS = 10.0
+# About how many training losses a run records: enough for a curve, too few to slow it down.
+RECORDED_LOSSES = 100
+# Seconds between lines: at least so many, and this share of the time since the first.
+LIVE_SECONDS, LIVE_SHARE = 2.0, 0.004
+
+
+class Monitor(LoopHooks):
+    """Keeps the run folder and the console up to date while the loop runs.
+
+    Attributes:
+        recipe: with the length that the time budget permits now.
+    """
+
+    def __init__(
+        self, context: "TrainContext", progress: Progress, budget: Budget | None, callbacks: CallbackRunner
+    ) -> None:
+        engine, world = context.engine, context.world
+        self.recipe = context.recipe
+        self._context, self._progress, self._budget, self._callbacks = context, progress, budget, callbacks
+        self._engine, self._console, self._steps = engine, context.log.console, context.steps_per_epoch
+        self._images_per_epoch = len(context.splits["train"])
+        self._record_every = math.ceil(self.recipe.total_steps(self._steps) / RECORDED_LOSSES)
+        self._loss: float | None = None
+        self._saved_at, self._save_seconds = time.perf_counter(), 0.0
+        self._saved_position: tuple[int, int] | None = None
+        self._is_requested = False
+        self._good = None if progress.best else engine.snapshot(weights_only=True)
+        engine.recorder = requested_recorder(context.run_dir / run_files.LOGS, world.rank, progress)
+        live = context.run_dir / run_files.LIVE
+        self._live = LiveFile(live, progress, self._steps, engine.peak_memory_bytes) if world.is_main else None
+
+    def replan(self) -> Recipe:
+        """Return the recipe with the steps that still fit into the time budget, by the main process's clock."""
+        context, before = self._context, self.recipe
+        assert self._budget is not None
+        planned = self._budget.replan(before, self._progress.position(self._steps))
+        self.recipe = context.world.broadcast_object(planned)
+        if self.recipe != before and context.world.is_main:
+            claim.begin(context.run_dir, self.recipe, overwrite=False)
+        return self.recipe
+
+    def flags(self) -> Flag:
+        """Return what this process requests of all with the next step."""
+        flags = Flag.LOSS if self._console.is_loss_due() else Flag.NONE
+        if not self._is_requested and self._is_checkpoint_due(CHECKPOINT_SECONDS):
+            # Only once: it may be some steps until all know.
+            self._is_requested = True
+            flags |= Flag.CHECKPOINT
+        if self._context.world.is_main and self._budget and self._budget.is_due():
+            flags |= Flag.REPLAN
+        return flags
+
+    def step(self) -> None:
+        """Show the progress after a step."""
+        progress, recipe = self._progress, self.recipe
+        loss = "" if self._loss is None else f" loss {self._loss:.4f}"
+        text = f"epoch {progress.epoch + 1}/{recipe.epochs}{loss}"
+        images = round(recipe.total_steps(self._steps) * self._images_per_epoch / self._steps)
+        self._console.update(progress.images_trained, images, "images trained", text)
+        self._context.world.heartbeat.report_step(progress.epoch, progress.step)
+        if self._live:
+            self._live.step(self._loss)
+
+    def wants_loss(self) -> bool:
+        """Return whether the loss is fetched after this step whatever was requested; the same on every process."""
+        return any(every and self._progress.step % every == 0 for every in (self._record_every, self.recipe.log_every))
+
+    def loss(self, loss: float) -> None:
+        """Show and record the mean loss since the last call."""
+        self._loss, progress, every = loss, self._progress, self.recipe.log_every
+        if progress.step % self._record_every == 0:
+            progress.step_losses.append((progress.position(self._steps), loss))
+        if every and progress.step % every == 0:
+            self._console.note(f"epoch {progress.epoch + 1} step {progress.step}: loss {loss:.4f}")
+
+    def epoch(self, *, is_best: bool) -> str:
+        """Note a finished epoch; keep its weights if the recipe says so. Return why callbacks end the run, or ""."""
+        context, progress, recipe = self._context, self._progress, self.recipe
+        if is_best and recipe.keep == "best":
+            progress.best, self._good = self._engine.snapshot(weights_only=True), None
+        elif not progress.best:
+            self._good = self._engine.snapshot(weights_only=True)
+        write_metrics(context, progress)
+        shown = dict.fromkeys((self._engine.task.step_metric, self._engine.task.metric_names[0]))
+        self._console.note(progress.history[-1].describe(recipe.epochs, tuple(shown), is_best=is_best))
+        if context.world.broadcast_object(self._is_checkpoint_due(0.0)):
+            self.checkpoint()
+        ended = self._callbacks.epoch(progress.history[-1].to_plain())
+        return ended if progress.position(self._steps) < recipe.total_steps(self._steps) else ""
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint, unless the newest one is of the same step. Every process must call this."""
+        progress, context = self._progress, self._context
+        position, self._is_requested = (progress.epoch, progress.step), False
+        if position == self._saved_position:
+            return
+        began = time.perf_counter()
+        state = self._engine.state()
+        best = self._engine.state(progress.best) if progress.best else {}
+        if context.world.is_main:
+            kept = dataclasses.replace(progress, earlier_seconds=context.log.wall_seconds(progress))
+            checkpoint = Checkpoint(state=state, best=best, progress=kept, recipe=self.recipe, data=context.data_facts)
+            checkpoint.save(context.run_dir / run_files.CHECKPOINTS)
+        self._saved_at, self._saved_position = time.perf_counter(), position
+        self._save_seconds = self._saved_at - began
+
+    def restore(self) -> None:
+        """Load the weights of the last good epoch, unless those of the best are loaded anyway."""
+        if self._good is not None:
+            self._engine.restore(self._good)
+
+    def _is_checkpoint_due(self, least_seconds: float) -> bool:
+        interval = max(least_seconds, self._save_seconds / CHECKPOINT_SHARE)
+        return self._context.world.is_main and time.perf_counter() - self._saved_at >= interval
+
+
+class LiveFile:
+    """Appends to the file while the loop runs.
+
+    A line has `time` (seconds since 1970), `epoch` (finished epochs, with the fraction of the current one), `loss` (the
+    mean since it was last fetched), `images_per_second`, `wait_fraction` (share of the time spent waiting for images),
+    `cpu_percent` (100 for each busy core) and `rss_bytes` of the main process, and `device_bytes` (the most so far).
+
+    Args:
+        steps: of an epoch.
+        device_bytes: returns the most memory used on the device, None where that is not known.
+    """
+
+    def __init__(self, path: Path, progress: Progress, steps: int, device_bytes: Callable[[], int | None]) -> None:
+        self._path, self._progress, self._steps, self._device_bytes = path, progress, steps, device_bytes
+        self._process = psutil.Process()
+        self._process.cpu_percent()  # the next call measures from here
+        self._is_open = True
+        self._began = self._last = time.perf_counter()
+        self._before = self._totals()
+
+    def step(self, loss: float | None) -> None:
+        """Write a line if one is due; called after every step."""
+        now = time.perf_counter()
+        if self._is_open and now - self._last >= max(LIVE_SECONDS, LIVE_SHARE * (now - self._began)):
+            self._last = now
+            try:
+                self._write(loss)
+            except OSError:
+                self._is_open = False  # nothing depends on this file: training continues
+
+    def _totals(self) -> tuple[int, float, float]:
+        progress = self._progress
+        return progress.images_trained, progress.train_seconds, progress.wait_seconds
+
+    def _write(self, loss: float | None) -> None:
+        totals, progress = self._totals(), self._progress
+        images, seconds, waited = (after - before for after, before in zip(totals, self._before, strict=True))
+        self._before = totals
+        line = {
+            "time": round(time.time(), 2),
+            "epoch": round(progress.position(self._steps) / self._steps, 4),
+            "loss": loss,
+            "images_per_second": round(images / seconds, 1) if seconds > 0 else None,
+            "wait_fraction": round(waited / seconds, 4) if seconds > 0 else None,
+            "cpu_percent": self._process.cpu_percent(),
+            "rss_bytes": self._process.memory_info().rss,
+            "device_bytes": self._device_bytes(),
+        }
+        # Unbuffered: of a line that does not fit on the disk, nothing is left to write at the end.
+        with self._path.open("ab", buffering=0) as file:
+            file.write((json.dumps(line) + "\n").encode())
+
+
+def write_metrics(context: "TrainContext", progress: Progress) -> None:
+    """Write the lines of the fitted head and of all finished epochs, if there are any."""
+    if context.world.is_main and progress.records:
+        lines = [record.to_plain() for record in progress.records]
+        run_files.write_metrics(context.run_dir / run_files.METRICS, lines)
+
+
+@contextlib.contextmanager
+def signals_noted(control: "Control") -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the run after the current step or batch; a second SIGINT ends it at once."""
+
+    def note(number: int, frame: Any) -> None:
+        if seen and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        seen.append(number)
+        control.stop |= Flag.TERMINATE if number == signal.SIGTERM else Flag.INTERRUPT
+
+    seen: list[int] = []
+    with signals_handled(note, signal.SIGINT, signal.SIGTERM):
+        yield

@@ -1,0 +1,247 @@
+"""Which published network, at which image size, makes the best of the user's minutes on photos, and what is done then.
+
+Expected errors are relative. ImageNet accuracy ranks the networks (Kornblith et al., arXiv 1805.08974).
+`benchmarks/gains.py` measures what image size, mirrored images and fine-tuning gain: `benchmarks/results/gains.json`
+has the sizes on cats and dogs; the other gains are those of single runs on Caltech 101 with EfficientNet-Lite 0 and 2.
+Speeds are measured on the devices of the run.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flatout.console import duration
+from flatout.host import physical_cores
+from flatout.models.backbones import Backbone
+from flatout.models.sizes import usable_size
+from flatout.settings import Size, sides
+from flatout.train.dataset_stats import STRIDE, of_shape
+
+# The error grows with the power of the published size over the size: 1.5, 2.75 and 4.5 % at 224, 160 and 128 pixels.
+SIZE_EXPONENT = 1.8
+# Shares of the published size that are considered.
+SIZE_SHARES = (1.0, 6 / 7, 5 / 7, 4 / 7)
+# Multiply-adds per second before anything is measured: of a core with ONNX Runtime, and of a modest GPU.
+SPEED_OF_A_CORE, SPEED_OF_AN_ACCELERATOR = 35e9, 2e12
+# Networks that are measured at most.
+MEASUREMENTS = 3
+# On a busy machine, measuring may take so large a part of the time.
+MEASURING_SHARE = 0.15
+# Seconds besides features: images decoded per second on each core; the network made ready; pictures and report.
+DECODED_PER_CORE, READY_SECONDS, REPORT_SECONDS = 400.0, 3.0, 6.0
+# Seconds of the head for each image, class and feature, and what it takes at least.
+HEAD_SECONDS_PER_PRODUCT, LEAST_HEAD_SECONDS, FEATURES = 1.5e-8, 1.0, 1280
+# A run without a time budget computes features for so long, and is not fine-tuned.
+USUAL_SECONDS = 120.0
+# What is left of the error with features of mirrored images, too; and after so many epochs of fine-tuning.
+MIRRORED_GAIN = 0.93
+FINE_TUNING_GAINS = ((2, 0.80), (3, 0.62), (4, 0.57), (6, 0.55))
+# This share of the layers is fine-tuned, the last ones; a step on them takes so many times as long as the features of
+# its images, and what comes before them so large a part of that time.
+TRAINED_SHARE, STEP_FACTOR, FROZEN_FACTOR = 0.3, 1.2, 0.75
+# Learning rates of AdamW, of networks with batch norms and of others. On Caltech 101, five epochs of EfficientNet-Lite
+# 0 end at 0.946 with 0.0003 and at 0.958 with 0.001.
+RATE_OF_BATCH_NORM, RATE_OF_OTHERS = 0.001, 0.0003
+
+# Images per second whose features are computed on the devices of the run, by model and image size.
+FeatureRate = Callable[[str, Size], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhotoPlan:
+    """What to do with the time.
+
+    Attributes:
+        backbone: the network.
+        image_size: of the images.
+        mirrored: whether features are computed of mirrored images, too.
+        epochs: of fine-tuning; 0 for none.
+        reasons: a sentence for each choice, by recipe key.
+    """
+
+    backbone: Backbone
+    image_size: Size
+    mirrored: bool
+    epochs: int
+    reasons: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Data:
+    """What the time depends on: images of all splits, those to train on, the others, and the classes."""
+
+    images: int
+    training: int
+    classes: int
+
+    def fixed_seconds(self, cores: int) -> float:
+        """Return what is needed besides features and training."""
+        head = max(LEAST_HEAD_SECONDS, HEAD_SECONDS_PER_PRODUCT * self.training * self.classes * FEATURES)
+        return self.images / (DECODED_PER_CORE * cores) + READY_SECONDS + head + REPORT_SECONDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """A network, an image size, and what is done with them."""
+
+    backbone: Backbone
+    size: Size
+    mirrored: bool = False
+    epochs: int = 0
+
+    @property
+    def operations(self) -> float:
+        """Multiply-adds for one image."""
+        height, width = sides(self.size)
+        return self.backbone.operations * height * width / self.backbone.image_size**2
+
+    @property
+    def error(self) -> float:
+        """The expected error, in no unit: errors are compared."""
+        height, width = sides(self.size)
+        share = (height * width) ** 0.5 / self.backbone.image_size
+        gain = min((gain for epochs, gain in FINE_TUNING_GAINS if self.epochs >= epochs), default=1.0)
+        return (100 - self.backbone.top1) * max(1.0, 1 / share) ** SIZE_EXPONENT * MIRRORED_GAIN**self.mirrored * gain
+
+    def seconds(self, data: _Data, rate: float) -> float:
+        """Return the time of features, fine-tuning and the last evaluation, at a rate of features."""
+        views = 1 + self.mirrored
+        images = float(views * data.images)
+        if self.epochs:
+            # The layers before those that train see mirrored training images in any case, and all others once.
+            images += FROZEN_FACTOR * data.training * (2 - views)
+            held_out = data.images - data.training
+            images += STEP_FACTOR * self.epochs * data.training + (1 - FROZEN_FACTOR) * (self.epochs + views) * held_out
+        return images / rate
+
+
+def plan_photos(
+    backbones: Sequence[Backbone],
+    *,
+    images: int,
+    training_images: int,
+    classes: int,
+    ratio: float,
+    size: Size | None,
+    accelerated: bool,
+    seconds: float | None,
+    rate: FeatureRate | None,
+    channels: int = 3,
+) -> PhotoPlan:
+    """Return what is expected to have the least error within the time.
+
+    Args:
+        backbones: to choose from.
+        images: of all splits.
+        training_images: of them, those to train on.
+        ratio: of width to height.
+        size: of the images, where the user gives it.
+        accelerated: whether a GPU or TPU computes.
+        seconds: what is left of the user's time; None for no budget.
+        rate: measures; None where the devices are not at hand.
+        channels: of the images.
+    """
+    began, cores = time.perf_counter(), physical_cores()
+    data = _Data(images=images, training=training_images, classes=classes)
+    lengths = [0, *(epochs for epochs, _ in FINE_TUNING_GAINS)] if seconds else [0]
+    choices = [
+        _Choice(backbone=backbone, size=one, mirrored=mirrored, epochs=epochs)
+        for backbone in backbones
+        for one in ([size] if size else _sizes(backbone, ratio))
+        for mirrored in (False, True)
+        for epochs in lengths
+    ]
+    choices.sort(key=lambda choice: (choice.error, choice.operations, choice.epochs))
+    speed = SPEED_OF_AN_ACCELERATOR if accelerated else SPEED_OF_A_CORE * cores
+    rates: dict[tuple[str, Size], float] = {}
+
+    @functools.cache
+    def takes(model: str, size: Size) -> bool:
+        return usable_size(model, size, channels=channels) == size
+
+    def rate_of(choice: _Choice) -> float:
+        return rates.get((choice.backbone.model, choice.size), speed / choice.operations)
+
+    def best() -> _Choice:
+        """Return the best that fits, at the speeds that are known; or else the quickest."""
+        left = USUAL_SECONDS
+        if seconds is not None:
+            left = seconds - data.fixed_seconds(cores) - (time.perf_counter() - began)
+        fitting = [choice for choice in choices if choice.seconds(data, rate_of(choice)) <= left]
+        quickest = sorted(choices, key=lambda choice: (choice.seconds(data, rate_of(choice)), choice.error))
+        return next(choice for choice in (*fitting, *quickest) if takes(choice.backbone.model, choice.size))
+
+    chosen = best()
+    limit = math.inf if seconds is None else began + MEASURING_SHARE * seconds
+    while rate is not None and (place := (chosen.backbone.model, chosen.size)) not in rates:
+        if len(rates) == MEASUREMENTS or time.perf_counter() > limit:
+            break
+        rates[place] = rate(*place)
+        # What was not measured is expected to be as fast, by its operations.
+        speed = rates[place] * chosen.operations
+        chosen = best()
+    return PhotoPlan(
+        backbone=chosen.backbone,
+        image_size=chosen.size,
+        mirrored=chosen.mirrored,
+        epochs=chosen.epochs,
+        reasons=_reasons(chosen, data, seconds, rate_of(chosen) if rates else None, is_only=len(backbones) == 1),
+    )
+
+
+def _reasons(
+    chosen: _Choice, data: _Data, seconds: float | None, rate: float | None, *, is_only: bool
+) -> dict[str, str]:
+    """Return a sentence for each choice, by recipe key."""
+    backbone, within = chosen.backbone, "" if seconds is None else f" in {duration(seconds)}"
+    figures = f"{backbone.parameters / 1e6:.0f} million parameters"
+    figures += f", {backbone.top1:.1f} % on ImageNet" * (backbone.top1 > 0)
+    why = "as you chose" if is_only else f"the least expected error{within}"
+    speed = "" if rate is None else f"; {rate:,.0f} images/s here"
+    is_full = math.prod(sides(chosen.size)) >= backbone.image_size**2
+    size = "the size of the weights" if is_full else "larger images take too long"
+    reasons = {
+        "image_size": f"; {size}",
+        "model": f"model = {backbone.model}, from published weights ({figures}): {why}{speed}",
+        "linear_probe": "linear_probe = true: the head is fitted to the features of all images, by cross-validation",
+    }
+    if chosen.mirrored:
+        reasons["tta"] = (
+            "tta = true: answers are the mean over each image and its mirror image; --set tta=false for one"
+        )
+    if chosen.epochs:
+        reasons["epochs"] = (
+            f"epochs = {chosen.epochs}: the last {TRAINED_SHARE:.0%} of the layers are fine-tuned{within}"
+        )
+    else:
+        time_is_short = f": there is no time for fine-tuning{within}" if seconds else ": the head alone is fitted"
+        reasons["epochs"] = f"epochs = 0{time_is_short}"
+    return reasons
+
+
+def _sizes(backbone: Backbone, ratio: float) -> list[Size]:
+    """Return the published size and smaller ones, of the shape of the images where that is no square."""
+    found = []
+    for share in SIZE_SHARES:
+        side = share * backbone.image_size
+        square = backbone.image_size if share == 1 else STRIDE * round(side / STRIDE)
+        found.append(square if ratio == 1 else of_shape(side, ratio))
+    return list(dict.fromkeys(found))
+
+
+def fine_tuning_of(model: str) -> tuple[str, str, float]:
+    """Return `freeze`, `norm` and the learning rate with which the last layers of a network are fine-tuned."""
+    import timm
+    import torch
+
+    from flatout.models.layers import layers_before_head
+    from flatout.models.load import quiet
+
+    with quiet(), torch.device("meta"):
+        network = timm.create_model(model.removeprefix("timm:"))
+    freeze = f"all-but-last-{max(1, round(TRAINED_SHARE * len(layers_before_head(network))))}"
+    if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in network.modules()):
+        return freeze, "frozen", RATE_OF_BATCH_NORM
+    return freeze, "global", RATE_OF_OTHERS

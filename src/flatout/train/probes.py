@@ -1,0 +1,145 @@
+"""Short measurements with real training steps, before the first one: the number format, and checks of a long run.
+
+The checks are from Karpathy, "A Recipe for Training Neural Networks" (2019): "verify loss @ init" and "overfit one
+batch".
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice, repeat
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flatout.data.order import epoch_batches, steps_per_epoch
+from flatout.numerics.schedule import scaled_rate
+from flatout.recipe import Recipe
+from flatout.train.budget import seconds_per_step
+
+if TYPE_CHECKING:
+    from flatout.data.feed import Samples
+    from flatout.dist.world import World
+    from flatout.engine.base import DeviceSplit, Engine
+    from flatout.train.context import TrainContext
+    from flatout.train.progress import Progress
+
+# Training images, in batches, and seconds of each measurement. The formats are measured in turn, and the shortest time
+# of each counts: the first steps warm up, and what else the host does makes steps slower, never faster.
+PRECISION_BATCHES, PRECISION_SECONDS, PRECISION_ROUNDS = 4, 0.25, 3
+# Steps on one batch, and how many of the last of them are averaged. Runs of which they are more than a share skip them.
+SANITY_STEPS, LAST_STEPS, LARGEST_SHARE = 25, 5, 0.01
+# Logits of standard deviation s cost about s²/2 more than guessing; fresh models have logits of less than 2.
+LARGEST_EXCESS = 2.0
+# If a run changes the loss by less than this share at the pace of those steps, it learns nothing.
+LEAST_CHANGE = 0.01
+
+
+def fastest_precision(
+    make: "Callable[[Recipe], Engine]", samples: "Samples", recipe: Recipe, world: "World", formats: Sequence[str]
+) -> tuple[str, str]:
+    """Return a number format, and a sentence that explains it; all ranks call this.
+
+    Args:
+        make: returns an engine with a copy of the model.
+        samples: training images, of which some batches are used.
+        formats: what the device computes in, the default first; bf16 is one of them.
+    """
+    from flatout.engine.torch.accelerator import BF16_WORTH
+
+    count = min(len(samples), PRECISION_BATCHES * recipe.batch_size)
+    # Those that are needed first are there first.
+    positions = np.concatenate(
+        [batch.samples for batch in islice(epoch_batches(recipe, samples, 0), PRECISION_BATCHES)]
+    )
+    positions = np.sort(positions[:count])
+    few = samples.at(positions)
+    default = formats[0]
+    seconds = dict.fromkeys((default, "bf16"), math.inf)
+    for name in PRECISION_ROUNDS * (default, "bf16"):
+        one = recipe.override({"precision": name})
+        with contextlib.closing(make(one)) as engine:
+            placed = engine.place(few)
+            each = seconds_per_step(engine, placed, one, world, PRECISION_SECONDS, first_steps=1)
+            seconds[name] = min(seconds[name], each)
+    gain = seconds[default] / seconds["bf16"]
+    chosen = "bf16" if gain >= BF16_WORTH else default
+    compared = f"{gain:.1f} times as fast as" if gain >= 1.05 else "no faster than"
+    return chosen, f"precision = {chosen}: a step in bf16 is {compared} in {default}"
+
+
+def check_sanity(context: "TrainContext", progress: "Progress") -> None:
+    """Before a long run, note what would make it useless. A resumed run has been checked before."""
+    recipe, images = context.recipe, len(context.splits["train"])
+    is_resumed = (progress.epoch, progress.step) != (0, 0)
+    has_own_loss = context.options.functions.loss is not None
+    if not context.datasets or is_resumed or has_own_loss or not _is_long(recipe, images):
+        return
+    is_fresh = not (recipe.pretrained or recipe.weights)
+    found = _find_problems(
+        context.engine, context.datasets["train"], recipe, context.world, len(context.pack.classes), is_fresh=is_fresh
+    )
+    for sentence in found:
+        context.log.note(sentence)
+    context.log.lap("check")
+
+
+def _is_long(recipe: Recipe, images: int) -> bool:
+    """Return whether a run is so long that the checks take only a small share of it."""
+    return LARGEST_SHARE * _total_steps(recipe, images) >= SANITY_STEPS
+
+
+def _find_problems(
+    engine: "Engine", train: "DeviceSplit", recipe: Recipe, world: "World", classes: int, *, is_fresh: bool
+) -> list[str]:
+    """Train on one batch, go back to where the engine was, and return a sentence for each thing that seems wrong.
+
+    All ranks call this, and all get the same sentences.
+
+    Args:
+        engine: at the state to train from.
+        is_fresh: whether no trained weights were loaded.
+    """
+    rate, images, before = scaled_rate(recipe), len(train.samples), engine.snapshot()
+    train.begin_epoch(0)
+    batch = replace(next(epoch_batches(recipe, train.samples, 0)), ahead=())
+    first = math.nan
+    for step, inputs in enumerate(train.feed(repeat(batch, SANITY_STEPS)), start=1):
+        # A short warm-up. The seed is always the same, so that dropout adds no noise to the losses.
+        train.train_step(inputs, rate * step / SANITY_STEPS, 0)
+        world.control.received()
+        world.heartbeat.keep_alive()
+        if step == 1:
+            first = engine.counts()[0].loss
+        elif step == SANITY_STEPS - LAST_STEPS:
+            engine.counts()
+    last = engine.counts()[0].loss
+    engine.restore(before)
+    engine.communication_seconds()  # those of training begin at 0
+
+    guessing, found = engine.task.guessing_loss(classes), []
+    if is_fresh and not first < guessing + LARGEST_EXCESS:
+        what = f" one of {classes} classes" if recipe.task in ("auto", "single-label") else ""
+        found.append(
+            f"the first loss is {first:.3g}, and that of guessing{what} {guessing:.3g}: usual "
+            "causes are a data.mean and data.std that do not suit the images, and large weights in the last layer"
+        )
+    # The rate rose to its peak, so it was half of that on average.
+    change_at_this_pace = 2 * abs(first - last) * _total_steps(recipe, images) / SANITY_STEPS
+    if not last < max(first, guessing) + LARGEST_EXCESS:
+        found.append(
+            f"{SANITY_STEPS} steps on one batch raised its loss from {first:.3g} to {last:.3g}: usual causes are too "
+            f"high a learning rate ({rate:.2g}; flatout lr finds one), and a data.mean and data.std that do not suit "
+            "the images"
+        )
+    elif change_at_this_pace < LEAST_CHANGE * first and first > guessing / 2:  # the starting weights do not fit it
+        found.append(
+            f"{SANITY_STEPS} steps on one batch left its loss at {last:.3g}: usual causes are too low a learning rate "
+            f"({rate:.2g}; flatout lr finds one), and outputs that hardly depend on the trained weights"
+        )
+    return found
+
+
+def _total_steps(recipe: Recipe, images: int) -> int:
+    return recipe.total_steps(steps_per_epoch(images, recipe.batch_size, recipe.drop_last))

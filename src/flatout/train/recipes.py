@@ -1,0 +1,173 @@
+"""From JOB and DATA as the user gives them to a recipe and its data."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout.console import Console
+from flatout.errors import InputError
+from flatout.jobs import builtin_jobs, load_job
+from flatout.recipe import Recipe, load_recipe, with_settings
+from flatout.settings import nearest, nearest_path
+
+if TYPE_CHECKING:
+    from flatout.data.source import DataRef, Source
+    from flatout.train.auto_recipe import Speeds
+
+
+def resolve(
+    job: str | Path | Recipe | None,
+    data: Any,
+    changes: Mapping[str, Any],
+    *,
+    accelerated: bool,
+    console: Console,
+    seconds: float | None = None,
+    began: float | None = None,
+    speeds: "Speeds | None" = None,
+    words: Callable[[str], str] = str,
+    explain: Callable[[str], None] = lambda sentence: None,
+    fetch: bool = True,
+) -> "tuple[Recipe, DataRef | Source]":
+    """Return the recipe, changed, and the recognised data.
+
+    Args:
+        job: a built-in job, a recipe file, a path of data, a Recipe, or None for a recipe made from the data.
+        data: a path, a URL or data given in Python; None takes what the recipe names, or downloads the job's data.
+        changes: dotted recipe keys to override.
+        accelerated: whether a GPU or TPU trains; a recipe made for data then has a larger model and images.
+        seconds: the time budget, for a recipe made for data; None for none. It began at `began`, by time.perf_counter.
+        speeds: measures for such a recipe; None where the devices are not at hand.
+        explain: also takes the reasons for a recipe made for data, for its report.
+        fetch: whether published weights are found or downloaded for such a recipe; else they are taken to be there.
+        words: puts advice that names flags in the words of the caller.
+    """
+    from flatout.data.load import find
+
+    plain, is_complete = start_of(job, changes)
+    changes = _with_full_name(changes)
+    if "data.path" in changes and (data is not None or not is_complete):
+        raise InputError(f"data.path = {changes['data.path']!r}: data is given twice; remove one")
+    if not is_complete:
+        from flatout.train.auto_recipe import advise
+
+        if job is not None and data is not None:
+            raise InputError(f"{job} is data, and so is --data {data}: give one of them")
+        if job is None and data is None:
+            raise InputError("no job and no data: give one of them")
+        data = str(job) if data is None else data
+        found = find(data, plain.data, plain.task, console=console)
+
+        def report(sentence: str) -> None:
+            console.note(words(sentence))
+            explain(words(sentence))
+
+        recipe, reasons = advise(
+            found,
+            _plain(data),
+            changes,
+            accelerated=accelerated,
+            seconds=seconds,
+            began=began,
+            speeds=speeds,
+            report=report,
+            fetch=fetch,
+        )
+        chosen = {key.partition(".")[0] for key in changes} | set(changes)
+        console.note("no recipe given; generated one from your data:")
+        for key, reason in reasons.items():
+            if key not in chosen:
+                console.note(f"  {words(reason)}")
+                explain(words(reason))
+        return recipe.override(changes), found
+    recipe = plain.override(changes)
+    if data is None:
+        data = recipe.data.path or _public_data(recipe, console)
+    if path := _plain(data):
+        recipe = recipe.override({"data.path": path})
+    return recipe, find(data, recipe.data, recipe.task, console=console)
+
+
+def start_of(job: str | Path | Recipe | None, changes: Mapping[str, Any]) -> tuple[Recipe, bool]:
+    """Return the recipe that a job names, changed, and True; else False, and a recipe that is nothing but the changes.
+
+    Nothing is downloaded or measured, and torch is not imported.
+
+    Raises:
+        InputError: there is no such job, a key of the changes is unknown, or a value is impossible.
+    """
+    recipe = _named_recipe(job)
+    if recipe is not None:
+        return recipe.override(changes), True
+    # The recipe that is made decides whether these are possible, unless the user also gives what they depend on.
+    later = {"augment.start_size": "image_size"}
+    later |= dict.fromkeys(("optimizer.nesterov", "optimizer.dampening"), "optimizer.name")
+    known = {key: value for key, value in changes.items() if later.get(key, key) in changes}
+    return with_settings({"linear_probe": True, **known}), False
+
+
+def _with_full_name(changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the changes with `timm:` before the name of a model that is timm's and not ours."""
+    from flatout.models.load import check_name, list_names
+
+    name = changes.get("model")
+    if not isinstance(name, str) or name in list_names():
+        return changes
+    if ":" not in name:
+        import timm
+
+        name = f"timm:{name}" if timm.is_model(name.partition(".")[0]) else name
+    check_name(name)
+    return {**changes, "model": name}
+
+
+def is_of_job(recipe: Recipe, job: str) -> bool:
+    """Return whether a run's recipe came from a JOB, as far as names tell."""
+    named = _named_recipe(job)
+    return recipe.job == named.job if named else recipe.data.path == _plain(job)
+
+
+def _named_recipe(job: str | Path | Recipe | None) -> Recipe | None:
+    """Return the recipe that a job names; None for no job, or for one that is the path of data."""
+    if job is None or isinstance(job, Recipe):
+        return job
+    path = Path(job)
+    if str(job) in builtin_jobs():
+        return load_job(str(job))
+    if _is_no_path(job):
+        return None
+    if path.suffix == ".toml":
+        recipe = load_recipe(path)
+        if (inner := recipe.data.path) and not _is_no_path(inner):
+            # Relative to the recipe, not to the current folder.
+            return recipe.override({"data.path": str(path.parent / inner)})
+        return recipe
+    if not path.exists() and "{" not in str(job):
+        hint = nearest_path(path) or nearest(str(job), builtin_jobs())
+        raise InputError(f"no job, recipe file or data called {str(job)!r}; {hint}")
+    return None
+
+
+def _plain(data: Any) -> str:
+    """Return the absolute path, or the URL, to write into the recipe; empty for data given in Python."""
+    if not isinstance(data, str | Path):
+        return ""
+    return str(data) if _is_no_path(data) else str(Path(data).absolute())
+
+
+def _is_no_path(data: str | Path) -> bool:
+    """Whether data that is named is neither a file nor a folder here: `sklearn:digits`, or a URL."""
+    from flatout.data.remote import is_remote
+
+    return str(data).startswith("sklearn:") or is_remote(data)
+
+
+def _public_data(recipe: Recipe, console: Console) -> str:
+    from flatout.data import download
+    from flatout.data.cache import cache_folder
+
+    name = download.PUBLIC_NAMES.get(recipe.job)
+    if name is None:
+        where = download.where_to_get(recipe.job) if recipe.job in builtin_jobs() else "name it with --data PATH"
+        raise InputError(f"job {recipe.job} has no data: {where}")
+    return str(download.download(download.PUBLIC[name], cache_folder() / "downloads" / name, console.note))

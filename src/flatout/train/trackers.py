@@ -1,0 +1,285 @@
+"""Experiment trackers as callbacks: TensorBoard, Weights & Biases, trackio and MLflow.
+
+Each gets the recipe before training, the figures of every epoch under the names that they have in metrics.jsonl, and at
+the end the summary and the pictures. A run that continues goes on in the tracker too.
+"""
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import InputError
+from flatout.files import write_atomically
+from flatout.report.run_files import LOGS, PICTURES, TENSORBOARD, TRACKER_IDS
+from flatout.settings import nearest
+from flatout.train.callbacks import Callback, RunInfo, check_callback
+
+# Names of trackers: the package, the extra that installs it, and the choices of `--track`.
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+PROJECT = "flatout"
+# MLflow takes so many parameters in one call.
+MAX_PARAMS = 100
+
+
+class _Tracker(Callback):
+    """What trackers have in common.
+
+    Raises:
+        InputError: the package is not installed.
+    """
+
+    package = ""
+    _run: RunInfo
+    # The figures of the epochs; in the summary, those names are of the epoch whose weights are kept.
+    _logged: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec(self.package) is None:
+            raise InputError(
+                f"{type(self).__name__} needs the package {self.package}: pip install 'flatout[{self.package}]'"
+            )
+
+    def _id_of(self, run: RunInfo) -> str | None:
+        """Return the id under which the tracker knows a run that continues."""
+        return _ids(run.path).get(self.package) if run.epoch else None
+
+    def _keep_id(self, run: RunInfo, number: str) -> None:
+        content = {**_ids(run.path), self.package: number}
+        write_atomically(run.path / LOGS / TRACKER_IDS, (json.dumps(content, indent=2) + "\n").encode())
+
+    def _of_epoch(self, metrics: dict[str, Any]) -> dict[str, float]:
+        """Return the figures of an epoch."""
+        self._logged |= metrics.keys()
+        return _numbers(metrics)
+
+    def _of_run(self, summary: dict[str, Any]) -> dict[str, float]:
+        """Return the figures of the summary that are not a series over the epochs."""
+        return {name: value for name, value in _numbers(summary).items() if name not in self._logged}
+
+    def _pictures(self) -> dict[str, Path]:
+        """Return the pictures of the finished run, by name."""
+        return {Path(name).stem: path for name in PICTURES if (path := self._run.path / name).is_file()}
+
+
+def _ids(run: Path) -> dict[str, str]:
+    try:
+        return json.loads((run / LOGS / TRACKER_IDS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _settings(run: RunInfo) -> dict[str, Any]:
+    """Return the recipe by dotted keys, and what else describes a run."""
+    keys = {key: list(value) if isinstance(value, tuple) else value for key, value in run.recipe.flat().items()}
+    return {**keys, "devices": run.devices, "parameters": run.parameters, "folder": str(run.path)}
+
+
+def _numbers(figures: dict[str, Any]) -> dict[str, float]:
+    """Return the figures that are finite numbers."""
+    return {
+        key: value
+        for key, value in figures.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+class TensorBoard(_Tracker):
+    """Writes TensorBoard event files.
+
+    Args:
+        folder: where; by default `tensorboard` in the run folder, so that `tensorboard --logdir runs` shows all runs.
+
+    Raises:
+        InputError: tensorboard is not installed.
+    """
+
+    package = "tensorboard"
+    _writer: Any = None
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_start(self, run: RunInfo) -> None:
+        """Open the event file, and write the recipe."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._run = run
+        # What an interrupted run has written of the epochs to come is hidden.
+        purge = run.epoch + 1 if run.epoch else None
+        self._writer = SummaryWriter(str(self.folder or run.path / TENSORBOARD), purge_step=purge)
+        lines = [f"    {key} = {value}" for key, value in _settings(run).items()]
+        self._writer.add_text("recipe", "\n".join(lines), run.epoch)
+
+    def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
+        """Write a scalar for each figure."""
+        for name, value in self._of_epoch(metrics).items():
+            self._writer.add_scalar(name, value, epoch)
+        self._writer.flush()
+
+    def on_end(self, summary: dict[str, Any]) -> None:
+        """Write the figures of the test and the pictures, and close the file."""
+        import numpy as np
+        from PIL import Image
+
+        epoch = summary.get("epochs_trained", 0)
+        for name, value in self._of_run(summary).items():
+            if name.startswith("test_"):
+                self._writer.add_scalar(name, value, epoch)
+        for name, path in self._pictures().items():
+            with Image.open(path) as picture:
+                self._writer.add_image(name, np.asarray(picture.convert("RGB")), epoch, dataformats="HWC")
+        self._writer.close()
+        self._writer = None
+
+
+class WandB(_Tracker):
+    """Logs to Weights & Biases, as its environment variables say: `WANDB_MODE=offline` needs no account.
+
+    Args:
+        project: by default `WANDB_PROJECT`, else `flatout`.
+        name: of the run; by default that of the run folder.
+        **options: of `wandb.init`.
+
+    Raises:
+        InputError: wandb is not installed.
+    """
+
+    package = "wandb"
+    _library: Any = None
+
+    def __init__(self, project: str | None = None, name: str | None = None, **options: Any) -> None:
+        super().__init__()
+        self.project = project or os.environ.get(f"{self.package.upper()}_PROJECT") or PROJECT
+        self.name, self.options = name, options
+
+    def on_start(self, run: RunInfo) -> None:
+        """Start a run in the tracker, or continue it."""
+        self._run, self._library = run, importlib.import_module(self.package)
+        options = {"project": self.project, "name": self.name or run.path.name, "config": _settings(run)}
+        self._open(run, options | self.options)
+
+    def _open(self, run: RunInfo, options: dict[str, Any]) -> None:
+        known = self._id_of(run)
+        opened = self._library.init(**({"id": known, "resume": "allow"} if known else {}) | options)
+        self._keep_id(run, opened.id)
+
+    def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
+        """Log the figures."""
+        # These libraries count steps themselves.
+        figures = {key: value for key, value in self._of_epoch(metrics).items() if key != "step"}
+        self._library.log({"epoch": epoch, **figures}, step=epoch)
+
+    def on_end(self, summary: dict[str, Any]) -> None:
+        """Log the summary and the pictures, and end the run."""
+        step = summary.get("epochs_trained", 0) + 1
+        pictures = {name: self._library.Image(str(path)) for name, path in self._pictures().items()}
+        self._library.log({**self._of_run(summary), **pictures}, step=step)
+        self._library.finish()
+        self._library = None
+
+
+class Trackio(WandB):
+    """Logs to trackio, which keeps runs on this host; `trackio show` displays them.
+
+    Args:
+        project: by default `TRACKIO_PROJECT`, else `flatout`.
+        name: of the run; by default that of the run folder.
+        **options: of `trackio.init`.
+
+    Raises:
+        InputError: trackio is not installed.
+    """
+
+    package = "trackio"
+
+    def _open(self, run: RunInfo, options: dict[str, Any]) -> None:
+        # A run of trackio is known by its name.
+        known = self._id_of(run)
+        self._library.init(**({"name": known, "resume": "allow"} if known else {"resume": "never"}) | options)
+        self._keep_id(run, options["name"])
+
+
+class MLflow(_Tracker):
+    """Logs to MLflow, as its environment variables say: `MLFLOW_TRACKING_URI` names a server or a folder.
+
+    Args:
+        experiment: by default `MLFLOW_EXPERIMENT_NAME`, else `flatout`.
+        name: of the run; by default that of the run folder.
+
+    Raises:
+        InputError: mlflow is not installed.
+    """
+
+    package = "mlflow"
+    _client: Any = None
+
+    def __init__(self, experiment: str | None = None, name: str | None = None) -> None:
+        super().__init__()
+        self.experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        self.name = name
+
+    def on_start(self, run: RunInfo) -> None:
+        """Start a run in the experiment, or continue it."""
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
+
+        self._run, self._client = run, MlflowClient()
+        if known := self._id_of(run):
+            self._id = known
+            self._client.update_run(known, "RUNNING")
+            return
+        found = self._client.get_experiment_by_name(self.experiment)
+        experiment = found.experiment_id if found else self._client.create_experiment(self.experiment)
+        self._id = self._client.create_run(experiment, run_name=self.name or run.path.name).info.run_id
+        params = [Param(key, str(value)) for key, value in _settings(run).items()]
+        for start in range(0, len(params), MAX_PARAMS):
+            self._client.log_batch(self._id, params=params[start : start + MAX_PARAMS])
+        self._keep_id(run, self._id)
+
+    def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
+        """Log the figures."""
+        self._log(self._of_epoch(metrics), epoch)
+
+    def on_end(self, summary: dict[str, Any]) -> None:
+        """Log the summary and the pictures, and end the run."""
+        self._log(self._of_run(summary), summary.get("epochs_trained", 0))
+        for path in self._pictures().values():
+            self._client.log_artifact(self._id, str(path))
+        stopped = str(summary.get("stopped") or "")
+        states = {"failed": "FAILED", "interrupted": "KILLED", "terminated": "KILLED"}
+        # Other reasons, such as early stopping, are ordinary ends.
+        self._client.set_terminated(self._id, states.get(stopped.partition(" ")[0].rstrip(":"), "FINISHED"))
+        self._client = None
+
+    def _log(self, figures: dict[str, float], step: int) -> None:
+        import time
+
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+
+        now = int(1000 * time.time())
+        metrics = [Metric(key, value, now, step) for key, value in figures.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+
+def callbacks_of(given: Any) -> tuple[Callback, ...]:
+    """Return the callbacks that a caller gives: a `Callback`, the name of a tracker, or several of these.
+
+    Raises:
+        InputError: one is neither, or has a method that would never be called; a tracker's package is not installed.
+    """
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        given = [given]
+    return tuple(_tracker(one) if isinstance(one, str) else check_callback(one) for one in given)
+
+
+def _tracker(name: str) -> Callback:
+    classes = {cls.package: cls for cls in (TensorBoard, WandB, Trackio, MLflow)}
+    if name not in classes:
+        raise InputError(f"callbacks: {name!r} is no tracker; {nearest(name, TRACKERS)}")
+    return classes[name]()
