@@ -19,7 +19,7 @@ from flatout.numerics.random import Stream, permutation
 from flatout.recipe import Recipe
 from flatout.report.html import SMOOTH_FROM_PIXELS, framed, page, thumbnail, write_page
 from flatout.report.run_files import write_json
-from flatout.settings import in_python, python_words
+from flatout.settings import in_python
 from flatout.tasks import with_task
 from flatout.train.fit_arguments import join_data, recipe_changes
 from flatout.train.recipes import resolve
@@ -258,7 +258,7 @@ class Look:
         return display(HTML(self._repr_html_()))
 
 
-def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console, *, in_words: bool = False) -> Look:
+def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console) -> Look:
     """Return the look at what `resolve` finds for a job, data and changes; nothing is downloaded but the data.
 
     Raises:
@@ -273,7 +273,6 @@ def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console, *
         changes,
         accelerated=parse_devices("auto", "torch").is_accelerated,
         console=console,
-        words=python_words if in_words else str,
         explain=reasons.append,
         fetch=False,
     )
@@ -299,7 +298,7 @@ def look(data: Any = None, labels: Any = None, *, job: Any = None, quiet: bool =
     """
     console = Console(None if quiet else sys.stdout)
     try:
-        return look_at(job, join_data(data, labels, None), recipe_changes(changes), console, in_words=True)
+        return look_at(job, join_data(data, labels, None), recipe_changes(changes), console)
     finally:
         console.close()
 

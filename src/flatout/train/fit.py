@@ -10,7 +10,6 @@ from flatout.console import Console
 from flatout.errors import Stopped
 from flatout.recipe import Recipe
 from flatout.run.folder import Ensemble, Run, load
-from flatout.settings import in_python, python_words
 from flatout.train.request import Options, TrainRequest
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from flatout.train.callbacks import Callback
 
 
-@in_python
 def fit(
     model: "nn.Module | str | Any" = None,
     data: Any = None,
@@ -146,7 +144,6 @@ def fit(
             seconds=options.seconds,
             began=began,
             speeds=speeds_on(devices, engine),
-            words=python_words,
             explain=reasons.append,
         )
         functions.check(recipe, engine)

@@ -25,7 +25,6 @@ def resolve(
     seconds: float | None = None,
     began: float | None = None,
     speeds: "Speeds | None" = None,
-    words: Callable[[str], str] = str,
     explain: Callable[[str], None] = lambda sentence: None,
     fetch: bool = True,
 ) -> "tuple[Recipe, DataRef | Source]":
@@ -40,7 +39,6 @@ def resolve(
         speeds: measures for such a recipe; None where the devices are not at hand.
         explain: also takes the reasons for a recipe made for data, for its report.
         fetch: whether published weights are found or downloaded for such a recipe; else they are taken to be there.
-        words: puts advice that names flags in the words of the caller.
     """
     from flatout.data.load import find
 
@@ -59,8 +57,8 @@ def resolve(
         found = find(data, plain.data, plain.task, console=console)
 
         def report(sentence: str) -> None:
-            console.note(words(sentence))
-            explain(words(sentence))
+            console.note(sentence)
+            explain(sentence)
 
         recipe, reasons = advise(
             found,
@@ -77,8 +75,8 @@ def resolve(
         console.note("no recipe given; generated one from your data:")
         for key, reason in reasons.items():
             if key not in chosen:
-                console.note(f"  {words(reason)}")
-                explain(words(reason))
+                console.note(f"  {reason}")
+                explain(reason)
         return recipe.override(changes), found
     recipe = plain.override(changes)
     if data is None:
