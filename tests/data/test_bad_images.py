@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from flatout.data.decode import BadImage, decode_image, read_header
-from flatout.data.limits import MAX_PIXELS
+from flatout.data.decode import MAX_PIXELS, BadImage, decode_image, read_header
 from flatout.errors import InputError
 from tests.data.pictures import refusal, saved, smooth_picture
 

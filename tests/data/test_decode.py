@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 
 from flatout.data import pillow
 from flatout.data.decode import decode_image
-from flatout.data.resize import resize_images
+from flatout.data.pixels import resize_images
 from tests.data.pictures import saved, smooth_picture
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from flatout.data import order
-from flatout.data.feed import READ_BYTES, Samples, read_ahead
-from flatout.data.order import epoch_batches
+from flatout.data.batches import READ_BYTES, Samples, epoch_batches, read_ahead
 from flatout.numerics import random
 from flatout.recipe import Recipe
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flatout.data import digests
-from flatout.data.digests import DIGEST_BYTES, combined_digest
+from flatout.data.cache import DIGEST_BYTES, combined_digest
 
 
 def digest_files(paths: list[Path], memo: Path | None) -> list[bytes]:
@@ -90,7 +90,7 @@ def test_where_no_memo_can_be_written_everything_is_read(files, tmp_path):
 def test_two_processes_share_a_memo(files, tmp_path):
     memo = tmp_path / "memo"
     code = (
-        "import sys; from pathlib import Path; from flatout.data.digests import digest_files\n"
+        "import sys; from pathlib import Path; from flatout.data.cache import digest_files\n"
         "files = sorted(Path(sys.argv[1]).iterdir())\n"
         "for _ in range(20): list(digest_files(files, memo=Path(sys.argv[2])))\n"
         "print(b''.join(digest_files(files, memo=Path(sys.argv[2]))).hex())"

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from flatout.data import pack_files
+from flatout.data.batches import Samples
 from flatout.data.build import build_pack, load_pack
 from flatout.data.cache import cache_folder, temporary_folder
-from flatout.data.feed import Samples
-from flatout.data.pack import open_pack
+from flatout.data.pack import open_pack, share
+from flatout.data.pixels import resize_images
 from flatout.data.recognise import recognise
-from flatout.data.resize import resize_images
-from flatout.data.shared_pack import share
 from flatout.data.source import DataRef, Source
 from flatout.errors import InputError
 from tests.data.packs import (

@@ -10,13 +10,12 @@ import pytest
 from PIL import Image, ImageOps
 
 from flatout.cli import main
-from flatout.data import pack_files
-from flatout.data.build import build_pack, load_pack
+from flatout.data.batches import measure
+from flatout.data.build import build_pack, find, load_pack
 from flatout.data.decode import decode_image, read_header
-from flatout.data.load import find, measure, splits_of
-from flatout.data.pack import open_pack
-from flatout.data.pixels import channels_last
-from flatout.data.resize import resize_images
+from flatout.data.pack import npy_header, open_pack
+from flatout.data.pixels import channels_last, resize_images
+from flatout.data.splits import splits_of
 from flatout.errors import InputError
 from flatout.recipe import Data
 from flatout.run.facts import look
@@ -202,10 +201,10 @@ def test_arrays_that_are_no_images_are_refused(tmp_path) -> None:
     assert "is a damaged NumPy file" in refusal(file)
     file.write_bytes(whole.replace(b"(12, 20, 5)", b"(12, (20, 5"))  # NumPy's reader raises tokenize.TokenError
     assert "is a damaged NumPy file" in refusal(file)
-    header = pack_files.npy_header((10**6, 10**6), np.dtype(np.uint8))
+    header = npy_header((10**6, 10**6), np.dtype(np.uint8))
     file.write_bytes(header + bytes(100))
     assert "1000000 x 1000000 pixels, more than" in refusal(file)
-    file.write_bytes(pack_files.npy_header((10, 10, 10**10), np.dtype(np.uint8)) + bytes(100))
+    file.write_bytes(npy_header((10, 10, 10**10), np.dtype(np.uint8)) + bytes(100))
     assert "more than 2 GiB" in refusal(file, channels=3)
 
 

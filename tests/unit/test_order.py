@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.data.order import evaluation_batches, steps_per_epoch, training_batches
+from flatout.data.batches import evaluation_batches, steps_per_epoch, training_batches
 from flatout.numerics import random
 from flatout.numerics.augment import epoch_transforms
 from flatout.numerics.random import Stream, permutation, raw, uniform

@@ -8,7 +8,7 @@ from flatout.recipe import Recipe
 from flatout.tasks import with_task
 
 if TYPE_CHECKING:
-    from flatout.data.feed import Samples
+    from flatout.data.batches import Samples
     from flatout.data.pack import Pack
     from flatout.dist.world import World
 
@@ -44,7 +44,7 @@ def filled_in(
         pack: the data.
         of_run: returns the value of a recipe key in the run that is continued; "" in a new run.
     """
-    from flatout.data.load import measure
+    from flatout.data.batches import measure
     from flatout.tasks.regression import statistics
 
     if not recipe.data.bits:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout import __version__
-from flatout.data.feed import Samples
+from flatout.data.batches import Samples
 from flatout.data.labels import count_classes
 from flatout.dist.control import Flag
 from flatout.errors import Stopped

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.console import Console
-from flatout.data.feed import Samples
+from flatout.data.batches import Samples
 from flatout.data.labels import count_classes
 from flatout.errors import InputError, TrainingFailed
 from flatout.recipe import Recipe, load_recipe
@@ -27,8 +27,7 @@ from flatout.tasks import describe_metrics, task_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from flatout.data.pack import Pack
-    from flatout.data.shared_pack import SharedPack
+    from flatout.data.pack import Pack, SharedPack
     from flatout.data.source import DataRef, Source
 
 # Figures of a fold's summary that are in that of the cross-validation.
@@ -86,7 +85,7 @@ def _check(recipe: Recipe, options: Options) -> None:
 
 def _divide(pack: "Pack", recipe: Recipe, console: Console) -> np.ndarray:
     """Return the rows that are divided into folds, and note classes that are not in every fold."""
-    from flatout.data.load import folds_of
+    from flatout.data.splits import folds_of
 
     rows, folds = folds_of(pack, recipe.data.folds, recipe.seed)
     labels = pack.labels[rows]
@@ -99,7 +98,7 @@ def _divide(pack: "Pack", recipe: Recipe, console: Console) -> np.ndarray:
 
 def _train_all(recipe: Recipe, pack: "Pack", options: Options, console: Console, module: "nn.Module | None") -> None:
     """Train the folds that have not finished, in this process or in one for each device."""
-    from flatout.data.shared_pack import share
+    from flatout.data.pack import share
     from flatout.dist.launcher import spawn
     from flatout.engine.eager.device_setup import cpu_threads
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from flatout.data.order import steps_per_epoch
+from flatout.data.batches import steps_per_epoch
 from flatout.dist.control import Flag
 from flatout.engine.recorder import requested_recorder
 from flatout.errors import signals_handled

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flatout.data.order import epoch_batches
+from flatout.data.batches import epoch_batches
 from flatout.recipe import Recipe
 from flatout.run.budget import seconds_per_step
 
 if TYPE_CHECKING:
-    from flatout.data.feed import Samples
+    from flatout.data.batches import Samples
     from flatout.dist.world import World
     from flatout.engine.base import Engine
 

@@ -42,7 +42,7 @@ def resolve(
         fetch: whether published weights are found or downloaded for such a recipe; else they are taken to be there.
         words: puts advice that names flags in the words of the caller.
     """
-    from flatout.data.load import find
+    from flatout.data.build import find
 
     plain, is_complete = start_of(job, changes)
     changes = _with_full_name(changes)

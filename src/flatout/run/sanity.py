@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import repeat
 from typing import TYPE_CHECKING
 
-from flatout.data.order import epoch_batches, steps_per_epoch
+from flatout.data.batches import epoch_batches, steps_per_epoch
 from flatout.numerics.schedule import scaled_rate
 from flatout.recipe import Recipe
 

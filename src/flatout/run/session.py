@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console, counted
-from flatout.data.order import steps_per_epoch
+from flatout.data.batches import steps_per_epoch
 from flatout.dist.consistency import agree, data_facts
 from flatout.dist.env import restart_count
 from flatout.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
@@ -31,9 +31,8 @@ from flatout.tasks import with_task
 if TYPE_CHECKING:
     from torch import nn
 
-    from flatout.data.feed import Samples
-    from flatout.data.pack import Pack
-    from flatout.data.shared_pack import SharedPack
+    from flatout.data.batches import Samples
+    from flatout.data.pack import Pack, SharedPack
     from flatout.data.source import DataRef, Source
     from flatout.dist.world import World
     from flatout.engine.base import DeviceSplit, Engine
@@ -84,8 +83,7 @@ class Session:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a rank in another process needs; the pack becomes a file that it maps."""
-        from flatout.data.pack import Pack
-        from flatout.data.shared_pack import share
+        from flatout.data.pack import Pack, share
 
         state = {name: value for name, value in self.__dict__.items() if name not in ("console", "world", "_open")}
         if isinstance(self.data, Pack):
@@ -172,9 +170,8 @@ class Session:
     @contextlib.contextmanager
     def _load_pack(self) -> "Iterator[Pack]":
         """Provide the pack: on each host one process builds it, and the others map the same file."""
-        from flatout.data.load import load
-        from flatout.data.pack import Pack
-        from flatout.data.shared_pack import SharedPack, load_once_per_host
+        from flatout.data.build import load
+        from flatout.data.pack import Pack, SharedPack, load_once_per_host
 
         if isinstance(self.data, Pack):
             yield self.data
@@ -200,7 +197,7 @@ class Session:
 
     def _split(self, pack: "Pack") -> "dict[str, Samples]":
         """Describe and split the pack, and fill in what the recipe leaves to the data."""
-        from flatout.data.load import splits_of
+        from flatout.data.splits import splits_of
 
         self.console.note(pack.describe())
         for sentence in pack.notes:

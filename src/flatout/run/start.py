@@ -13,7 +13,7 @@ from flatout.tasks import task_of, weights_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from flatout.data.feed import Samples
+    from flatout.data.batches import Samples
     from flatout.data.pack import Pack
     from flatout.dist.world import World
     from flatout.engine.base import Engine

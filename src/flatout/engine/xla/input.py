@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flatout.data.feed import Samples
-from flatout.data.order import Batch
+from flatout.data.batches import Batch, Samples
 from flatout.dist.world import World
 from flatout.engine.eager.device_setup import MEMORY_SHARE
 from flatout.engine.xla.mesh import MeshSharding
