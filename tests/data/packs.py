@@ -74,6 +74,19 @@ def arrays(count: int = 40, side: int = 16, channels: int = 3) -> Source:
     )
 
 
+def repeated(folder: Path, count: int) -> Source:
+    """So many images of two classes, from fewer files."""
+    files = sorted(folder.rglob("*.jpg"))
+    return Source(
+        kind="k",
+        path=folder,
+        classes=("a", "b"),
+        labels=np.arange(count) % 2,
+        splits={"train": (0, count)},
+        files=[files[i % len(files)] for i in range(count)],
+    )
+
+
 def expected_images(source: Source, wanted: PackSettings) -> np.ndarray:
     assert source.files is not None
     how = {"size": wanted.size, "channels": wanted.channels, "resize": wanted.resize}

@@ -202,13 +202,15 @@ def _with_windows(batches: Iterator[Batch], order: np.ndarray, ends: np.ndarray,
 # Reading
 
 
-def prefetch(load: Callable[[Item], Loaded], items: Iterable[Item], depth: int = 3) -> Iterator[Loaded]:
-    """Yield `load(item)` for each item in order, loading up to `depth` items ahead in a thread.
+def prefetch(
+    load: Callable[[Item], Loaded], items: Iterable[Item], depth: int = 3, pool: ThreadPoolExecutor | None = None
+) -> Iterator[Loaded]:
+    """Yield `load(item)` for each item in order, loading up to `depth` items ahead in a thread, or those of `pool`.
 
-    An exception of `load` is raised here, at its place in the order. Closing the iterator ends the thread.
+    An exception of `load` is raised here, at its place in the order. Closing the iterator ends the threads.
     """
     items = iter(items)
-    with ThreadPoolExecutor(1, thread_name_prefix="flatout-feed") as pool:
+    with pool or ThreadPoolExecutor(1, thread_name_prefix="flatout-feed") as pool:
         pending = deque(pool.submit(load, item) for item in islice(items, depth))
         while pending:
             ready = pending.popleft()

@@ -17,7 +17,7 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flatout.data.batches import prefetch
 from flatout.data.cache import Progress
 from flatout.data.source import describe
 from flatout.data.splits import SPLITS
@@ -41,13 +42,13 @@ FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)
 # By task; packs that were written without a task have one label for each image.
 LABEL_TYPES = {"single-label": np.int64, "multi-label": np.uint8, "regression": np.float32}
-# Memory while packing is two blocks.
+# Images that have one CRC-32.
 BLOCK_BYTES = 16 << 20
 # Checking all of a pack of hundreds of gigabytes would delay each start by minutes. Beyond this many bytes, blocks over
 # the whole file are checked: enough to find a file that was cut short, overwritten, or lies on a failing disk.
 CHECKED_BYTES = 2 << 30
-# Samples for one thread at a time: few enough that all threads end a block together.
-_SAMPLES_PER_TASK = 16
+# What one thread decodes at a time. Memory while packing is three times that for each core.
+_SAMPLES_PER_TASK, _TASK_BYTES = 16, 4 << 20
 
 Fill = Callable[[range, np.ndarray], dict[int, str]]
 
@@ -160,32 +161,53 @@ def write_images(
 ) -> tuple[list[tuple[int, int]], dict[int, str]]:
     """Write `folder/images.npy` from `count` samples, on all cores.
 
-    Blocks are written with ordinary writes: through a map, a full disk would kill the process, and the pages would
-    count as its memory.
+    They are written with ordinary writes: through a map, a full disk would kill the process, and the pages would count
+    as its memory.
 
     Returns:
         The number of rows so far and the CRC-32 of each block; and index -> reason of the bad samples, which `fill`
         returns and which are left out.
     """
+    import torch
+
     dtype = _type_of(bits)
     header, row_bytes = npy_header((count, *image_shape), dtype), int(np.prod(image_shape)) * dtype.itemsize
+    block_rows, step = max(1, BLOCK_BYTES // row_bytes), max(1, min(_SAMPLES_PER_TASK, _TASK_BYTES // row_bytes))
+    ends = range(block_rows, count + block_rows, block_rows)
+    blocks_of_rows = [range(end - block_rows, min(end, count)) for end in ends]
+    spans = [block[start : start + step] for block in blocks_of_rows for start in range(0, len(block), step)]
+
+    def decode(span: range) -> tuple[range, np.ndarray, dict[int, str]]:
+        images = np.empty((len(span), *image_shape), dtype)
+        bad = fill(span, images)
+        return span, np.delete(images, [index - span.start for index in bad], axis=0) if bad else images, bad
+
     blocks: list[tuple[int, int]] = []
-    bad: dict[int, str] = {}
-    rows = 0
-    with (folder / IMAGES).open("w+b") as file, _decoding_threads() as pool:
-        _reserve(file, len(header) + count * row_bytes)
-        file.write(header)
-        for images, bad_here in _decoded(pool, fill, count, image_shape, dtype, report):
-            content = images.reshape(-1).data
-            file.write(content)
-            rows += len(images)
-            blocks.append((rows, zlib.crc32(content)))
-            bad |= bad_here
-        file.truncate()
-        file.seek(0)
-        file.write(npy_header((rows, *image_shape), dtype))
-        _sync(file)
-    return blocks, bad
+    all_bad: dict[int, str] = {}
+    rows, crc32, threads = 0, 0, torch.get_num_threads()
+    # Threads that decode use no more threads of torch's.
+    pool = ThreadPoolExecutor(usable_cores(), "flatout-pack", torch.set_num_threads, (1,))
+    try:
+        with (folder / IMAGES).open("w+b") as file:
+            _reserve(file, len(header) + count * row_bytes)
+            file.write(header)
+            for span, images, bad in prefetch(decode, spans, depth=3 * usable_cores(), pool=pool):
+                content = images.reshape(-1).data
+                file.write(content)
+                rows, crc32 = rows + len(images), zlib.crc32(content, crc32)
+                all_bad |= bad
+                if span.stop % block_rows == 0 or span.stop == count:
+                    blocks.append((rows, crc32))
+                    crc32 = 0
+                report.update(span.stop, count)
+            file.truncate()
+            file.seek(0)
+            file.write(npy_header((rows, *image_shape), dtype))
+            _sync(file)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
+    return blocks, all_bad
 
 
 def publish(partial: Path, target: Path, labels: np.ndarray, description: dict[str, Any]) -> None:
@@ -206,46 +228,6 @@ def npy_header(shape: Sequence[int], dtype: np.dtype) -> bytes:
     fields = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}
     np.lib.format.write_array_header_1_0(header, fields)
     return header.getvalue()
-
-
-def _decoded(
-    pool: ThreadPoolExecutor, fill: Fill, count: int, shape: tuple[int, ...], dtype: np.dtype, report: Progress
-) -> Iterator[tuple[np.ndarray, dict[int, str]]]:
-    """Yield the good rows of each block, and index -> reason of its bad ones, while the next block is decoded."""
-    block_rows = max(1, min(BLOCK_BYTES // (int(np.prod(shape)) * dtype.itemsize), count))
-    step = max(1, min(_SAMPLES_PER_TASK, block_rows // usable_cores()))
-    buffers = [np.empty((block_rows, *shape), dtype) for _ in range(2)]
-
-    def submit(first: int, buffer: np.ndarray) -> list[Future[dict[int, str]]]:
-        last = min(first + block_rows, count)
-        spans = [range(a, min(a + step, last)) for a in range(first, last, step)]
-        return [pool.submit(fill, span, buffer[span.start - first : span.stop - first]) for span in spans]
-
-    tasks = submit(0, buffers[0])
-    for number, first in enumerate(range(0, count, block_rows)):
-        buffer, stop = buffers[number % 2], min(first + block_rows, count)
-        following = submit(stop, buffers[(number + 1) % 2])
-        bad: dict[int, str] = {}
-        for index, task in enumerate(tasks):
-            bad |= task.result()
-            report.update(min(first + (index + 1) * step, stop), count)
-        rows = buffer[: stop - first]
-        yield np.delete(rows, [i - first for i in bad], axis=0) if bad else rows, bad
-        tasks = following
-
-
-@contextlib.contextmanager
-def _decoding_threads() -> Iterator[ThreadPoolExecutor]:
-    """Lend a thread for each core, in which torch uses no more threads. On an error, what has not begun is dropped."""
-    import torch
-
-    threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(usable_cores(), "flatout-pack", torch.set_num_threads, (1,))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        torch.set_num_threads(threads)
 
 
 def _reserve(file: io.BufferedRandom, size_bytes: int) -> None:
