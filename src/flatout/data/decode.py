@@ -495,13 +495,13 @@ def _to_array(image: Image.Image, target: Target) -> np.ndarray:
     if image.mode == "F":
         raise BadImage("has floating-point pixels, which have no agreed range; convert it to 8 or 16 bits")
     if image.mode.startswith("I"):
-        lowest, highest = image.getextrema()
-        if lowest < 0 or highest > 0xFFFF:
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 0xFFFF:
             raise BadImage("has 32-bit or negative pixels, which have no agreed range; convert it to 8 or 16 bits")
-        deep = np.asarray(image).astype(np.uint16)
+        values = values.astype(np.uint16)
         if target.bits == 16:
-            return deep[..., None]
-        image = Image.fromarray(with_bits(deep, 8))
+            return values[..., None]
+        image = Image.fromarray(with_bits(values, 8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         if target.channels != 4:
