@@ -62,13 +62,11 @@ def test_an_epoch_can_begin_anywhere_and_differs_by_seed_and_number() -> None:
     rest = list(training_batches(3, 2, 100, 16, start=4))
     assert len(rest) == len(whole) - 4
     assert all((a.samples == b.samples).all() for a, b in zip(whole[4:], rest, strict=True))
-    for block in (0, 5):
+    assert [b.samples[: b.count].tolist() for b in evaluation_batches(5, 2)] == [[0, 1], [2, 3], [4]]
+    for block in (0, 5):  # within one window, block order is full order
+        assert next(training_batches(1, 0, 100, 16, block=block)).samples[:5].tolist() == [29, 63, 76, 45, 55]
         orders = {next(training_batches(s, e, 100, 100, block=block)).samples.tobytes() for s in (1, 2) for e in (0, 1)}
         assert len(orders) == 4
-
-
-def test_evaluation_is_in_order() -> None:
-    assert [b.samples[: b.count].tolist() for b in evaluation_batches(5, 2)] == [[0, 1], [2, 3], [4]]
 
 
 def test_random_numbers_never_change() -> None:
@@ -115,11 +113,6 @@ def test_block_order_goes_through_windows(small_windows: None, count: int, block
         found, order = order[: len(window)], order[len(window) :]
         assert set(found) == window
         assert len(window) < 10 or found != sorted(found)
-
-
-def test_block_order_within_one_window_is_full_order() -> None:
-    blocks, full = (list(training_batches(1, 0, 100, 16, block=block)) for block in (5, 0))
-    assert all((a.samples == b.samples).all() for a, b in zip(blocks, full, strict=True))
 
 
 @pytest.mark.parametrize("start", [0, 1, 5])
@@ -188,14 +181,13 @@ def test_windows_are_read_in_large_pieces(samples: Samples, reads: list[tuple[in
 def test_what_is_not_needed_is_not_read(samples: Samples, reads: list[tuple[int, int]]) -> None:
     full = RECIPE.override({"data.order": "full"})
     assert len(list(read_ahead(samples, epoch_batches(full, samples, 0)))) == 36
-    held = Samples(images=np.array(samples.images), rows=samples.rows, labels=samples.labels)
-    assert len(list(read_ahead(held, epoch_batches(RECIPE, held, 0)))) == 36
     assert reads == []
-
-
-def test_closing_ends_the_thread(samples: Samples) -> None:
     batches = read_ahead(samples, epoch_batches(RECIPE, samples, 0))
     next(batches)
     assert any(thread.name.startswith("flatout-ahead") for thread in threading.enumerate())
     batches.close()  # pyright: ignore[reportAttributeAccessIssue]
     assert not any(thread.name.startswith("flatout-ahead") for thread in threading.enumerate())
+    reads.clear()
+    held = Samples(images=np.array(samples.images), rows=samples.rows, labels=samples.labels)
+    assert len(list(read_ahead(held, epoch_batches(RECIPE, held, 0)))) == 36
+    assert reads == []

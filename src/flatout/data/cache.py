@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,7 +35,6 @@ DOWNLOAD = ".download.json"
 _DESCRIPTIONS = {"packs": "pack.json", "remote": DOWNLOAD}
 
 DIGEST_BYTES = 20
-_READ_BYTES = 1 << 20
 _FILES_PER_TASK = 64
 # Larger files have the digest of the digests of their parts, which are read on all cores: a data set may be one file.
 _PART_BYTES = 1 << 23
@@ -140,15 +138,15 @@ class Entry:
 
 
 def entries(folder: Path | None = None) -> list[Entry]:
-    """Return what is in the cache, least recently used first. Other processes may remove or rename it at any time."""
+    """Return what is in the cache, least recently used first. Other processes may remove or rename it meanwhile."""
     folder = folder or cache_folder()
-    paths = {path: True for kind in _DESCRIPTIONS for path in _inside(folder / kind) if path.is_dir()}
-    others = (path for path in (*_inside(folder / "downloads"), *_inside(folder)) if path not in paths)
-    paths |= {path: False for path in others if path.name not in (*_DESCRIPTIONS, "downloads")}
+    limited = [path for kind in _DESCRIPTIONS for path in _inside(folder / kind) if path.is_dir()]
+    folders = (*_DESCRIPTIONS, "downloads")
+    others = [path for path in (*_inside(folder / "downloads"), *_inside(folder)) if path.name not in folders]
     found = []
-    for path, is_limited in paths.items():
+    for path in (*limited, *others):
         with contextlib.suppress(FileNotFoundError):
-            found.append(_entry(path, is_limited=is_limited))
+            found.append(_entry(path, is_limited=path in limited))
     return sorted(found, key=lambda entry: entry.used)
 
 
@@ -238,7 +236,7 @@ def combined_digest(parts: Iterable[bytes]) -> str:
 
 
 def digest_files(paths: "Sequence[Encoded]", *, memo: Path | None, report: Progress | None = None) -> Iterator[bytes]:
-    """Yield the BLAKE2b digest of each file's content, in the order of `paths`, reading on all cores.
+    """Return the BLAKE2b digest of each file's content, in the order of `paths`, reading on all cores.
 
     Args:
         paths: the files; images in containers are found by the content of these instead.
@@ -246,19 +244,27 @@ def digest_files(paths: "Sequence[Encoded]", *, memo: Path | None, report: Progr
             change of all files are unchanged, none is read again. Where it cannot be written, everything is read.
         report: receives the number of files read.
 
-    Yields:
+    Returns:
         A digest of DIGEST_BYTES bytes for each file. A file that cannot be read has the digest of the reason; it is
         reported when it is decoded.
     """
     known = memo and memo / combined_digest(os.fsencode(f"{_stamp(name)} {name}") for name in map(_name, paths))
+    digests = b""
     if known:
         with contextlib.suppress(OSError):
-            content = known.read_bytes()
-            if len(content) == DIGEST_BYTES * len(paths):
-                yield from _each(content)
-                return
-    digests, are_settled = bytearray(), True
-    cores = usable_cores()
+            digests = known.read_bytes()
+    if len(digests) != DIGEST_BYTES * len(paths):
+        digests, are_settled = _read_digests(paths, report)
+        if known and are_settled:
+            with contextlib.suppress(OSError, InputError, DiskFull):  # it only saves time
+                known.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(known, digests)
+    return (digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
+
+
+def _read_digests(paths: "Sequence[Encoded]", report: Progress | None) -> tuple[bytes, bool]:
+    """Return the digests of files, and whether their stamps may stand for them."""
+    digests, are_settled, cores = bytearray(), True, usable_cores()
     step = max(1, min(_FILES_PER_TASK, len(paths) // cores))
 
     def read(start: int) -> list[tuple[bytes, bool]]:
@@ -270,15 +276,7 @@ def digest_files(paths: "Sequence[Encoded]", *, memo: Path | None, report: Progr
             are_settled = are_settled and all(is_settled for _, is_settled in results)
             if report is not None:
                 report.update(len(digests) // DIGEST_BYTES, len(paths), "files")
-    if known and are_settled:
-        with contextlib.suppress(OSError, InputError, DiskFull):  # it only saves time
-            known.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(known, bytes(digests))
-    yield from _each(digests)
-
-
-def _each(digests: bytes | bytearray) -> Iterator[bytes]:
-    return (bytes(digests[i : i + DIGEST_BYTES]) for i in range(0, len(digests), DIGEST_BYTES))
+    return bytes(digests), are_settled
 
 
 def _name(path: "Encoded") -> str:
@@ -302,28 +300,22 @@ def _digest(name: str, threads: int) -> tuple[bytes, bool]:
     """Return the digest of a file, of which so many parts are read at once, and whether its stamp may stand for it."""
     now_ns, before = time.time_ns(), _stamp(name)
     size_bytes, _, changed_ns, _ = before
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     if not any(before):  # reading a FIFO or a device might never end
-        digest.update(b"not a regular file")
-        return digest.digest(), False
+        return _blake2b(b"not a regular file"), False
     try:
         with open(name, "rb", buffering=0) as file:  # noqa: PTH123 - faster than Path.open
             if size_bytes <= _PART_BYTES:
-                while chunk := file.read(_READ_BYTES):
-                    digest.update(chunk)
+                digest = _blake2b(os.pread(file.fileno(), size_bytes, 0))
             else:
                 with ThreadPoolExecutor(threads) as pool:
-                    for part in pool.map(partial(_digest_of_part, file.fileno()), range(0, size_bytes, _PART_BYTES)):
-                        digest.update(part)
+                    starts = range(0, size_bytes, _PART_BYTES)
+                    parts = pool.map(lambda start: _blake2b(os.pread(file.fileno(), _PART_BYTES, start)), starts)
+                    digest = _blake2b(b"".join(parts))
     except OSError as error:
-        digest.update(f"cannot be read: {error.errno}".encode())
-        return digest.digest(), False
+        return _blake2b(f"cannot be read: {error.errno}".encode()), False
     is_rested = now_ns - changed_ns > (_RESTED_NS if changed_ns % 10**9 else _RESTED_NS_COARSE)
-    return digest.digest(), is_rested and _stamp(name) == before
+    return digest, is_rested and _stamp(name) == before
 
 
-def _digest_of_part(descriptor: int, start: int) -> bytes:
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for offset in range(start, start + _PART_BYTES, _READ_BYTES):
-        digest.update(os.pread(descriptor, _READ_BYTES, offset))
-    return digest.digest()
+def _blake2b(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
