@@ -10,7 +10,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-
 # What a container may use.
 _CGROUP = Path("/sys/fs/cgroup")
 

@@ -221,8 +221,8 @@ def prefetch(
 def read_ahead(samples: Samples, batches: Iterable[Batch], rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
     """Yield the batches; those of a window (see `Batch.ahead`) when its images are in the file cache.
 
-    A thread brings the next window there meanwhile, in the order of the file. The `ranks` of a host share the cache, so
-    each of them reads its part. Nothing is read ahead in full order, or of images in memory.
+    A thread reads the next window at the same time, in the order of the file. The `ranks` of a host share the cache, so
+    each reads its part. Nothing is read ahead in full order, or of images in memory.
     """
     images = samples.images
     if not isinstance(images, np.memmap):

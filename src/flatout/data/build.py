@@ -196,7 +196,7 @@ def _fitting(pack: Pack, settings: PackSettings) -> Pack:
 
 
 def _of_arrays(source: Source, settings: PackSettings) -> Pack:
-    """Return a pack of arrays that are used as they are."""
+    """Return a pack of arrays that need no change."""
     # A view of a mapped file must not be read by the file's name: its rows may lie elsewhere.
     images = np.asarray(source.images)
     return Pack(
@@ -316,7 +316,7 @@ def _partial(target: Path) -> Path:
 
 
 def _build(source: Source, settings: PackSettings, key: str, target: Path, report: Progress) -> Pack:
-    """Make the pack beside its place, then rename it."""
+    """Make the pack next to its place, then rename it."""
     import torch  # noqa: F401 - takes seconds to load, which are no part of the rate of packing
 
     started = time.perf_counter()

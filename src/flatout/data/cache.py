@@ -1,6 +1,6 @@
 """The folder for what can be made again (packs, downloads, compiled programs): keys, locks and its limit.
 
-Packs and downloads by URL are folders called KEY, with KEY.partial and KEY.lock beside them while they are made.
+Packs and downloads by URL are folders called KEY, with KEY.partial and KEY.lock next to them while they are made.
 """
 
 import contextlib
@@ -138,7 +138,7 @@ class Entry:
 
 
 def entries(folder: Path | None = None) -> list[Entry]:
-    """Return what is in the cache, least recently used first. Other processes may remove or rename it meanwhile."""
+    """List the cache, least recently used first. Other processes may remove or rename entries at the same time."""
     folder = folder or cache_folder()
     limited = [path for kind in _DESCRIPTIONS for path in _inside(folder / kind) if path.is_dir()]
     folders = (*_DESCRIPTIONS, "downloads")
@@ -286,7 +286,7 @@ def _name(path: "Encoded") -> str:
 
 
 def _stamp(name: str) -> tuple[int, int, int, int]:
-    """Return what changes with the content; zeros for what is not a regular file."""
+    """Return size, times and inode; zeros for what is not a regular file."""
     try:
         status = os.stat(name)  # noqa: PTH116 - twice as fast as Path.stat, and called for every file of a data set
     except OSError:
