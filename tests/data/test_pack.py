@@ -124,7 +124,8 @@ def test_packs_are_found_by_content_and_settings_wherever_the_data_lies(tmp_path
         assert (again.was_cached, {again.folder}) == (True, folders)
     for changes in ({"size": 17}, {"channels": 1}, {"resize": "crop"}):
         folders.add(load(source, tmp_path / "cache", settings(**changes)).folder)
-    Path(str((source.files or ())[0])).write_bytes((source.files or ())[1].read_bytes())
+    first, second, *_ = source.files or ()
+    Path(str(first)).write_bytes(second.read_bytes())
     folders.add(load(source, tmp_path / "cache").folder)
     source.labels[0] += 1
     folders.add(load(source, tmp_path / "cache").folder)
@@ -188,11 +189,13 @@ def spoil(source: Source, indices: list[int]) -> list[str]:
 
 
 def test_stop_names_every_bad_image_at_once(tmp_path, source):
-    lines = spoil(source, [0, 20, 44])
-    with pytest.raises(InputError, match="3 of 45 images cannot be used; repair or remove them, or leave") as caught:
-        build_pack(source, settings(), tmp_path / "out", Recorder())
-    assert str(caught.value).splitlines()[1:] == lines
-    assert leftovers(tmp_path) == ["data"]
+    lines, cache = spoil(source, [0, 20, 44]), tmp_path / "cache"
+    for make in (lambda: build_pack(source, settings(), tmp_path / "out", Recorder()), lambda: load(source, cache)):
+        with pytest.raises(InputError, match="3 of 45 images cannot be used; repair or remove them, or") as caught:
+            make()
+        assert str(caught.value).splitlines()[1:] == lines
+    assert leftovers(tmp_path) == ["cache", "data"]
+    assert leftovers(cache / "packs") == []
 
 
 def test_skip_leaves_bad_images_out(tmp_path, source, monkeypatch):

@@ -7,7 +7,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -161,9 +161,6 @@ def build_pack(data: DataRef | Source, settings: PackSettings, folder: Path, rep
         _refuse_existing(folder)
         try:
             return _build(source, settings, key, folder, report)
-        except InputError:
-            shutil.rmtree(_partial(folder), ignore_errors=True)
-            raise
         finally:
             folder.with_name(folder.name + ".lock").unlink(missing_ok=True)
 
@@ -177,20 +174,18 @@ def _fitting(pack: Pack, settings: PackSettings) -> Pack:
     """Return a pack of the user's; refuse one that does not fit the settings."""
     height, width, channels = pack.images.shape[1:]
     bits = settings.bits or pack.bits
-    has = (one_or_both((height, width)), channels, pack.resize, pack.bits)
-    wants = (settings.size, settings.channels, settings.resize, bits)
-    if has != wants:
-        names = ("image_size", "channels", "data.resize", "data.bits")
-        keys = {name: h for name, h, w in zip(names, has, wants, strict=True) if h != w}
-        if "image_size" in keys:
-            keys["image_size"] = shown(one_or_both((height, width))).replace(" ", "")
-        fix = " ".join(f"--set {name}={value}" for name, value in keys.items())
+    size = one_or_both((height, width))
+    has = {"image_size": size, "channels": channels, "data.resize": pack.resize, "data.bits": pack.bits}
+    wanted = (settings.size, settings.channels, settings.resize, bits)
+    differing = [key for key, value in zip(has, wanted, strict=True) if has[key] != value]
+    if differing:
+        has["image_size"] = shown(size).replace(" ", "")
         wanted_height, wanted_width = sides(settings.size)
         raise InputError(
             f"{pack.folder}: holds images of {height} x {width} pixels, {channels} channels, {pack.bits} bits, brought "
             f"to this shape by {pack.resize!r}, but the recipe wants {wanted_height} x {wanted_width} pixels, "
-            f"{settings.channels} channels, {bits} bits, {settings.resize!r}; use {fix}, or make another pack with "
-            "flatout pack"
+            f"{settings.channels} channels, {bits} bits, {settings.resize!r}; use "
+            f"{' '.join(f'--set {key}={has[key]}' for key in differing)}, or make another pack with flatout pack"
         )
     return pack
 
@@ -216,21 +211,13 @@ def _of_arrays(source: Source, settings: PackSettings) -> Pack:
 
 def _in_temporary_folder(source: Source, settings: PackSettings, report: Progress) -> Pack:
     """Return a pack in a file without a name, where the system has that: nothing stays behind a killed process."""
-    folder, owner = temporary_folder()
-
-    def remove() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(owner)
-
-    try:
+    with ExitStack() as stack:
+        folder, owner = temporary_folder()
+        stack.callback(os.close, owner)
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         pack = _build(source, settings, "", folder / "pack", report)
-    except BaseException:
-        remove()
-        raise
-    if has_open_file(pack.images):
-        remove()
-    else:
-        weakref.finalize(pack.images, remove)
+        if not has_open_file(pack.images):
+            weakref.finalize(pack.images, stack.pop_all().close)
     return replace(pack, folder=None)
 
 
@@ -311,10 +298,6 @@ def _in_use(pack: Pack) -> Pack:
 # Building
 
 
-def _partial(target: Path) -> Path:
-    return target.with_name(target.name + ".partial")
-
-
 def _build(source: Source, settings: PackSettings, key: str, target: Path, report: Progress) -> Pack:
     """Make the pack next to its place, then rename it."""
     import torch  # noqa: F401 - takes seconds to load, which are no part of the rate of packing
@@ -322,7 +305,7 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
     started = time.perf_counter()
     _refuse_channels(source, settings)
     bits = settings.bits or bits_of(source)
-    unfinished = _partial(target)
+    unfinished = target.with_name(target.name + ".partial")
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
         blocks, bad = write_images(
@@ -359,8 +342,10 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
             "build_seconds": time.perf_counter() - started,
         }
         publish(unfinished, target, kept.labels, description)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         if error.errno in NO_SPACE:
             needed = len(source) * int(np.prod(settings.image_shape)) * bits // 8
             free = shutil.disk_usage(target.parent).free
