@@ -124,7 +124,7 @@ def test_packs_are_found_by_content_and_settings_wherever_the_data_lies(tmp_path
         assert (again.was_cached, {again.folder}) == (True, folders)
     for changes in ({"size": 17}, {"channels": 1}, {"resize": "crop"}):
         folders.add(load(source, tmp_path / "cache", settings(**changes)).folder)
-    first, second, *_ = source.files or ()
+    first, second, *_ = list(source.files or [])
     Path(str(first)).write_bytes(second.read_bytes())
     folders.add(load(source, tmp_path / "cache").folder)
     source.labels[0] += 1

@@ -1,10 +1,9 @@
 """Files that are either whole or absent."""
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from flatout.files import lock, sweep_temporary_files, write_atomically
+from flatout.files import sweep_temporary_files, write_atomically
 
 
 def test_threads_may_write_the_same_file(tmp_path: Path) -> None:
@@ -30,15 +29,3 @@ def test_what_killed_processes_left_is_swept_whatever_runs_under_their_number(tm
     write_atomically(tmp_path / "file", write)
     assert (tmp_path / "file").read_text() == "whole"
     assert sorted(path.name for path in tmp_path.rglob("*")) == [".notes.tmp", "file", "logs"]
-
-
-def test_locks_are_shared_or_not(tmp_path: Path) -> None:
-    first = lock(tmp_path / "file")
-    assert first is not None
-    assert lock(tmp_path / "file", wait=False) is None
-    os.close(first)
-    shared = [lock(tmp_path / "file", shared=True, wait=False) for _ in range(2)]
-    assert lock(tmp_path / "file", wait=False) is None
-    for descriptor in shared:
-        assert descriptor is not None
-        os.close(descriptor)
