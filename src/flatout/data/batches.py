@@ -73,11 +73,6 @@ class Samples:
         """Return the images at `positions`, [B, ...], in memory of their own; see `read`."""
         return self.read(positions, np.empty((len(positions), *self.images.shape[1:]), self.images.dtype))
 
-    def chunks(self, positions: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield the images at `positions` in parts of about `CHUNK_BYTES`."""
-        at_once = max(1, CHUNK_BYTES // self.images[:1].nbytes)
-        return (self.images_at(positions[start : start + at_once]) for start in range(0, len(positions), at_once))
-
     def read(self, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Copy the images at `positions` (int64 [B]) into `out` [B, ...], and return it.
 
@@ -99,7 +94,9 @@ def measure(samples: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
     positions = np.unique(np.linspace(0, count - 1, min(count, MEASURED_IMAGES)).astype(np.int64))
     channels, bits = samples.images.shape[-1], 8 * samples.images.itemsize
     histogram = np.zeros((channels, 2**bits), np.int64)
-    for images in samples.chunks(positions):
+    at_once = max(1, CHUNK_BYTES // samples.images[:1].nbytes)
+    for start in range(0, len(positions), at_once):
+        images = samples.images_at(positions[start : start + at_once])
         for channel in range(channels):
             histogram[channel] += np.bincount(images[..., channel].ravel(), minlength=2**bits)
     levels, pixels = np.arange(2**bits) / (2**bits - 1), histogram[0].sum()
