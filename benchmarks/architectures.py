@@ -42,7 +42,7 @@ from torch import nn
 
 from about import about
 from flatout.console import duration
-from flatout.data.feed import Samples
+from flatout.data.batches import Samples
 from flatout.dist.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.heads import FeatureNetwork, find_head, set_head

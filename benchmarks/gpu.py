@@ -26,11 +26,10 @@ import numpy as np
 import torch
 
 from flatout.console import Console
-from flatout.data.build import load_pack
-from flatout.data.feed import Samples
-from flatout.data.load import find, splits_of
-from flatout.data.order import Batch
+from flatout.data.batches import Batch, Samples
+from flatout.data.build import find, load_pack
 from flatout.data.pack import Pack, PackSettings
+from flatout.data.splits import splits_of
 from flatout.dist.world import World
 from flatout.engine.base import Engine
 from flatout.engine.devices import machine, parse_devices

@@ -15,10 +15,10 @@ from typing import Any
 
 from about import about
 from flatout.console import Console
-from flatout.data.build import load_pack
-from flatout.data.feed import Samples
-from flatout.data.load import find, splits_of
+from flatout.data.batches import Samples
+from flatout.data.build import find, load_pack
 from flatout.data.pack import Pack, PackSettings
+from flatout.data.splits import splits_of
 from flatout.dist.world import World
 from flatout.engine.factory import join
 from flatout.engine.torch.engine import TorchEngine

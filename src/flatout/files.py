@@ -1,7 +1,8 @@
-"""Files that are either whole or absent."""
+"""Files that are either whole or absent, and locks."""
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -11,7 +12,23 @@ from pathlib import Path
 from flatout.errors import DiskFull, InputError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_TEMPORARY = re.compile(r"\..+\.(\d+)-\w+\.tmp")
+_TEMPORARY = re.compile(r"\..+[.-][0-9a-f]{8}\.tmp")
+
+
+def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
+    """Lock a file until the returned descriptor is closed or the process ends; None where another holds it.
+
+    The file is made if it is missing and the lock is not `shared`, that is, compatible with other shared locks.
+    """
+    descriptor = os.open(path, os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return descriptor
 
 
 def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> None:
@@ -25,8 +42,11 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> N
         DiskFull: the disk is full.
         InputError: the folder is missing or cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    descriptor = None
     try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            descriptor = lock(temporary)  # so that it is not swept
         if callable(content):
             # Some writers make files that only their owner may read; the umask decides here.
             temporary.touch()
@@ -46,15 +66,17 @@ def write_atomically(path: Path, content: bytes | Callable[[Path], object]) -> N
     finally:
         with contextlib.suppress(OSError):  # the folder itself may be missing
             temporary.unlink(missing_ok=True)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def sweep_temporary_files(folder: Path) -> None:
     """Remove what `write_atomically` left in a folder and its subfolders in processes that were killed."""
-    import psutil
-
     for path in folder.rglob(".*.tmp"):
-        if (match := _TEMPORARY.fullmatch(path.name)) and not psutil.pid_exists(int(match[1])):
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if _TEMPORARY.fullmatch(path.name) and (descriptor := lock(path, wait=False)) is not None:
+                path.unlink(missing_ok=True)
+                os.close(descriptor)
 
 
 def printable(name: object) -> str:

@@ -10,10 +10,17 @@ import sys
 from functools import cache
 from pathlib import Path
 
+# What a container may use.
+_CGROUP = Path("/sys/fs/cgroup")
+
 
 def usable_cores() -> int:
-    """Return the number of logical cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of logical cores that this process may use, within the quota of a container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # "max" is not a number
+        quota, period = map(int, (_CGROUP / "cpu.max").read_text().split())
+        cores = min(cores, max(1, -(-quota // period)))
+    return cores
 
 
 def physical_cores() -> int:
@@ -28,10 +35,11 @@ def available_memory() -> int:
     import psutil
 
     free = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        free = min(free, limit - used)
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        counts = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        # The file cache counts as used; the system gives back what is inactive.
+        free = min(free, limit - used + int(counts["inactive_file"]))
     return free
 
 

@@ -1,7 +1,7 @@
 """Damaged weights: whatever the bytes, a reader gives tensors or one InputError, runs nothing, and takes little memory.
 
-Damage that keeps a format's checksums right goes deeper. `FLATOUT_FUZZ_SECONDS` is as in `tests/data/test_fuzz.py`: 60
-seconds are more than 10,000 files of most formats.
+Damage that keeps a format's checksums right goes deeper. `FLATOUT_FUZZ_SECONDS` is described in
+`tests/data/test_bad_images.py`: 60 seconds are more than 10,000 files of most formats.
 """
 
 import io

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flatout.console import Console
-from flatout.data.load import find
+from flatout.data.build import find
 from flatout.data.source import DataRef
 from flatout.errors import InputError
 

@@ -1,6 +1,5 @@
 """Sources for packs, and what is expected of them."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +25,8 @@ class Recorder:
         self.notes.append(text)
 
 
-class Silent:
+class Silent(Recorder):
     """Takes no notes."""
-
-    def update(self, done: int, total: int, unit: str = "images") -> None:
-        pass
 
     def note(self, text: str) -> None:
         raise AssertionError(text)
@@ -62,16 +58,18 @@ def class_folders(folder: Path, count: int = 45) -> Source:
     )
 
 
-def arrays(count: int = 40, side: int = 16, channels: int = 3) -> Source:
-    rng = np.random.default_rng(2)
-    return Source(
-        kind="arrays",
-        path=None,
-        classes=("a", "b"),
-        labels=np.arange(count) % 2,
-        splits={"train": (0, count)},
-        images=rng.integers(0, 256, (count, side, side, channels), np.uint8),
-    )
+def arrays(count: int = 40, side: int = 16) -> Source:
+    images = np.random.default_rng(2).integers(0, 256, (count, side, side, 3), np.uint8)
+    labels, splits = np.arange(count) % 2, {"train": (0, count)}
+    return Source(kind="arrays", path=None, classes=("a", "b"), labels=labels, splits=splits, images=images)
+
+
+def repeated(folder: Path, count: int) -> Source:
+    """So many images of two classes, from fewer files."""
+    files = sorted(folder.rglob("*.jpg"))
+    files = [files[i % len(files)] for i in range(count)]
+    labels, splits = np.arange(count) % 2, {"train": (0, count)}
+    return Source(kind="k", path=folder, classes=("a", "b"), labels=labels, splits=splits, files=files)
 
 
 def expected_images(source: Source, wanted: PackSettings) -> np.ndarray:
@@ -89,8 +87,6 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def flip(path: Path, position: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(position, os.SEEK_END if position < 0 else os.SEEK_SET)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)

@@ -11,8 +11,8 @@ from PIL import Image
 
 from flatout.cli import main
 from flatout.data import near
+from flatout.data.cache import digest_files
 from flatout.data.check import Sizes, check
-from flatout.data.digests import digest_files
 from flatout.data.formats.npy import from_arrays
 from flatout.data.recognise import recognise
 

@@ -1,6 +1,6 @@
 """Damaged files of the formats that are no containers, and damaged images: data, one InputError, or a bad image.
 
-See `test_fuzz` for runs at length.
+See `test_bad_images` for runs at length.
 """
 
 import gzip

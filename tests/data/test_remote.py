@@ -15,8 +15,8 @@ import pytest
 
 from flatout.cli import main
 from flatout.console import Console
+from flatout.data.build import find
 from flatout.data.cache import clear, entries
-from flatout.data.load import find
 from flatout.errors import DiskFull, InputError
 from tests.data.downloads import downloads, fetch, message, npz, partial
 from tests.data.web_server import Handler, Resource, Server

@@ -10,13 +10,12 @@ import pytest
 from PIL import Image, ImageOps
 
 from flatout.cli import main
-from flatout.data import pack_files
-from flatout.data.build import build_pack, load_pack
+from flatout.data.batches import measure
+from flatout.data.build import build_pack, find, load_pack
 from flatout.data.decode import decode_image, read_header
-from flatout.data.load import find, measure, splits_of
-from flatout.data.pack import open_pack
-from flatout.data.pixels import channels_last
-from flatout.data.resize import resize_images
+from flatout.data.pack import npy_header, open_pack
+from flatout.data.pixels import channels_last, resize_images
+from flatout.data.splits import splits_of
 from flatout.errors import InputError
 from flatout.recipe import Data
 from flatout.train.dataset_stats import look
@@ -66,17 +65,16 @@ def test_shapes_are_those_of_pillow(tmp_path, resize, size, suffix, tolerance, s
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("resize", ["squash", "crop", "pad"])
 @pytest.mark.parametrize("suffix", ["png", "jpg", "tif"])
-def test_orientation_counts_before_the_shape(tmp_path, orientation, resize, suffix) -> None:
+def test_orientation_counts_before_the_shape(tmp_path, orientation, suffix) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     file = saved(smooth_picture(96, 60), tmp_path / f"a.{suffix}", exif=exif)
     with Image.open(file) as image:
         upright = ImageOps.exif_transpose(image).convert("RGB")
-    expected = shaped(upright, 16, 32, resize)
-    found = decode_image(file, size=(16, 32), channels=3, resize=resize)
-    assert (np.abs(found - expected).max(axis=2) > 8).mean() < 0.1
+    for resize in ("squash", "crop", "pad"):
+        found = decode_image(file, size=(16, 32), channels=3, resize=resize)
+        assert (np.abs(found - shaped(upright, 16, 32, resize)).max(axis=2) > 8).mean() < 0.1
     header = read_header(file)
     assert (header.width, header.height, header.mode) == (*upright.size, "RGB")
 
@@ -147,8 +145,7 @@ def test_files_of_other_channels_are_refused(tmp_path) -> None:
 # TIFF
 
 
-@pytest.mark.parametrize("compression", [None, "zlib"])
-@pytest.mark.parametrize("planar", ["contig", "separate"])
+@pytest.mark.parametrize(("planar", "compression"), [("contig", None), ("separate", "zlib")])
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_bands_of_tiff_files(tmp_path, compression, planar, bits, count) -> None:
@@ -202,10 +199,10 @@ def test_arrays_that_are_no_images_are_refused(tmp_path) -> None:
     assert "is a damaged NumPy file" in refusal(file)
     file.write_bytes(whole.replace(b"(12, 20, 5)", b"(12, (20, 5"))  # NumPy's reader raises tokenize.TokenError
     assert "is a damaged NumPy file" in refusal(file)
-    header = pack_files.npy_header((10**6, 10**6), np.dtype(np.uint8))
+    header = npy_header((10**6, 10**6), np.dtype(np.uint8))
     file.write_bytes(header + bytes(100))
     assert "1000000 x 1000000 pixels, more than" in refusal(file)
-    file.write_bytes(pack_files.npy_header((10, 10, 10**10), np.dtype(np.uint8)) + bytes(100))
+    file.write_bytes(npy_header((10, 10, 10**10), np.dtype(np.uint8)) + bytes(100))
     assert "more than 2 GiB" in refusal(file, channels=3)
 
 

@@ -1,10 +1,15 @@
+"""Splits taken from the training images, and folds."""
+
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flatout.data.splits import divide, split_by_labels, stratified_split
+from flatout.data import splits as splitting
+from flatout.data.pack import Pack
+from flatout.data.splits import divide, folds_of, split_by_labels, splits_of, stratified_split
 from flatout.errors import InputError
+from flatout.recipe import Data
 
 
 @example(counts=[1, 6], fraction=0.5, seed=0)
@@ -28,13 +33,9 @@ def test_every_sample_is_kept_or_taken_and_each_class_gives_its_share(counts, fr
         assert len(taken) == round(fraction * len(labels))
 
 
-def test_largest_remainders_make_up_the_total():
+def test_largest_remainders_make_up_the_total_and_the_seed_decides_ties():
     labels = np.repeat([0, 1, 2], [5, 8, 7])  # a tenth: 0.5, 0.8, 0.7 of 2 in all
-    _, taken = stratified_split(labels, 0.1, 1, stream="valid")
-    assert labels[taken].tolist() == [1, 2]
-
-
-def test_ties_between_classes_are_decided_by_the_seed():
+    assert labels[stratified_split(labels, 0.1, 1, stream="valid")[1]].tolist() == [1, 2]
     labels = np.repeat(np.arange(100), 3)  # a tenth: 0.3 of each class, 30 in all
     taken = [set(labels[stratified_split(labels, 0.1, seed, stream="valid")[1]].tolist()) for seed in (1, 2)]
     assert [len(classes) for classes in taken] == [30, 30]
@@ -43,20 +44,19 @@ def test_ties_between_classes_are_decided_by_the_seed():
     assert min(taken[0]) < 30
 
 
-def test_seed_and_stream_decide_the_choice():
-    labels = np.arange(1000) % 10
-    chosen = {}
-    for seed in (1, 2):
-        for stream in ("valid", "test"):
-            chosen[seed, stream] = stratified_split(labels, 0.2, seed, stream=stream)[1].tobytes()
+@pytest.mark.parametrize("kind", ["classes", "several", "numbers"])
+def test_seed_and_stream_decide_the_choice(kind):
+    classes = np.arange(1000) % 10
+    labels = {"classes": classes, "several": np.eye(10, dtype=np.uint8)[classes], "numbers": classes * 0.5}[kind]
+    chosen = {
+        (seed, stream): split_by_labels(labels, 0.2, seed, stream=stream)[1].tobytes()
+        for seed in (1, 2)
+        for stream in ("valid", "test")
+    }
     assert len(set(chosen.values())) == 4
-    assert stratified_split(labels, 0.2, 1, stream="valid")[1].tobytes() == chosen[1, "valid"]
-
-
-def test_the_choice_of_a_seed_never_changes():
-    kept, taken = stratified_split(np.arange(20) % 2, 0.25, 1, stream="valid")
-    assert taken.tolist() == [1, 7, 11, 12, 14]
-    assert len(kept) == 15
+    assert split_by_labels(labels, 0.2, 1, stream="valid")[1].tobytes() == chosen[1, "valid"]
+    # The choice of a seed never changes.
+    assert stratified_split(np.arange(20) % 2, 0.25, 1, stream="valid")[1].tolist() == [1, 7, 11, 12, 14]
 
 
 def sizes(folds: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
@@ -81,40 +81,77 @@ def test_folds_differ_by_one_sample_at_most(counts, count, seed):
 
 @given(
     groups=st.lists(st.integers(0, 12), min_size=20, max_size=60).filter(lambda groups: len(set(groups)) >= 4),
+    fraction=st.sampled_from([0.01, 0.1, 0.3]),
     seed=st.integers(0, 2**63 - 1),
 )
-def test_no_group_is_divided_and_no_fold_is_empty(groups, seed):
+@example(groups=[0, 1, 2, 3] * 6, fraction=0.1, seed=0)
+def test_no_group_is_divided_and_no_part_is_empty(groups, fraction, seed):
     labels, of = np.arange(len(groups)) % 3, np.array(groups)
     for some in (labels, labels * 0.5, np.eye(3, dtype=np.uint8)[labels]):
         folds = divide(some, 4, seed, of)
         assert set(folds.tolist()) == {1, 2, 3, 4}
         assert all(len(set(folds[of == group].tolist())) == 1 for group in set(groups))
-        kept, taken = split_by_labels(some, 0.3, seed, stream="valid", groups=of)
+        kept, taken = split_by_labels(some, fraction, seed, stream="valid", groups=of)
         assert not set(of[kept].tolist()) & set(of[taken].tolist())
         assert len(kept)
         assert len(taken)
 
 
-def test_groups_of_one_class_are_shared_out_evenly():
+def test_folds_are_shared_out_evenly():
     labels, groups = np.repeat([0, 1], 60), np.arange(120) // 4
     assert sizes(divide(labels, 5, 1, groups), labels, 5).tolist() == [[12, 12]] * 5
-
-
-def test_several_labels_are_shared_out_evenly():
-    labels = np.random.default_rng(0).random((600, 5)) < [0.5, 0.3, 0.2, 0.1, 0.02]
-    found = sizes(divide(labels.astype(np.uint8), 4, 1), labels.astype(np.int64), 4)
-    assert np.all(np.abs(found - labels.sum(axis=0) / 4) <= 2)
-
-
-def test_folds_have_numbers_from_everywhere():
+    several = np.random.default_rng(0).random((600, 5)) < [0.5, 0.3, 0.2, 0.1, 0.02]
+    found = sizes(divide(several.astype(np.uint8), 4, 1), several.astype(np.int64), 4)
+    assert np.all(np.abs(found - several.sum(axis=0) / 4) <= 2)
     numbers = np.random.default_rng(0).permutation(100) / 7
-    folds = divide(numbers, 5, 3)
-    assert all(
-        np.histogram(numbers[folds == fold], np.arange(-0.5, 100, 10) / 7)[0].tolist() == [2] * 10
-        for fold in range(1, 6)
+    folds, bins = divide(numbers, 5, 3), np.arange(-0.5, 100, 10) / 7
+    with pytest.raises(InputError, match=r"data.folds = 3: there are only 2 images"):
+        divide(np.array([0, 1]), 3, 1)
+    assert all(np.histogram(numbers[folds == fold], bins)[0].tolist() == [2] * 10 for fold in range(1, 6))
+
+
+# Identical images
+
+
+def pack_of_copies(*, groups: bool = False, times: int = 3) -> Pack:
+    """So many copies of 60 noise images, in random order."""
+    numbers = np.random.default_rng(1).permutation(60 * times) % 60
+    images = np.random.default_rng(0).integers(0, 256, (60, 4, 4, 3), np.uint8)[numbers]
+    return Pack(
+        folder=None,
+        images=images,
+        labels=numbers % 3,
+        classes=("a", "b", "c"),
+        splits={"train": (0, len(images))},
+        groups=np.arange(len(images)) // 2 if groups else None,
+        resize="squash",
+        kind="arrays",
+        fingerprint="",
     )
 
 
-def test_more_folds_than_samples_are_refused():
-    with pytest.raises(InputError, match=r"data.folds = 3: there are only 2 images"):
-        divide(np.array([0, 1]), 3, 1)
+@pytest.mark.parametrize("changes", [{}, {"test_fraction": 0.2}, {"folds": 4, "fold": 2}])
+@pytest.mark.parametrize("groups", [False, True])
+def test_identical_images_stay_in_one_split(changes, groups):
+    pack = pack_of_copies(groups=groups, times=1 if groups else 3)
+    if groups:  # a few copies, so that there are groups without
+        pack.images[30:33] = pack.images[:3]
+    splits = splits_of(pack, Data(**changes), seed=1)
+    contents = {name: {image.tobytes() for image in pack.images[some.rows]} for name, some in splits.items()}
+    assert sum(len(some) for some in splits.values()) == len(pack.labels)
+    assert sum(map(len, contents.values())) == len(set().union(*contents.values()))
+    assert all(len(some) for some in splits.values())
+    if not groups:
+        share = (changes.get("fold") and 0.25) or Data().valid_fraction
+        assert len(splits["valid"]) == pytest.approx(share * len(pack.labels), abs=6)
+        assert np.ptp(np.bincount(splits["valid"].labels)) <= 3
+
+
+def test_without_copies_the_choice_is_that_of_the_labels_alone(monkeypatch):
+    pack, data = pack_of_copies(times=1), Data(test_fraction=0.2)
+    taken = split_by_labels(pack.labels, 0.2, 1, stream="test")[1]
+    splits = splits_of(pack, data, seed=1)
+    assert splits["test"].rows.tolist() == taken.tolist()
+    copies = pack_of_copies(times=3)
+    monkeypatch.setattr(splitting, "MAX_COMPARED_BYTES", 100)  # of a large pack all images count as different
+    assert folds_of(copies, 4, 1)[1].tolist() == divide(copies.labels, 4, 1).tolist()

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flatout.data.feed import Samples
-from flatout.data.order import epoch_batches
+from flatout.data.batches import Samples, epoch_batches
 from flatout.dist.world import World
 from flatout.engine.base import Evaluation
 from flatout.recipe import Optimizer, Recipe

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from flatout.data.feed import Samples
-from flatout.data.order import training_batches
+from flatout.data.batches import Samples, training_batches
 from flatout.dist.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.numerics import augment

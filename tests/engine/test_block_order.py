@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.data import order
-from flatout.data.feed import Samples
-from flatout.data.order import epoch_batches
+from flatout.data import batches
+from flatout.data.batches import Samples, epoch_batches
 from flatout.dist.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.numerics import random
@@ -27,7 +26,7 @@ BLOCKS = {"data.order": "blocks", "data.placement": "disk", "optimizer.lr": 0.05
 @contextlib.contextmanager
 def small_windows() -> Iterator[None]:
     """Three windows of 70 samples: three blocks of eight each."""
-    with mock.patch.multiple(random, WINDOW_BLOCKS=3), mock.patch.multiple(order, BLOCK_BYTES=8 * 144):
+    with mock.patch.multiple(random, WINDOW_BLOCKS=3), mock.patch.multiple(batches, BLOCK_BYTES=8 * 144):
         yield
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flatout.data.order import training_batches
+from flatout.data.batches import training_batches
 from flatout.dist.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.recipe import Recipe

@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout.data.feed import Samples
-from flatout.data.order import training_batches
+from flatout.data.batches import Samples, training_batches
 from flatout.dist.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.errors import InputError, Stopped

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import flatout
 from flatout.cli import main
-from flatout.data.feed import Samples
+from flatout.data.batches import Samples
 from flatout.dist.world import World
 from flatout.engine.base import Evaluation
 from flatout.engine.torch.engine import TorchEngine

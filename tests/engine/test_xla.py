@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.data.order import training_batches
+from flatout.data.batches import training_batches
 from flatout.dist.world import World
 from flatout.engine.base import Engine
 from flatout.errors import InputError

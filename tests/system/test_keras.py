@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import flatout
-from flatout.data.order import training_batches
+from flatout.data.batches import training_batches
 from flatout.models.layers import freeze
 from tests.engine.engines import make_engine
 from tests.engine.test_against_plain_loop import make_recipe, make_samples

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flatout.cli import main
-from flatout.data.order import steps_per_epoch
+from flatout.data.batches import steps_per_epoch
 from flatout.errors import InputError
 from flatout.models.weights import read_weights
 from flatout.numerics.schedule import learning_rate

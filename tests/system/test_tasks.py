@@ -12,7 +12,7 @@ from sklearn.metrics import average_precision_score, f1_score, mean_absolute_err
 
 import flatout
 from flatout.cli import main
-from flatout.data.load import find
+from flatout.data.build import find
 from flatout.data.source import Source
 from flatout.models.weights import read_weights
 

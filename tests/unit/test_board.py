@@ -23,8 +23,7 @@ from flatout.board import app as board_app
 from flatout.board.details import Watch
 from flatout.board.store import Store
 from flatout.cli import main
-from flatout.data.pack import open_pack
-from flatout.data.pack_files import IMAGES
+from flatout.data.pack import IMAGES, open_pack
 from flatout.errors import InputError
 from flatout.report import run_files
 from flatout.train import monitor

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.data.resize import resize_images
+from flatout.data.pixels import resize_images
 from flatout.export.graph import Resize
 
 

@@ -20,8 +20,8 @@ from flatout.recipe import MAX_CHANNELS, Recipe, with_settings
 )
 def do_check(args: Namespace, console: Console) -> Output:
     """Find unreadable, duplicate and leaked images, and wrong labels."""
+    from flatout.data.build import find
     from flatout.data.check import check
-    from flatout.data.load import find
     from flatout.data.source import Source
 
     if args.labels or args.apply or args.suggestions:
@@ -78,8 +78,7 @@ def do_look(args: Namespace, console: Console) -> Output:
 )
 def do_pack(args: Namespace, console: Console) -> Output:
     """Decode and resize images once, into plain NumPy files."""
-    from flatout.data.build import build_pack
-    from flatout.data.load import find
+    from flatout.data.build import build_pack, find
     from flatout.data.pack import PackSettings
     from flatout.train.dataset_stats import look
 

@@ -1,4 +1,4 @@
-"""Make packs, and find them again in the cache by content and settings."""
+"""From what the user names to a pack: found, read, decoded, and found again in the cache by content and settings."""
 
 import json
 import mmap
@@ -7,7 +7,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -16,21 +16,101 @@ from typing import Any
 
 import numpy as np
 
-from flatout.data import pack_files
-from flatout.data.cache import NotWritable, lock, make_room, making, temporary_folder
+from flatout import __version__
+from flatout.console import Console
+from flatout.data.cache import (
+    NotWritable,
+    Progress,
+    cache_folder,
+    combined_digest,
+    digest_files,
+    make_room,
+    making,
+    temporary_folder,
+)
 from flatout.data.decode import RESIZE_METHOD, BadImage, decode_image, read_headers
-from flatout.data.digests import combined_digest, digest_files
-from flatout.data.pack import Pack, PackSettings, Progress, fingerprint_of, open_pack
-from flatout.data.pack_files import DamagedPack
-from flatout.data.pixels import with_bits
-from flatout.data.resize import resize_images
+from flatout.data.pack import (
+    DESCRIPTION,
+    FORMAT_VERSION,
+    DamagedPack,
+    Pack,
+    PackSettings,
+    crc32s_of,
+    fingerprint_of,
+    has_open_file,
+    open_pack,
+    publish,
+    write_images,
+)
+from flatout.data.pixels import resize_images, with_bits
 from flatout.data.source import DataRef, Source
 from flatout.errors import DiskFull, InputError
-from flatout.files import NO_SPACE, printable
+from flatout.files import NO_SPACE, lock, printable
+from flatout.recipe import Data, Recipe
 from flatout.settings import one_or_both, shown, sides
 
 _EXAMPLES = 20
 _MAKING = "making this pack"
+
+
+def find(
+    data: Any, options: Data | None = None, task: str = "auto", *, console: Console | None = None
+) -> DataRef | Source:
+    """Recognise a path, download and recognise a URL, or read arrays or torch data sets given in Python.
+
+    `task` is that of a recipe; `console` shows the progress of a download.
+
+    Raises:
+        InputError: nothing is there, it cannot be downloaded, or it is nothing that can be trained on.
+        DiskFull: a download does not fit.
+    """
+    from flatout.data.recognise import from_python, recognise
+    from flatout.data.remote import download, is_remote
+
+    if is_remote(data):
+        console = console or Console()
+        path, descriptor = download(data, console)
+        console.finish()
+        try:
+            found = recognise(path, options, task)
+        except InputError:
+            os.close(descriptor)
+            raise
+        # While the data may be read, the cache does not remove it to make room.
+        weakref.finalize(found, os.close, descriptor)
+        return found
+    return recognise(Path(data), options, task) if isinstance(data, str | Path) else from_python(data, task)
+
+
+def load(found: DataRef | Source, recipe: Recipe, *, cache: bool, report: Progress) -> Pack:
+    """Return the pack that a recipe asks for, from the cache if it is there.
+
+    Raises:
+        InputError: images cannot be read, the data has no groups, or data.class_names does not fit.
+    """
+    data = recipe.data
+    settings = PackSettings(
+        size=one_or_both(recipe.stored_sides),
+        channels=recipe.channels,
+        resize=data.resize,
+        on_bad_image=data.on_bad_image,
+        max_bad_share=data.max_bad_share,
+        bits=data.bits,
+    )
+    pack = load_pack(found, settings, cache=cache_folder() if cache else None, report=report)
+    if data.group_column and pack.groups is None:
+        raise InputError(f"data.group_column = {data.group_column!r}: {pack.kind} have no columns; remove it")
+    if not data.class_names or data.class_names == pack.classes:
+        return pack
+    if pack.classes != tuple(map(str, range(len(pack.classes)))):
+        report.note("data.class_names is not used: the data names its classes itself")
+        return pack
+    if len(data.class_names) != len(pack.classes):
+        raise InputError(
+            f"data.class_names names {len(data.class_names)} classes, but the data has {len(pack.classes)}; "
+            "--set data.class_names=[] takes the data's own"
+        )
+    return replace(pack, classes=data.class_names)
 
 
 def load_pack(
@@ -57,14 +137,10 @@ def load_pack(
     if isinstance(data, Source) and data.images is not None:
         has_bits = settings.bits in (0, 8 * data.images.itemsize)
         if data.images.shape[1:] == settings.image_shape and has_bits:
-            # A view of a mapped file must not be read by the file's name: its rows may lie elsewhere.
-            images = np.asarray(data.images)
-            fingerprint = fingerprint_of(data.labels, data.splits, pack_files.crc32s_of(images))
-            return _without_file(data, settings, images, fingerprint)
+            return _of_arrays(data, settings)
     if cache is not None:
-        key = _known_key(data, settings, cache, report)
         try:
-            return _from_cache(key, data, settings, cache, report)
+            return _from_cache(data, settings, cache, report)
         except NotWritable as error:
             report.note(f"the cache cannot be used, so the decoded images are not kept: {error}")
     return _in_temporary_folder(data if isinstance(data, Source) else data.read(), settings, report)
@@ -77,7 +153,7 @@ def build_pack(data: DataRef | Source, settings: PackSettings, folder: Path, rep
         InputError: the folder exists, the data is a pack already, or as for `load_pack`.
     """
     if isinstance(data, DataRef) and data.kind == "pack":
-        raise InputError(f"{data.path}: is a pack already; give the data that it was made from")
+        raise InputError(f"{data.path}: is a pack already; give the data that it was pack from")
     _refuse_existing(folder)
     source = data if isinstance(data, Source) else data.read()
     key = _key(data if isinstance(data, DataRef) and data.inputs else source, settings, None, report)
@@ -85,36 +161,39 @@ def build_pack(data: DataRef | Source, settings: PackSettings, folder: Path, rep
         _refuse_existing(folder)
         try:
             return _build(source, settings, key, folder, report)
-        except InputError:
-            shutil.rmtree(_beside(folder, ".partial"), ignore_errors=True)
-            raise
         finally:
-            _beside(folder, ".lock").unlink(missing_ok=True)
+            folder.with_name(folder.name + ".lock").unlink(missing_ok=True)
+
+
+def _refuse_existing(folder: Path) -> None:
+    if folder.exists():
+        raise InputError(f"{folder}: exists; choose another --out, or delete it")
 
 
 def _fitting(pack: Pack, settings: PackSettings) -> Pack:
+    """Return a pack of the user's; refuse one that does not fit the settings."""
     height, width, channels = pack.images.shape[1:]
     bits = settings.bits or pack.bits
-    has = (one_or_both((height, width)), channels, pack.resize, pack.bits)
-    wants = (settings.size, settings.channels, settings.resize, bits)
-    if has != wants:
-        names = ("image_size", "channels", "data.resize", "data.bits")
-        keys = {name: h for name, h, w in zip(names, has, wants, strict=True) if h != w}
-        if "image_size" in keys:
-            keys["image_size"] = shown(one_or_both((height, width))).replace(" ", "")
-        fix = " ".join(f"--set {name}={value}" for name, value in keys.items())
+    size = one_or_both((height, width))
+    has = {"image_size": size, "channels": channels, "data.resize": pack.resize, "data.bits": pack.bits}
+    wanted = (settings.size, settings.channels, settings.resize, bits)
+    differing = [key for key, value in zip(has, wanted, strict=True) if has[key] != value]
+    if differing:
+        has["image_size"] = shown(size).replace(" ", "")
         wanted_height, wanted_width = sides(settings.size)
         raise InputError(
             f"{pack.folder}: holds images of {height} x {width} pixels, {channels} channels, {pack.bits} bits, brought "
             f"to this shape by {pack.resize!r}, but the recipe wants {wanted_height} x {wanted_width} pixels, "
-            f"{settings.channels} channels, {bits} bits, {settings.resize!r}; use {fix}, or make another pack with "
-            "flatout pack"
+            f"{settings.channels} channels, {bits} bits, {settings.resize!r}; use "
+            f"{' '.join(f'--set {key}={has[key]}' for key in differing)}, or make another pack with flatout pack"
         )
     return pack
 
 
-def _without_file(source: Source, settings: PackSettings, images: np.ndarray, fingerprint: str = "") -> Pack:
-    """Return a pack whose images are in memory."""
+def _of_arrays(source: Source, settings: PackSettings) -> Pack:
+    """Return a pack of arrays that need no change."""
+    # A view of a mapped file must not be read by the file's name: its rows may lie elsewhere.
+    images = np.asarray(source.images)
     return Pack(
         folder=None,
         images=images,
@@ -126,36 +205,20 @@ def _without_file(source: Source, settings: PackSettings, images: np.ndarray, fi
         resize=settings.resize,
         kind=source.kind,
         notes=source.notes,
-        skipped={},
-        was_cached=False,
-        is_decoded=source.files is not None,
-        build_seconds=0.0,
-        fingerprint=fingerprint,
+        fingerprint=fingerprint_of(source.labels, source.splits, crc32s_of(images)),
     )
 
 
 def _in_temporary_folder(source: Source, settings: PackSettings, report: Progress) -> Pack:
     """Return a pack in a file without a name, where the system has that: nothing stays behind a killed process."""
-    folder, owner = temporary_folder()
-
-    def remove() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(owner)
-
-    try:
+    with ExitStack() as stack:
+        folder, owner = temporary_folder()
+        stack.callback(os.close, owner)
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         pack = _build(source, settings, "", folder / "pack", report)
-        if not Path("/proc/self/fd").is_dir():
-            weakref.finalize(pack.images, remove)
-            return pack
-        file = os.open(folder / "pack" / pack_files.IMAGES, os.O_RDONLY)
-        # A text, as np.load follows a Path to the name that is about to go.
-        images = np.load(f"/proc/{os.getpid()}/fd/{file}", mmap_mode="r")
-    except BaseException:
-        remove()
-        raise
-    remove()
-    weakref.finalize(images, os.close, file)
-    return replace(pack, folder=None, images=images)
+        if not has_open_file(pack.images):
+            weakref.finalize(pack.images, stack.pop_all().close)
+    return replace(pack, folder=None)
 
 
 # The cache
@@ -163,12 +226,10 @@ def _in_temporary_folder(source: Source, settings: PackSettings, report: Progres
 
 def _key(data: DataRef | Source, settings: PackSettings, memo: Path | None, report: Progress) -> str:
     """Return the digest of everything that determines the pack, except the treatment of bad images."""
-    from flatout import __version__  # other versions may read the same files in another way
-
-    wanted = [pack_files.FORMAT_VERSION, settings.size, settings.channels, settings.resize, settings.bits]
-    wanted.append(RESIZE_METHOD)
+    wanted = [FORMAT_VERSION, settings.size, settings.channels, settings.resize, settings.bits, RESIZE_METHOD]
     parts = [json.dumps(wanted).encode()]
     if isinstance(data, DataRef):
+        # Other versions may read the same files in another way.
         task = [] if data.task == "auto" else [data.task]
         names = [path.name for path in data.inputs]
         parts.append(json.dumps([data.kind, __version__, data.options, *task, *names]).encode())
@@ -182,37 +243,27 @@ def _key(data: DataRef | Source, settings: PackSettings, memo: Path | None, repo
     return combined_digest(chain([*parts, about], map(np.ndarray.tobytes, data.images)))
 
 
-def _known_key(data: DataRef | Source, settings: PackSettings, cache: Path, report: Progress) -> str:
-    """Return the key of a pack; if it fits, that of the pack of a run whose recipe left task and bits to the data."""
-    memo, general, task = cache / "digests", replace(settings, bits=0), "auto"
-    key = _key(data, settings, memo, report)
-    if isinstance(data, DataRef):
-        task, data = data.task, replace(data, task="auto")
-    if task == "auto" and not settings.bits:
-        return key
-    usual = cache / "packs" / _key(data, general, memo, report)
-    pack = _open_cached(usual, report)
-    is_same = pack and task in ("auto", pack.task) and settings.bits in (0, pack.bits)
-    return usual.name if is_same else key
-
-
-def _from_cache(
-    key: str,
-    data: DataRef | Source,
-    settings: PackSettings,
-    folder: Path,
-    report: Progress,
-) -> Pack:
-    target = folder / "packs" / key
-    pack = _open_cached(target, report)
+def _from_cache(data: DataRef | Source, settings: PackSettings, cache: Path, report: Progress) -> Pack:
+    memo = cache / "digests"
+    target = cache / "packs" / _key(data, settings, memo, report)
+    pack = None
+    task = data.task if isinstance(data, DataRef) else "auto"
+    if settings.bits or task != "auto":
+        # A run whose recipe left bits and task to the data may have made the same pack.
+        usual = replace(data, task="auto") if isinstance(data, DataRef) else data
+        key = _key(usual, replace(settings, bits=0), memo, report)
+        pack = _open_cached(cache / "packs" / key, report)
+        if pack and (settings.bits not in (0, pack.bits) or task not in ("auto", pack.task)):
+            pack = None
+    pack = pack or _open_cached(target, report)
     if pack is None:
         with making(target, _MAKING, report):
             pack = _open_cached(target, report)  # the process that held the lock may have made it
             if pack is None:
                 shutil.rmtree(target, ignore_errors=True)
                 source = data if isinstance(data, Source) else data.read()
-                pack = _in_use(_build(source, settings, key, target, report))
-        for removed in make_room(folder):
+                pack = _in_use(_build(source, settings, target.name, target, report))
+        for removed in make_room(cache):
             report.note(f"removed the least recently used entry from the cache, which is full: {removed.what}")
     _judge(pack.skipped, len(pack.labels) + len(pack.skipped), settings)
     return pack
@@ -220,13 +271,15 @@ def _from_cache(
 
 def _open_cached(target: Path, report: Progress) -> Pack | None:
     """Return the pack if it is there, which it is only when it is complete."""
-    if not target.exists():
-        return None
     try:
+        if not target.exists():
+            return None
         pack = _in_use(open_pack(target))
     except DamagedPack as error:
         report.note(f"rebuilding the damaged cached pack: {error}")
         return None
+    except OSError as error:
+        raise NotWritable(target.parent, error) from None
     with suppress(OSError):  # only a note of the last use
         os.utime(target)
     return pack
@@ -236,38 +289,26 @@ def _in_use(pack: Pack) -> Pack:
     """Mark a cached pack as used while its images exist, so that it is not removed to make room."""
     assert pack.folder is not None
     with suppress(OSError):  # some network file systems have no locks
-        descriptor = lock(pack.folder / pack_files.DESCRIPTION, shared=True)
+        descriptor = lock(pack.folder / DESCRIPTION, shared=True)
         assert descriptor is not None
         weakref.finalize(pack.images, os.close, descriptor)
     return pack
 
 
-def _beside(target: Path, suffix: str) -> Path:
-    return target.with_name(target.name + suffix)
-
-
 # Building
 
 
-def _build(
-    source: Source,
-    settings: PackSettings,
-    key: str,
-    target: Path,
-    report: Progress,
-) -> Pack:
-    """Make the pack beside its place, then rename it."""
+def _build(source: Source, settings: PackSettings, key: str, target: Path, report: Progress) -> Pack:
+    """Make the pack next to its place, then rename it."""
     import torch  # noqa: F401 - takes seconds to load, which are no part of the rate of packing
-
-    from flatout import __version__
 
     started = time.perf_counter()
     _refuse_channels(source, settings)
     bits = settings.bits or bits_of(source)
-    unfinished = _beside(target, ".partial")
+    unfinished = target.with_name(target.name + ".partial")
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
-        blocks, bad = pack_files.write_images(
+        blocks, bad = write_images(
             unfinished,
             count=len(source),
             image_shape=settings.image_shape,
@@ -300,9 +341,11 @@ def _build(
             "blocks": blocks,
             "build_seconds": time.perf_counter() - started,
         }
-        pack_files.publish(unfinished, target, kept.labels, description)
-    except OSError as error:
+        publish(unfinished, target, kept.labels, description)
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         if error.errno in NO_SPACE:
             needed = len(source) * int(np.prod(settings.image_shape)) * bits // 8
             free = shutil.disk_usage(target.parent).free
@@ -338,16 +381,16 @@ def _refuse_channels(source: Source, settings: PackSettings) -> None:
 
 
 def _fill(
-    source: Source, settings: PackSettings, highest: int, samples: Sequence[int] | np.ndarray, out: np.ndarray
+    source: Source, settings: PackSettings, highest: int, samples: Sequence[int], out: np.ndarray
 ) -> dict[int, str]:
-    """Put samples, of arrays consecutive ones, into `out` [n, H, W, C]; return index -> reason of the bad ones."""
+    """Put consecutive samples into `out` [n, H, W, C]; return index -> reason of the bad ones."""
     how: dict[str, Any] = {key: getattr(settings, key) for key in ("size", "channels", "resize", "bits")}
     bad: dict[int, str] = {}
     if (images := source.images) is not None:
         out[:] = resize_images(with_bits(images[samples[0] : samples[-1] + 1], settings.bits, highest), **how)
-        if isinstance(images, np.memmap) and images.mode == "r" and hasattr(mmap, "MADV_DONTNEED"):
+        if isinstance(images.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             # Pages read through the map no longer count as memory of this process; touching them brings them back.
-            images._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
+            images.base.madvise(mmap.MADV_DONTNEED)
     else:
         assert source.files is not None
         for target, index in zip(out, samples, strict=True):
@@ -373,8 +416,3 @@ def _judge(skipped: dict[str, str], total: int, settings: PackSettings) -> None:
             f"{len(lines):,} of {total:,} images ({share:.2%}) cannot be used, more than data.max_bad_share = "
             f"{allowed} ({allowed:.2%}) allows; repair them or raise it:\n" + "\n".join([*lines[:_EXAMPLES], *more])
         )
-
-
-def _refuse_existing(folder: Path) -> None:
-    if folder.exists():
-        raise InputError(f"{folder}: exists; choose another --out, or delete it")

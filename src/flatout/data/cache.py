@@ -1,25 +1,30 @@
-"""The folder for what can be made again (packs, downloads, compiled programs), its limit, and temporary folders.
+"""The folder for what can be made again (packs, downloads, compiled programs): keys, locks and its limit.
 
-Packs and downloads by URL are folders called KEY, with KEY.partial and KEY.lock beside them while they are made.
+Packs and downloads by URL are folders called KEY, with KEY.partial and KEY.lock next to them while they are made.
 """
 
 import contextlib
-import fcntl
+import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from flatout.errors import InputError
+from flatout.errors import DiskFull, InputError
+from flatout.files import lock, write_atomically
+from flatout.host import usable_cores
 from flatout.settings import Size, sides, typed
 
 if TYPE_CHECKING:
-    from flatout.data.pack import Progress
+    from flatout.data.members import Encoded
 
 LIMIT = "FLATOUT_CACHE_LIMIT"
 _LIMIT_SHARE = 0.2
@@ -28,6 +33,34 @@ _OWNER = ".owner"
 # What describes a complete entry, and is locked while the entry is used.
 DOWNLOAD = ".download.json"
 _DESCRIPTIONS = {"packs": "pack.json", "remote": DOWNLOAD}
+
+DIGEST_BYTES = 20
+_FILES_PER_TASK = 64
+# Larger files have the digest of the digests of their parts, which are read on all cores: a data set may be one file.
+_PART_BYTES = 1 << 23
+# A file changed twice within one tick of the file system's clock looks the same as after the first change, so digests
+# are only remembered once the files have rested. Ticks are 10 ms at most, or 2 s where times are whole seconds.
+_RESTED_NS = 10**8
+_RESTED_NS_COARSE = 25 * 10**8
+
+
+class Progress(Protocol):
+    """Whatever shows progress to the user."""
+
+    def update(self, done: int, total: int, unit: str = "images") -> None:
+        """Show how much is done; called often."""
+
+    def note(self, text: str) -> None:
+        """Show one sentence."""
+
+
+class NotWritable(InputError):
+    """An entry of the cache, or a pack elsewhere, cannot be written."""
+
+    def __init__(self, folder: Path, error: OSError) -> None:
+        super().__init__(
+            f"{folder}: cannot be written ({error.strerror}); choose another folder (for the cache: set FLATOUT_CACHE)"
+        )
 
 
 def cache_folder() -> Path:
@@ -41,7 +74,7 @@ def limit_bytes(folder: Path) -> int:
     """Return the most bytes that limited entries may take: FLATOUT_CACHE_LIMIT, or else 20 % of the disk's capacity.
 
     Raises:
-        InputError: FLATOUT_CACHE_LIMIT is no size.
+        InputError: FLATOUT_CACHE_LIMIT is not a size.
     """
     text = os.environ.get(LIMIT, "").strip()
     if not text:
@@ -50,22 +83,6 @@ def limit_bytes(folder: Path) -> int:
     if match is None:
         raise InputError(f"{LIMIT} = {text!r}: must be a size such as 50GB or 500MB")
     return int(float(match[1]) * _UNITS[match[2]])
-
-
-def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
-    """Lock a file until the returned descriptor is closed or the process ends; None where another holds it.
-
-    The file is made if it is missing and the lock is not `shared`, that is, compatible with other shared locks.
-    """
-    descriptor = os.open(path, os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            return None
-        raise
-    return descriptor
 
 
 def temporary_folder() -> tuple[Path, int]:
@@ -83,17 +100,8 @@ def temporary_folder() -> tuple[Path, int]:
     return folder, descriptor
 
 
-class NotWritable(InputError):
-    """An entry of the cache, or a pack elsewhere, cannot be written."""
-
-    def __init__(self, folder: Path, error: OSError) -> None:
-        super().__init__(
-            f"{folder}: cannot be written ({error.strerror}); choose another folder (for the cache: set FLATOUT_CACHE)"
-        )
-
-
 @contextlib.contextmanager
-def making(target: Path, doing: str, report: "Progress") -> Iterator[None]:
+def making(target: Path, doing: str, report: Progress) -> Iterator[None]:
     """Hold the right to make a folder, which ends with the process; wait, with a note, while another one has it.
 
     Raises:
@@ -115,6 +123,9 @@ def making(target: Path, doing: str, report: "Progress") -> Iterator[None]:
         os.close(descriptor)
 
 
+# Entries
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """A file or folder in the cache: its last use in seconds since 1970, and whether it counts for the limit."""
@@ -127,12 +138,15 @@ class Entry:
 
 
 def entries(folder: Path | None = None) -> list[Entry]:
-    """Return what is in the cache, least recently used first."""
+    """List the cache, least recently used first. Other processes may remove or rename entries at the same time."""
     folder = folder or cache_folder()
-    limited = {path for kind in _DESCRIPTIONS for path in folder.glob(f"{kind}/*") if path.is_dir()}
-    others = (*folder.glob("downloads/*"), *folder.glob("*"))
-    others = [path for path in others if path.name not in (*_DESCRIPTIONS, "downloads")]
-    found = [_entry(path, is_limited=path in limited) for path in (*limited, *others)]
+    limited = [path for kind in _DESCRIPTIONS for path in _inside(folder / kind) if path.is_dir()]
+    folders = (*_DESCRIPTIONS, "downloads")
+    others = [path for path in (*_inside(folder / "downloads"), *_inside(folder)) if path.name not in folders]
+    found = []
+    for path in (*limited, *others):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(_entry(path, is_limited=path in limited))
     return sorted(found, key=lambda entry: entry.used)
 
 
@@ -157,15 +171,26 @@ def make_room(folder: Path) -> list[Entry]:
     return removed
 
 
+def _inside(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
 def _entry(path: Path, *, is_limited: bool) -> Entry:
-    size_bytes = sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
+    used, size_bytes = path.stat().st_mtime, 0
+    files = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+    for file in files if path.is_dir() else (path,):
+        with contextlib.suppress(FileNotFoundError):
+            size_bytes += file.stat().st_size
     what = path.parent.name if path.parent.name == "downloads" else path.name
     if is_limited:
         try:
             what = _described(path)
         except (OSError, ValueError, LookupError, TypeError, InputError):
             what = {"packs": "incomplete pack", "remote": "incomplete download"}[path.parent.name]
-    return Entry(path=path, what=what, size_bytes=size_bytes, used=path.stat().st_mtime, is_limited=is_limited)
+    return Entry(path=path, what=what, size_bytes=size_bytes, used=used, is_limited=is_limited)
 
 
 def _described(path: Path) -> str:
@@ -196,3 +221,101 @@ def _remove(entry: Entry) -> bool:
             if descriptor is not None:
                 os.close(descriptor)
     return True
+
+
+# Keys
+
+
+def combined_digest(parts: Iterable[bytes]) -> str:
+    """Return one hexadecimal digest of several pieces, which also depends on where one ends and the next begins."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def digest_files(paths: "Sequence[Encoded]", *, memo: Path | None, report: Progress | None = None) -> Iterator[bytes]:
+    """Return the BLAKE2b digest of each file's content, in the order of `paths`, reading on all cores.
+
+    Args:
+        paths: the files; images in containers are found by the content of these instead.
+        memo: a folder to remember the digests in, made if need be. If size, inode and times of modification and status
+            change of all files are unchanged, none is read again. Where it cannot be written, everything is read.
+        report: receives the number of files read.
+
+    Returns:
+        A digest of DIGEST_BYTES bytes for each file. A file that cannot be read has the digest of the reason; it is
+        reported when it is decoded.
+    """
+    known = memo and memo / combined_digest(os.fsencode(f"{_stamp(name)} {name}") for name in map(_name, paths))
+    digests = b""
+    if known:
+        with contextlib.suppress(OSError):
+            digests = known.read_bytes()
+    if len(digests) != DIGEST_BYTES * len(paths):
+        digests, are_settled = _read_digests(paths, report)
+        if known and are_settled:
+            with contextlib.suppress(OSError, InputError, DiskFull):  # it only saves time
+                known.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(known, digests)
+    return (digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
+
+
+def _read_digests(paths: "Sequence[Encoded]", report: Progress | None) -> tuple[bytes, bool]:
+    """Return the digests of files, and whether their stamps may stand for them."""
+    digests, are_settled, cores = bytearray(), True, usable_cores()
+    step = max(1, min(_FILES_PER_TASK, len(paths) // cores))
+
+    def read(start: int) -> list[tuple[bytes, bool]]:
+        return [_digest(_name(path), max(1, cores // len(paths))) for path in paths[start : start + step]]
+
+    with ThreadPoolExecutor(cores) as pool:
+        for results in pool.map(read, range(0, len(paths), step)):
+            digests += b"".join(digest for digest, _ in results)
+            are_settled = are_settled and all(is_settled for _, is_settled in results)
+            if report is not None:
+                report.update(len(digests) // DIGEST_BYTES, len(paths), "files")
+    return bytes(digests), are_settled
+
+
+def _name(path: "Encoded") -> str:
+    """Return a file's absolute path."""
+    assert isinstance(path, Path)
+    return os.path.abspath(path)  # noqa: PTH100 - Path.absolute keeps "..", Path.resolve is slow
+
+
+def _stamp(name: str) -> tuple[int, int, int, int]:
+    """Return size, times and inode; zeros for what is not a regular file."""
+    try:
+        status = os.stat(name)  # noqa: PTH116 - twice as fast as Path.stat, and called for every file of a data set
+    except OSError:
+        return 0, 0, 0, 0
+    if not stat.S_ISREG(status.st_mode):
+        return 0, 0, 0, 0
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def _digest(name: str, threads: int) -> tuple[bytes, bool]:
+    """Return the digest of a file, of which so many parts are read at once, and whether its stamp may stand for it."""
+    now_ns, before = time.time_ns(), _stamp(name)
+    size_bytes, _, changed_ns, _ = before
+    if not any(before):  # reading a FIFO or a device might never end
+        return _blake2b(b"not a regular file"), False
+    try:
+        with open(name, "rb", buffering=0) as file:  # noqa: PTH123 - faster than Path.open
+            if size_bytes <= _PART_BYTES:
+                digest = _blake2b(os.pread(file.fileno(), size_bytes, 0))
+            else:
+                with ThreadPoolExecutor(threads) as pool:
+                    starts = range(0, size_bytes, _PART_BYTES)
+                    parts = pool.map(lambda start: _blake2b(os.pread(file.fileno(), _PART_BYTES, start)), starts)
+                    digest = _blake2b(b"".join(parts))
+    except OSError as error:
+        return _blake2b(f"cannot be read: {error.errno}".encode()), False
+    is_rested = now_ns - changed_ns > (_RESTED_NS if changed_ns % 10**9 else _RESTED_NS_COARSE)
+    return digest, is_rested and _stamp(name) == before
+
+
+def _blake2b(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()

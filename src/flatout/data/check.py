@@ -220,7 +220,7 @@ def _look_at(path: Encoded) -> _Look | str:
 
 
 def _look_at_arrays(images: np.ndarray) -> Iterator[near.Looks]:
-    from flatout.data.resize import resize_images
+    from flatout.data.pixels import resize_images
 
     how = {"size": near.SIZE, "channels": images.shape[-1], "resize": "squash", "bits": 8 * images.itemsize}
     for start in range(0, len(images), _IMAGES_AT_ONCE):

@@ -1,34 +1,47 @@
 """One image file as one array: decoded, turned upright, brought to its channels, bits and size.
 
-JPEG files, nearly all of what people train on, are decoded by libjpeg-turbo (simplejpeg); `.npy` files and TIFF files
-of many bands, or of several with 16 bits, by `data.bands`; everything else by Pillow (`data.pillow`). All then go
-through one resize (`data.resize`).
-Everything expensive runs in compiled code that releases the GIL, so threads use all cores.
+JPEG files, nearly all of what people train on, are decoded by libjpeg-turbo (simplejpeg); `.npy` files by NumPy; TIFF
+files of which Pillow would lose bands or bits by tifffile; everything else by Pillow. All then go through one resize
+(`data.pixels`). Everything expensive runs in compiled code that releases the GIL, so threads use all cores.
 
 Unusual images are always treated in the same way: EXIF orientation is applied; CMYK and YCCK are converted to RGB;
-transparency is laid over white, unless there are 4 channels; of an animation the first frame is taken. A file that is
-damaged, incomplete, no image, or larger than the limit is a `BadImage` with the reason.
+transparency is composed over white, unless there are 4 channels; of an animation the first frame is taken. A file that
+is damaged, incomplete, not an image, or larger than the limit is a `BadImage` with the reason.
 
 Shape letters: N images, H height, W width, C channels.
 """
 
-import contextlib
 import io
+import logging
+import math
+import os
+import re
 import stat
+import threading
+import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
+import simplejpeg
+from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
-from flatout.data import bands, pillow
-from flatout.data.bands import BadImage
-from flatout.data.limits import LARGE_PIXELS, MAX_FILE_BYTES, ONE_LARGE_IMAGE, refuse_size
-from flatout.data.pillow import EXIF_ORIENTATION, STRICT_PILLOW
-from flatout.data.pixels import with_bits
-from flatout.data.resize import MIN_REDUCTION_LEFT, TURNED, Target, placed_in, resized_to, upright, with_channels
+from flatout.data.pixels import (
+    MIN_REDUCTION_LEFT,
+    TURNED,
+    BadImage,
+    Target,
+    placed_in,
+    resized_to,
+    upright,
+    with_bits,
+    with_channels,
+)
+from flatout.errors import InputError
 from flatout.settings import Size, sides
 
 if TYPE_CHECKING:
@@ -42,21 +55,52 @@ RESIZE_METHOD = (
     "factor first where at least 2.6 times the target remains; 16-bit grey by its bits in use; version 4; "
     "16 bits in 32-bit floats"
 )
-
+# Chroma is replicated rather than interpolated where the whole reduction is at least this.
+MIN_REDUCTION_FOR_REPLICATED_CHROMA = 2
 # Files whose headers are read to find the usual shape, channels and bits.
 SAMPLED = 64
 
-# Chroma is replicated rather than interpolated where the whole reduction is at least this.
-MIN_REDUCTION_FOR_REPLICATED_CHROMA = 2
+# Limits, which keep damaged and hostile files from taking the memory.
+LIMIT = "FLATOUT_MAX_PIXELS"
+# Larger images (512 MiB of RGB) are refused from the header, before memory is taken; Pillow's limit for an error.
+MAX_PIXELS = 2 * 89_478_485
+# Larger images of other formats than JPEG are decoded one at a time, and averaged before they are resized.
+LARGE_PIXELS = 2**25
+# Larger files are refused without reading them: some other file, named as an image.
+MAX_FILE_BYTES = 2**31
+# Arrays that would take more bytes are refused before they take memory.
+MAX_ARRAY_BYTES = 2**31
+_ONE_LARGE_IMAGE = threading.Lock()
 
 JPEG_START = b"\xff\xd8\xff"
+NPY_START = b"\x93NUMPY"
+TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+EXIF_ORIENTATION = 0x0112
 _EXIF_WITHIN_BYTES = 2**18
-# The headers of most files are no longer; those of JPEG files with a thumbnail are.
-_HEADER_BYTES = 4096
-
+# Enough to tell formats.
+_START_BYTES = 512
 # libjpeg's warnings that mean lost pixels. The others (an odd JFIF version, stray bytes between segments) do not, and
 # such files are common: Pillow decodes those, and itself refuses an incomplete file.
 _JPEG_LOST_PIXELS = ("premature end", "bad huffman code", "instead of rst")
+# An `.npy` file with fewer rows than columns and channels, and no more than these, has its channels first.
+_MOST_ROWS_OF_CHANNELS = 16
+# Tags of TIFF 6.0, and the values that make the bands a picture: grey or RGB, and the kinds of an alpha band.
+_WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC, _SAMPLES, _EXTRA, _FORMAT = 256, 257, 258, 262, 277, 338, 339
+_GREY, _RGB, _ALPHA, _UNSIGNED = (0, 1), 2, (1, 2), 1
+
+_HEIF = re.compile(rb"....ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.DOTALL)
+# What lies in folders of images without being one: patterns of the first bytes in lower case, and the message.
+_STRANGERS = {
+    rb"\s*(\xef\xbb\xbf)?\s*(<!doctype html|.*<html)": "is HTML, not an image",
+    rb"\s*(\xef\xbb\xbf)?\s*(<svg|<\?xml)": "is XML or SVG, which is not supported",
+    rb"version https://git-lfs": "is a pointer of Git LFS, not an image: run git lfs pull",
+    _HEIF.pattern: "is HEIC, which needs the package pillow-heif: pip install pillow-heif",
+    rb"....ftypavi[fs]": "is AVIF, which this Pillow cannot decode: pip install pillow-avif-plugin, or a newer Pillow",
+    rb"riff....webp": "is WebP, which this Pillow cannot decode: install a Pillow that has WebP",
+    rb"ii[*+]\0|mm\0[*+]": (
+        "is a damaged TIFF file, or one of a rare kind, such as floating-point bands: convert it to 8 or 16 bits"
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,77 +138,47 @@ def decode_image(path: "Encoded | bytes", *, size: Size, channels: int, resize: 
     docs/data.md has the largest differences from Pillow's `convert`, `crop` and `resize(..., BILINEAR)`.
 
     Raises:
-        BadImage: the file cannot be read, is no image, is damaged or incomplete, too large, of an unsupported kind, or
-            has other channels.
+        BadImage: the file cannot be read, is not an image, is damaged or incomplete, too large, of an unsupported kind,
+            or has other channels.
     """
     target = Target(*sides(size), channels, resize, bits)
     data = path if isinstance(path, bytes) else read_file(path)
-    image = _decode_jpeg(data, target) if data.startswith(JPEG_START) else _decode_bands(data, target)
-    return image if image is not None else pillow.decode(data, target)
+    image = _decode_jpeg(data, target) if data.startswith(JPEG_START) else _decode_array(data, target)
+    return image if image is not None else _decode_with_pillow(data, target)
 
 
 def read_header(path: "Encoded | bytes") -> ImageHeader:
     """Return the header of an image file, a part of a container, or bytes, without decoding the image.
 
     Raises:
-        BadImage: the file cannot be read, is no image, or too large.
+        BadImage: the file cannot be read, is not an image, or too large.
     """
-    if isinstance(path, Path):
-        start = read_file(path, length=_HEADER_BYTES)
-        if header := _usual_jpeg_header(start):
-            return header
-    else:
-        path = path if isinstance(path, bytes) else read_file(path)
-        start = path[:_HEADER_BYTES]
+    if not isinstance(path, bytes | Path):
+        path = read_file(path)
+    start = path[:_START_BYTES] if isinstance(path, bytes) else read_file(path, length=_START_BYTES)
     with io.BytesIO(path) if isinstance(path, bytes) else path.open("rb") as file, STRICT_PILLOW:
-        found = bands.read_header(file, start)
+        found = _array_header(file, start)
         if found and (not found.is_picture or found.type.itemsize == 2):
             refuse_size(found.width, found.height)
             width, height = _turned(found.width, found.height, found.orientation)
             mode, bits = f"{found.channels} x {found.type}", 8 * found.type.itemsize
             return ImageHeader(width=width, height=height, mode=mode, channels=found.channels, bits=bits)
         file.seek(0)
-        with pillow.open_image(file, start) as image:
+        with _open_with_pillow(file, start) as image:
             # Some versions of Pillow have turned the size already, of TIFF images alone.
-            size = (tags[256], tags[257]) if (tags := getattr(image, "tag_v2", None)) else image.size
-            width, height = _turned(*size, pillow.orientation_of(image))
-            is_grey = image.mode in ("1", "L", "LA", "La") or image.mode.startswith("I")
-            bits = 16 if image.mode.startswith("I") else 8
-            return ImageHeader(width=width, height=height, mode=image.mode, channels=1 if is_grey else 3, bits=bits)
-
-
-def _usual_jpeg_header(start: bytes) -> ImageHeader | None:
-    """Return the header of a JPEG file from its first bytes, several times as fast as Pillow; None if they are too few.
-
-    The EXIF orientation comes before the size, so that it is among them.
-    """
-    import simplejpeg
-
-    if not start.startswith(JPEG_START):
-        return None
-    try:
-        header = simplejpeg.decode_jpeg_header(start)
-    except ValueError:
-        return None
-    height, width, colorspace = int(header[0]), int(header[1]), header[2]
-    mode = {"Gray": "L", "YCbCr": "RGB", "RGB": "RGB"}.get(colorspace)
-    if mode is None:
-        return None
-    refuse_size(int(width), int(height))
-    width, height = _turned(width, height, _jpeg_orientation(start))
-    return ImageHeader(width=width, height=height, mode=mode, channels=1 if mode == "L" else 3, bits=8)
-
-
-def _turned(width: int, height: int, orientation: int) -> tuple[int, int]:
-    """Return width and height of the upright image."""
-    return (height, width) if orientation in TURNED else (width, height)
+            size = (tags[_WIDTH], tags[_HEIGHT]) if (tags := getattr(image, "tag_v2", None)) else image.size
+            width, height = _turned(*size, _orientation_of(image))
+            is_deep = image.mode.startswith("I")
+            channels = 1 if is_deep or image.mode in ("1", "L", "LA", "La") else 3
+            bits = 16 if is_deep else 8
+            return ImageHeader(width=width, height=height, mode=image.mode, channels=channels, bits=bits)
 
 
 def read_headers(paths: "Sequence[Encoded]") -> list[ImageHeader]:
     """Return the headers of up to `SAMPLED` files, spread evenly; those that cannot be read are left out."""
     headers = []
     for position in np.unique(np.linspace(0, len(paths) - 1, min(len(paths), SAMPLED)).astype(int)):
-        with contextlib.suppress(BadImage):
+        with suppress(BadImage):
             headers.append(read_header(paths[position]))
     return headers
 
@@ -173,7 +187,7 @@ def read_file(path: "Encoded", length: int = -1) -> bytes:
     """Return the first `length` bytes of a file, or all of a file or a part of a container.
 
     Raises:
-        BadImage: it cannot be read, is empty, too large or no regular file.
+        BadImage: it cannot be read, is empty, too large or not a regular file.
     """
     try:
         if isinstance(path, Path):
@@ -193,13 +207,27 @@ def read_file(path: "Encoded", length: int = -1) -> bytes:
     return data
 
 
+def refuse_size(width: int, height: int) -> None:
+    """Raise BadImage if an image has no pixels, or more than FLATOUT_MAX_PIXELS; InputError if that is not a number."""
+    text = os.environ.get(LIMIT, "").replace("_", "").replace(",", "").strip()
+    if text and not (text.isdigit() and int(text)):
+        raise InputError(f"{LIMIT} = {text!r}: must be a number of pixels, such as 400000000")
+    most = int(text or MAX_PIXELS)
+    if width < 1 or height < 1:
+        raise BadImage(f"has {width} x {height} pixels")
+    if width * height > most:
+        raise BadImage(f"has {width} x {height} pixels, more than {most:,}, the limit ({LIMIT} sets it)")
+
+
+def _turned(width: int, height: int, orientation: int) -> tuple[int, int]:
+    return (height, width) if orientation in TURNED else (width, height)
+
+
 # JPEG
 
 
 def _decode_jpeg(data: bytes, target: Target) -> np.ndarray | None:
     """Return the image, or None where it is a rare kind that Pillow must decode."""
-    import simplejpeg
-
     orientation = _jpeg_orientation(data)
     target = target.turned(orientation)
     try:
@@ -235,35 +263,257 @@ def _decode_jpeg(data: bytes, target: Target) -> np.ndarray | None:
 
 
 def _jpeg_orientation(data: bytes) -> int:
-    """Return the EXIF orientation (1 is upright)."""
-    from PIL import Image
-
     start = data.find(b"Exif\0\0", 0, _EXIF_WITHIN_BYTES)
     if start >= 0:
-        with STRICT_PILLOW, contextlib.suppress(Exception):  # damaged metadata does not spoil the pixels
+        with STRICT_PILLOW, suppress(Exception):  # damaged metadata does not spoil the pixels
             exif = Image.Exif()
             exif.load(data[start : start + 2**16])
             return int(exif.get(EXIF_ORIENTATION, 1))
     return 1
 
 
-# Arrays and bands
+# Arrays of numbers: `.npy` files, and TIFF files of any number of bands
 
 
-def _decode_bands(data: bytes, target: Target) -> np.ndarray | None:
+class _ArrayHeader(NamedTuple):
+    """The header of a `.npy` file or of a TIFF file of several bands.
+
+    `is_picture`: Pillow can decode it, if not with all of its bands, or with 8 bits only. `has_alpha`: a band is
+    transparency, or the colours are others than grey or RGB. `orientation` is that of EXIF, which is not applied yet.
+    """
+
+    height: int
+    width: int
+    channels: int
+    type: np.dtype
+    is_picture: bool = False
+    has_alpha: bool = False
+    orientation: int = 1
+
+
+def _decode_array(data: bytes, target: Target) -> np.ndarray | None:
     """Return the image of a `.npy` file, or of a TIFF file of which Pillow would lose bands or bits; else None."""
     with io.BytesIO(data) as file:
-        found = bands.read_header(file, data)
-    if found is None or _is_for_pillow(found, target):
+        found = _array_header(file, data)
+    if found is None:
+        return None
+    is_plain = target.channels in (1, 3)
+    if found.is_picture and found.type.itemsize == 1:
+        is_for_pillow = is_plain or found.has_alpha or found.channels != target.channels
+    else:
+        is_for_pillow = found.is_picture and is_plain and target.bits == 8
+    if is_for_pillow:
         return None
     refuse_size(found.width, found.height)
-    is_large = found.width * found.height * found.channels > 3 * LARGE_PIXELS
-    with ONE_LARGE_IMAGE if is_large else nullcontext():
-        return resized_to(upright(bands.read(data, found), found.orientation)[None], target)[0]
+    if math.prod(found[:3]) * found.type.itemsize > MAX_ARRAY_BYTES:
+        raise BadImage(f"has {found.channels} channels of {found.height} x {found.width} pixels, more than 2 GiB")
+    is_large = math.prod(found[:3]) > 3 * LARGE_PIXELS
+    with _ONE_LARGE_IMAGE if is_large else nullcontext():
+        image_HWC = _read_npy(data) if data.startswith(NPY_START) else _read_tiff(data)
+        return resized_to(upright(image_HWC, found.orientation)[None], target)[0]
 
 
-def _is_for_pillow(found: bands.Header, target: Target) -> bool:
-    """Whether Pillow decodes a file without loss of what the target has."""
-    if found.is_picture and found.type.itemsize == 1:
-        return target.channels in (1, 3) or found.has_alpha or found.channels != target.channels
-    return found.is_picture and target.channels in (1, 3) and target.bits == 8
+def _array_header(file: BinaryIO, start: bytes) -> _ArrayHeader | None:
+    """Return the header of a `.npy` or TIFF file; None for others, and for TIFF files that are left to Pillow."""
+    if start.startswith(NPY_START):
+        shape, _, dtype = _npy_header(file)
+        return _ArrayHeader(shape[0], shape[1], shape[2] if len(shape) == 3 else 1, dtype)
+    if start.startswith(TIFF_STARTS):
+        with suppress(Exception):  # Pillow names what is damaged
+            return _tiff_header(file)
+    return None
+
+
+def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Return shape, order and type of the array of a `.npy` file, which is checked to be an image."""
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read(file)
+    except Exception as error:  # NumPy raises nearly every built-in error on a damaged header
+        raise BadImage(f"is a damaged NumPy file: {error}") from None
+    if dtype.hasobject:
+        raise BadImage("holds Python objects, which could run code when read; save plain numbers")
+    if dtype.newbyteorder("=") not in (np.uint8, np.uint16, np.bool_):
+        raise BadImage(f"holds {dtype} values; save uint8 or uint16")
+    if len(shape) not in (2, 3) or min(shape) < 1:
+        raise BadImage(f"holds an array of shape {shape}; save one image as [height, width] or [height, width, C]")
+    if len(shape) == 3 and shape[0] < min(shape[1:]) and shape[0] <= _MOST_ROWS_OF_CHANNELS < shape[2]:
+        raise BadImage(f"holds an array of shape {shape}, channels first by its looks; save it as [height, width, C]")
+    return shape, is_fortran, dtype
+
+
+def _read_npy(data: bytes) -> np.ndarray:
+    file = io.BytesIO(data)
+    shape, is_fortran, dtype = _npy_header(file)
+    # The length of the file decides, so that a wrong header cannot ask for memory.
+    needed, there = math.prod(shape) * dtype.itemsize, len(data) - file.tell()
+    if needed != there:
+        raise BadImage(f"is a damaged NumPy file: its header promises {needed:,} bytes, and {there:,} are there")
+    pixels = np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if is_fortran else "C")
+    if dtype == np.bool_:
+        pixels = pixels * np.uint8(255)
+    pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
+    return np.ascontiguousarray(pixels.reshape(*shape[:2], -1))
+
+
+def _tiff_header(file: BinaryIO) -> _ArrayHeader | None:
+    start = file.read(8)
+    if 43 in start[2:4]:  # BigTIFF
+        start += file.read(8)
+    tags = ImageFileDirectory_v2(start)
+    file.seek(tags.next)
+    tags.load(file)
+    samples, bits = int(tags.get(_SAMPLES, 1)), set(tags.get(_BITS, (1,)))
+    if samples < 2 or not (bits <= {8} or bits <= {16}) or set(tags.get(_FORMAT, (_UNSIGNED,))) != {_UNSIGNED}:
+        return None
+    is_grey, is_rgb = tags.get(_PHOTOMETRIC) in _GREY, tags.get(_PHOTOMETRIC) == _RGB
+    return _ArrayHeader(
+        height=int(tags[_HEIGHT]),
+        width=int(tags[_WIDTH]),
+        channels=samples,
+        type=np.dtype(np.uint16 if bits == {16} else np.uint8),
+        is_picture=samples <= 4 and not (is_grey and (samples > 2 or bits == {16})) and not (is_rgb and samples < 3),
+        has_alpha=bool(set(tags.get(_EXTRA, ())) & set(_ALPHA)) or not (is_grey or is_rgb),
+        orientation=int(tags.get(EXIF_ORIENTATION, 1)),
+    )
+
+
+def _read_tiff(data: bytes) -> np.ndarray:
+    import tifffile
+
+    # What it logs about damaged files becomes the reason, or does not matter.
+    logging.getLogger("tifffile").addHandler(logging.NullHandler())
+    try:
+        with tifffile.TiffFile(io.BytesIO(data)) as file:
+            page = file.pages.first
+            parts = zip(page.dataoffsets, page.databytecounts, strict=True)
+            if not all(offset + count <= len(data) for offset, count in parts):
+                raise BadImage("is truncated: some of its pixels are not there")
+            axes, pixels = page.axes, page.asarray(maxworkers=1)
+    except (BadImage, MemoryError):
+        raise
+    except Exception as error:  # as with Pillow, any error here means a damaged file, or a missing package
+        if "imagecodecs" in str(error):
+            raise BadImage(f"needs the package imagecodecs, pip install imagecodecs: {error}") from None
+        raise BadImage(f"is truncated or damaged: {error}") from None
+    if axes not in ("YXS", "SYX"):
+        raise BadImage(f"has bands in the order {axes}; save them as YXS or SYX")
+    return np.ascontiguousarray(pixels if axes == "YXS" else pixels.transpose(1, 2, 0))
+
+
+# All other formats
+
+
+class _StrictPillow:
+    """While active, Pillow refuses incomplete files, leaves the limit of pixels to us, and emits no warnings.
+
+    These are settings of the whole process: the first thread changes them, the last one restores them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", module=r"PIL\.")
+                self._before.callback(setattr, ImageFile, "LOAD_TRUNCATED_IMAGES", ImageFile.LOAD_TRUNCATED_IMAGES)
+                self._before.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+                ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS = False, None
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._before.close()
+
+
+STRICT_PILLOW = _StrictPillow()
+
+
+def _decode_with_pillow(data: bytes, target: Target) -> np.ndarray:
+    with STRICT_PILLOW:
+        image = _open_with_pillow(io.BytesIO(data), data)
+        with _ONE_LARGE_IMAGE if image.width * image.height > LARGE_PIXELS else nullcontext(), image:
+            try:
+                image.load()
+                orientation = _orientation_of(image)
+                target = target.turned(orientation)
+                image_HWC = _to_array(image, target)
+            except (BadImage, MemoryError):
+                raise
+            except Exception as error:  # as for the header: any error here means a damaged file
+                raise BadImage(f"is truncated or damaged: {error}") from None
+    del image  # and its memory, before the resize takes some
+    return upright(resized_to(image_HWC[None], target)[0], orientation)
+
+
+def _open_with_pillow(file: BinaryIO, start: bytes) -> Image.Image:
+    """Return an image of which only the header has been read and checked."""
+    if _HEIF.match(start):
+        with suppress(ImportError):
+            import pillow_heif  # pyright: ignore[reportMissingImports]
+
+            pillow_heif.register_heif_opener()
+    try:
+        image = Image.open(file)
+    except UnidentifiedImageError:
+        start = start[:_START_BYTES]
+        known = (message for pattern, message in _STRANGERS.items() if re.match(pattern, start.lower(), re.DOTALL))
+        raise BadImage(next(known, f"is not an image of a known format (it begins with {start[:8]!r})")) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's many formats raise nearly every built-in error on a damaged header
+        raise BadImage(f"is truncated or damaged: {error}") from None
+    try:
+        refuse_size(image.width, image.height)
+        if start.startswith(TIFF_STARTS):
+            boxes = [tile[1] for tile in getattr(image, "tile", ())]
+            stored = sum((right - left) * (bottom - top) for left, top, right, bottom in boxes)
+            if stored < image.width * image.height:
+                raise BadImage("is truncated or damaged: some of its pixels are not there")
+    except BadImage:
+        image.close()
+        raise
+    return image
+
+
+def _orientation_of(image: Image.Image) -> int:
+    try:
+        return int(image.getexif().get(EXIF_ORIENTATION, 1))
+    except Exception:  # damaged metadata does not spoil the pixels
+        return 1
+
+
+def _to_array(image: Image.Image, target: Target) -> np.ndarray:
+    """Return a loaded image as uint8 [H, W, 1, 3 or 4], or uint16 [H, W, 1]; a large one averaged by a whole factor."""
+    if image.mode == "F":
+        raise BadImage("has floating-point pixels, which have no agreed range; convert it to 8 or 16 bits")
+    if image.mode.startswith("I"):
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 0xFFFF:
+            raise BadImage("has 32-bit or negative pixels, which have no agreed range; convert it to 8 or 16 bits")
+        values = values.astype(np.uint16)
+        if target.bits == 16:
+            return values[..., None]
+        image = Image.fromarray(with_bits(values, 8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        if target.channels != 4:
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    else:
+        mode = "L" if image.mode in ("1", "L") else "RGB"
+        image = image if image.mode == mode else image.convert(mode)
+        image = image.convert("RGBA") if target.channels == 4 else image
+    if image.width * image.height > LARGE_PIXELS:
+        left = 2 * MIN_REDUCTION_LEFT
+        factor = int(min(image.height / (left * target.height), image.width / (left * target.width)))
+        image = image.reduce(factor) if factor > 1 else image
+    if target.channels == 1 and image.mode == "RGB":
+        image = image.convert("L")  # as `with_channels` does, in less memory
+    return np.array(image).reshape(image.height, image.width, -1)

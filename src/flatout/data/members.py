@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, ClassVar, Generic, Protocol, TypeVar, overload
 
-from flatout.data.limits import MAX_FILE_BYTES
+from flatout.data.decode import MAX_FILE_BYTES
 from flatout.errors import DiskFull, InputError
 from flatout.files import NO_SPACE
 

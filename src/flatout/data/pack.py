@@ -1,32 +1,63 @@
-"""A data set decoded once: plain NumPy files that anyone can map.
+"""A data set decoded once: a folder of plain NumPy files that anyone can map.
 
-A pack is a folder of `images.npy`, `labels.npy` and `pack.json` (see `pack_files`); `build` makes and finds packs.
+images.npy  uint8 or uint16 [N, H, W, C]
+labels.npy  int64 [N]; of several labels uint8 [N, K], of numbers float32 [N]
+pack.json   what the images are and how they were made, with CRC-32s of blocks of rows, of the labels, of itself
+
+They are written block by block, checked when opened, and shared with the other processes of the host.
 """
 
+import contextlib
+import errno
 import hashlib
+import io
 import json
-from dataclasses import dataclass
+import os
+import tempfile
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.data import pack_files
+from flatout.data.batches import prefetch
+from flatout.data.cache import Progress
 from flatout.data.source import describe
 from flatout.data.splits import SPLITS
 from flatout.errors import InputError, first_line
-from flatout.settings import Size, sides
+from flatout.host import usable_cores
+from flatout.settings import Size, sides, typed
+
+if TYPE_CHECKING:
+    from flatout.dist.world import World
+
+IMAGES, LABELS, DESCRIPTION = "images.npy", "labels.npy", "pack.json"
+# Format 1 had square images of 8 bits.
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+# By task; packs that were written without a task have one label for each image.
+LABEL_TYPES = {"single-label": np.int64, "multi-label": np.uint8, "regression": np.float32}
+# Images that have one CRC-32.
+BLOCK_BYTES = 16 << 20
+# Checking all of a pack of hundreds of gigabytes would delay each start by minutes. Beyond this many bytes, blocks over
+# the whole file are checked: enough to find a file that was cut short, overwritten, or lies on a failing disk.
+CHECKED_BYTES = 2 << 30
+# What one thread decodes at a time. Memory while packing is three times that for each core.
+_SAMPLES_PER_TASK, _TASK_BYTES = 16, 4 << 20
+
+Fill = Callable[[range, np.ndarray], dict[int, str]]
 
 
-class Progress(Protocol):
-    """Whatever shows progress to the user."""
+class DamagedPack(InputError):
+    """A pack whose files are not what was written."""
 
-    def update(self, done: int, total: int, unit: str = "images") -> None:
-        """Show how much is done; called often."""
-
-    def note(self, text: str) -> None:
-        """Show one sentence."""
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{path}: is damaged ({what}); delete {path.parent} and pack the data again")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +102,11 @@ class Pack:
     groups: np.ndarray | None = None
     resize: str
     kind: str
-    notes: tuple[str, ...]
-    skipped: dict[str, str]
-    was_cached: bool
+    notes: tuple[str, ...] = ()
+    skipped: dict[str, str] = field(default_factory=dict)
+    was_cached: bool = False
     is_decoded: bool = False
-    build_seconds: float
+    build_seconds: float = 0.0
     fingerprint: str
 
     @property
@@ -87,6 +118,143 @@ class Pack:
         """Return one line about the data."""
         return describe(self.kind, self.classes, self.splits, self.task)
 
+    def labels_among(self, classes: tuple[str, ...], where: Any) -> np.ndarray:
+        """Return the labels as indices into `classes`, matched by name; numbers stay as they are.
+
+        `where` is the data as the user named it.
+
+        Raises:
+            InputError: a class of the pack is not among them.
+        """
+        if unknown := [name for name in self.classes if name not in classes]:
+            place = where if isinstance(where, str | Path) else "the data"
+            raise InputError(f"{place}: class {unknown[0]!r} is not among the model's classes: {', '.join(classes)}")
+        if self.task == "regression":
+            return self.labels
+        places = np.array([classes.index(name) for name in self.classes], np.int64)
+        if self.task == "single-label":
+            return places[self.labels]
+        labels = np.zeros((len(self.labels), len(classes)), self.labels.dtype)
+        labels[:, places] = self.labels
+        return labels
+
+
+def fingerprint_of(labels: np.ndarray, splits: dict[str, tuple[int, int]], crc32s: list[int]) -> str:
+    """Return the fingerprint of a pack, from the CRC-32s of its blocks of images."""
+    about = json.dumps([splits, crc32s]).encode()
+    return hashlib.blake2b(about + labels.tobytes(), digest_size=16).hexdigest()
+
+
+def crc32s_of(images: np.ndarray) -> list[int]:
+    """Return the CRC-32s of an array's blocks, which are those of a pack of it."""
+    rows = max(1, BLOCK_BYTES // images[:1].nbytes)
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        blocks = (images[start : start + rows] for start in range(0, len(images), rows))
+        return list(pool.map(lambda block: zlib.crc32(np.ascontiguousarray(block).reshape(-1).data), blocks))
+
+
+# Writing
+
+
+def write_images(
+    folder: Path, *, count: int, image_shape: tuple[int, int, int], bits: int = 8, fill: Fill, report: Progress
+) -> tuple[list[tuple[int, int]], dict[int, str]]:
+    """Write `folder/images.npy` from `count` samples, on all cores.
+
+    They are written with ordinary writes: through a map, a full disk would kill the process, and the pages would count
+    as its memory.
+
+    Returns:
+        The number of rows so far and the CRC-32 of each block; and index -> reason of the bad samples, which `fill`
+        returns and which are left out.
+    """
+    import torch
+
+    dtype = _type_of(bits)
+    header, row_bytes = npy_header((count, *image_shape), dtype), int(np.prod(image_shape)) * dtype.itemsize
+    block_rows, step = max(1, BLOCK_BYTES // row_bytes), max(1, min(_SAMPLES_PER_TASK, _TASK_BYTES // row_bytes))
+    ends = range(block_rows, count + block_rows, block_rows)
+    blocks_of_rows = [range(end - block_rows, min(end, count)) for end in ends]
+    spans = [block[start : start + step] for block in blocks_of_rows for start in range(0, len(block), step)]
+
+    def decode(span: range) -> tuple[range, np.ndarray, dict[int, str]]:
+        images = np.empty((len(span), *image_shape), dtype)
+        bad = fill(span, images)
+        return span, np.delete(images, [index - span.start for index in bad], axis=0) if bad else images, bad
+
+    blocks: list[tuple[int, int]] = []
+    all_bad: dict[int, str] = {}
+    rows, crc32, threads = 0, 0, torch.get_num_threads()
+    # Threads that decode use no more threads of torch's.
+    pool = ThreadPoolExecutor(usable_cores(), "flatout-pack", torch.set_num_threads, (1,))
+    try:
+        with (folder / IMAGES).open("w+b") as file:
+            _reserve(file, len(header) + count * row_bytes)
+            file.write(header)
+            for span, images, bad in prefetch(decode, spans, depth=3 * usable_cores(), pool=pool):
+                content = images.reshape(-1).data
+                file.write(content)
+                rows, crc32 = rows + len(images), zlib.crc32(content, crc32)
+                all_bad |= bad
+                if span.stop % block_rows == 0 or span.stop == count:
+                    blocks.append((rows, crc32))
+                    crc32 = 0
+                report.update(span.stop, count)
+            file.truncate()
+            file.seek(0)
+            file.write(npy_header((rows, *image_shape), dtype))
+            _sync(file)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
+    return blocks, all_bad
+
+
+def publish(partial: Path, target: Path, labels: np.ndarray, description: dict[str, Any]) -> None:
+    """Add labels and description to written images and rename the folder, so that it is complete or missing."""
+    with (partial / LABELS).open("wb") as file:
+        np.save(file, labels)
+        _sync(file)
+    description = {**description, "format_version": FORMAT_VERSION, "labels_crc32": zlib.crc32(labels.data)}
+    with (partial / DESCRIPTION).open("w", encoding="utf-8") as file:
+        json.dump({**description, "crc32": _json_crc32(description)}, file, indent=1)
+        _sync(file)
+    partial.rename(target)
+
+
+def npy_header(shape: Sequence[int], dtype: np.dtype) -> bytes:
+    """Return the header of a .npy file; its length does not depend on the first axis."""
+    header = io.BytesIO()
+    fields = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}
+    np.lib.format.write_array_header_1_0(header, fields)
+    return header.getvalue()
+
+
+def _reserve(file: io.BufferedRandom, size_bytes: int) -> None:
+    """Have the system set the room aside, where it can, so that a full disk is known at once."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+
+
+def _sync(file: io.IOBase) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _type_of(bits: int) -> np.dtype:
+    return np.dtype(f"u{bits // 8}")
+
+
+def _json_crc32(description: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(description, sort_keys=True).encode())
+
+
+# Reading
+
 
 def open_pack(folder: Path, verify: bool = True) -> Pack:
     """Open a pack; `verify` compares CRCs of the images (of up to 2 GiB all, beyond that of blocks spread evenly).
@@ -95,30 +263,72 @@ def open_pack(folder: Path, verify: bool = True) -> Pack:
         InputError: it is damaged, or was written by a newer flatout; names the file and the fix.
     """
     try:
-        return _opened(folder, *pack_files.read_pack(folder, verify))
+        return _open(folder, _read_description(folder / DESCRIPTION), verify)
     except InputError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         what = f"its content is not that of a pack: {type(error).__name__}: {first_line(error)}"
-        raise pack_files.damaged(folder / pack_files.DESCRIPTION, what) from None
+        raise DamagedPack(folder / DESCRIPTION, what) from None
 
 
-def _opened(folder: Path, about: dict[str, Any], images: np.ndarray, labels: np.ndarray) -> Pack:
-    splits = {name: (start, stop) for name, (start, stop) in about["splits"].items()}
+def map_images(path: str | Path) -> np.ndarray:
+    """Map an .npy file, read-only. On Linux it stays readable after it was removed, also by other processes."""
+    if not Path("/proc/self/fd").is_dir():
+        return np.load(path, mmap_mode="r")
+    file = os.open(path, os.O_RDONLY)
+    try:
+        # A text, as np.load follows a Path to the name of the file.
+        images = np.load(f"/proc/{os.getpid()}/fd/{file}", mmap_mode="r")
+        weakref.finalize(images, os.close, file)
+    except BaseException:
+        os.close(file)
+        raise
+    return images
+
+
+def has_open_file(images: np.ndarray) -> bool:
+    """Whether mapped images can be read even if their file was removed."""
+    return str(getattr(images, "filename", "")).startswith("/proc/")
+
+
+def _open(folder: Path, about: dict[str, Any], verify: bool) -> Pack:
+    try:
+        labels = np.load(path := folder / LABELS)
+        images = map_images(path := folder / IMAGES)
+    except Exception as error:  # NumPy raises nearly every built-in error on a damaged header
+        raise DamagedPack(path, first_line(error)) from None
+    task = about.get("task", "single-label")
+    if labels.dtype != LABEL_TYPES.get(task) or zlib.crc32(labels.data) != about["labels_crc32"]:
+        raise DamagedPack(folder / LABELS, "its content has changed")
+    try:
+        size = typed(about["size"], Size, "size")
+    except InputError as error:
+        raise DamagedPack(folder / DESCRIPTION, str(error)) from None
+    shape, dtype = (about["images"], *sides(size), about["channels"]), _type_of(about.get("bits", 8))
+    if images.dtype != dtype or images.shape != shape or not images.flags.c_contiguous:
+        raise DamagedPack(folder / IMAGES, f"{images.dtype} {images.shape} instead of {dtype} {shape}")
+    file_bytes = (folder / IMAGES).stat().st_size
+    if file_bytes != len(npy_header(shape, dtype)) + images.nbytes or len(labels) != len(images):
+        raise DamagedPack(folder / IMAGES, "its size has changed")
+    blocks, splits = about["blocks"], {name: (start, stop) for name, (start, stop) in about["splits"].items()}
+    stops = [0, *(stop for stop, _ in blocks)]
+    if stops != sorted(stops) or stops[-1] != len(images):
+        raise ValueError(f"blocks that are not those of {len(images):,} images")
     bounds = [0, *(stop for _, stop in splits.values())]
-    if list(splits) != [name for name in SPLITS if name in splits] or list(splits.values()) != list(pairwise(bounds)):
-        raise ValueError(f"splits {splits}")
-    if bounds[-1] != len(labels) or "train" not in splits:
+    are_in_order = list(splits) == [name for name in SPLITS if name in splits] and "train" in splits
+    if not are_in_order or list(splits.values()) != list(pairwise(bounds)) or bounds[-1] != len(labels):
         raise ValueError(f"splits {splits} of {len(labels):,} images")
     if not all(isinstance(text, str) for key in ("classes", "notes") for text in about[key]):
         raise ValueError(f"classes {about['classes']}, notes {about['notes']}")
-    if labels.dtype == np.int64 and (labels.min() < 0 or labels.max() >= len(about["classes"])):
+    if task == "single-label" and (labels.min() < 0 or labels.max() >= len(about["classes"])):
         raise ValueError(f"a label outside the {len(about['classes'])} classes")
+    if verify:
+        _verify_images(folder / IMAGES, blocks, images[:1].nbytes)
     return Pack(
         folder=folder,
         images=images,
         labels=labels,
-        task=about.get("task", "single-label"),
+        task=task,
         classes=tuple(about["classes"]),
         splits=splits,
         groups=None if about.get("groups") is None else np.array(about["groups"], np.int64),
@@ -129,11 +339,88 @@ def _opened(folder: Path, about: dict[str, Any], images: np.ndarray, labels: np.
         was_cached=True,
         is_decoded=about.get("is_decoded", False),
         build_seconds=about["build_seconds"],
-        fingerprint=fingerprint_of(labels, splits, [crc32 for _, crc32 in about["blocks"]]),
+        fingerprint=fingerprint_of(labels, splits, [crc32 for _, crc32 in blocks]),
     )
 
 
-def fingerprint_of(labels: np.ndarray, splits: dict[str, tuple[int, int]], crc32s: list[int]) -> str:
-    """Return the fingerprint of a pack, from the CRC-32s of its blocks of images."""
-    about = json.dumps([splits, crc32s]).encode()
-    return hashlib.blake2b(about + labels.tobytes(), digest_size=16).hexdigest()
+def _read_description(path: Path) -> dict[str, Any]:
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+        version, crc32 = description["format_version"], description.pop("crc32")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedPack(path, f"{type(error).__name__}: {error}") from None
+    if version not in READABLE_VERSIONS:
+        raise InputError(f"{path}: has format {version}, this flatout reads {FORMAT_VERSION}; update flatout")
+    if crc32 != _json_crc32(description):
+        raise DamagedPack(path, "its content has changed")
+    return description
+
+
+def _verify_images(path: Path, blocks: list[list[int]], row_bytes: int) -> None:
+    header_bytes = path.stat().st_size - blocks[-1][0] * row_bytes
+    starts = [0, *(stop for stop, _ in blocks)]
+    checked = np.linspace(0, len(blocks) - 1, min(len(blocks), max(1, CHECKED_BYTES // BLOCK_BYTES))).astype(int)
+
+    def is_intact(number: int) -> bool:
+        start, (stop, crc32) = starts[number], blocks[number]
+        with path.open("rb") as file:
+            file.seek(header_bytes + start * row_bytes)
+            return zlib.crc32(file.read((stop - start) * row_bytes)) == crc32
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        for number, intact in zip(checked, pool.map(is_intact, checked), strict=True):
+            if not intact:
+                raise DamagedPack(path, f"images {starts[number]:,} to {blocks[number][0] - 1:,} have changed")
+
+
+# Sharing
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedPack:
+    """A pack without its images, and the .npy file of these; `in_memory` if that exists only while it is shared."""
+
+    pack: Pack
+    images: str
+    in_memory: bool = False
+
+    def open(self) -> Pack:
+        """Return the pack, its images mapped."""
+        images = map_images(self.images)
+        # A plain array is read through the map, a `memmap` from the file.
+        return replace(self.pack, images=np.asarray(images) if self.in_memory else images)
+
+
+@contextlib.contextmanager
+def share(pack: Pack) -> Iterator[SharedPack]:
+    """Share a pack with other processes of this host while the context lasts.
+
+    Images in memory are copied to a file; on Linux it has no name, so that a killed process leaves nothing behind.
+    """
+    rest = replace(pack, images=np.empty((0, *pack.images.shape[1:]), pack.images.dtype))
+    if isinstance(pack.images, np.memmap) and pack.images.filename:
+        yield SharedPack(pack=rest, images=str(pack.images.filename))
+        return
+    with contextlib.ExitStack() as stack:
+        if hasattr(os, "memfd_create"):
+            file = stack.enter_context(os.fdopen(os.memfd_create("flatout-images"), "wb"))
+            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        else:
+            path = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flatout-")), IMAGES))
+            file = stack.enter_context(Path(path).open("wb"))
+        np.save(file, pack.images)
+        file.flush()
+        yield SharedPack(pack=rest, images=path, in_memory=True)
+
+
+def load_once_per_host(world: "World", load: Callable[[], Pack]) -> Pack:
+    """Return a pack on every rank: the first rank of each host loads it, and the others map the same images."""
+    pack = load() if world.local_rank == 0 else None
+    if world.is_joined:
+        with share(pack) if pack else contextlib.nullcontext() as own:
+            shared = world.all_gather_object(own)[world.rank - world.local_rank]
+            assert shared is not None
+            pack = pack or shared.open()
+            world.barrier()  # others may still be opening the file
+    assert pack is not None
+    return pack

@@ -1,20 +1,32 @@
-"""Image arrays of every common layout and range as uint8 or uint16 [N, H, W, C].
+"""Image arrays: layout, range, bits, channels and size. One resize serves files and arrays.
 
 Shape letters: N images, H height, W width, C channels.
 """
 
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from flatout.errors import InputError
+from flatout.settings import Size, sides
 
 BYTES = (0.0, 255.0)
 WORDS = (0.0, 65535.0)
 UNIT = (0.0, 1.0)
 SIGNED = (-1.0, 1.0)
-_BLOCK = 4096
-_BLOCK_VALUES = 2**16
+# The antialiased resize hides what cheaper ways to decode leave out if it still reduces by this much after them.
+MIN_REDUCTION_LEFT = 1.3
+# EXIF orientations of images whose rows are stored as columns.
+TURNED = (5, 6, 7, 8)
+# Floats are computed for so many images at a time, to take little memory.
+_BLOCK_IMAGES = 2**12
+
+
+class BadImage(ValueError):
+    """A file that cannot be used as an image; the message is the reason, without the file's name."""
+
+
+# Layout and range
 
 
 def channels_last(images: np.ndarray, where: object, channels: int = 0) -> np.ndarray:
@@ -73,35 +85,11 @@ def range_of(images: np.ndarray, where: object) -> tuple[float, float]:
     return found if images.dtype.kind == "f" else BYTES
 
 
-def with_bits(images: np.ndarray, bits: int, highest: int = 0) -> np.ndarray:
-    """Return uint8 or uint16 images with 8 or 16 bits per pixel and channel.
-
-    Of 16 bits, cameras and scanners often use 12 or 8; scaled by 16 bits, few levels would remain of these. `highest`
-    is the highest pixel of all, by default that of these images.
-    """
-    if images.dtype.itemsize * 8 == bits:
-        return images
-    if bits == 16:
-        scaled = images.astype(np.uint16)
-        scaled *= np.uint16(257)
-        return scaled
-    top = next(top for top in (0xFF, 0xFFF, 0xFFFF) if (highest or images.max(initial=0)) <= top)
-    values, scaled = images.reshape(-1), np.empty(images.size, np.uint8)
-    for block in blocks(images.size):
-        scaled[block] = (values[block].astype(np.uint32) * 255 + top // 2) // top
-    return scaled.reshape(images.shape)
-
-
-def blocks(length: int) -> Iterator[slice]:
-    """Yield slices that cover a length, so that what is computed in between takes little memory and stays in caches."""
-    return (slice(start, start + _BLOCK_VALUES) for start in range(0, length, _BLOCK_VALUES))
-
-
 def to_pixels(images: np.ndarray, scale: tuple[float, float], where: object) -> np.ndarray:
-    """Return uint16 images of the range 0..65535 as they are, others as `to_uint8`.
+    """Return uint16 images of the range 0..65535 unchanged, others as `to_uint8`.
 
     Raises:
-        InputError: only some of the images are uint16; or as `to_uint8`.
+        InputError: only some of the images are uint16; or as for `to_uint8`.
     """
     if (scale == WORDS) != (images.dtype == np.uint16):
         wanted = "uint16" if scale == WORDS else "not uint16"
@@ -112,17 +100,17 @@ def to_pixels(images: np.ndarray, scale: tuple[float, float], where: object) -> 
 
 
 def to_uint8(images: np.ndarray, scale: tuple[float, float], where: object) -> np.ndarray:
-    """Return images scaled from the range to 0..255 and rounded; uint8 images are returned as they are.
+    """Return images scaled from the range to 0..255 and rounded; uint8 images are returned unchanged.
 
     Raises:
-        InputError: a value is outside the range, or the range is 0..255 and a value is no whole number.
+        InputError: a value is outside the range, or is not a whole number where the range is 0..255.
     """
     if images.dtype == np.uint8:
         return images
     low, high = scale
     pixels = np.empty(images.shape, dtype=np.uint8)
-    for start in range(0, len(images), _BLOCK):  # by blocks, so that no float copy of everything is made
-        block = images[start : start + _BLOCK].astype(np.float32)
+    for start in range(0, len(images), _BLOCK_IMAGES):
+        block = images[start : start + _BLOCK_IMAGES].astype(np.float32)
         # The comparisons are false for NaN too.
         if not (block.min() >= low and block.max() <= high):
             raise InputError(
@@ -133,5 +121,136 @@ def to_uint8(images: np.ndarray, scale: tuple[float, float], where: object) -> n
         rounded = np.rint(scaled)
         if scale == BYTES and not np.array_equal(rounded, scaled):
             raise InputError(f"{where}: pixels in 0..255 must be whole numbers; scale them to 0..1 or round them")
-        pixels[start : start + _BLOCK] = rounded
+        pixels[start : start + _BLOCK_IMAGES] = rounded
     return pixels
+
+
+# Bits and channels
+
+
+def with_bits(images: np.ndarray, bits: int, highest: int = 0) -> np.ndarray:
+    """Return uint8 or uint16 images with 8 or 16 bits per pixel and channel.
+
+    Cameras and scanners often use 12 or 8 of 16 bits; scaled by 16 bits, few levels would remain of these. `highest`
+    is the highest pixel of the data set, by default that of these images.
+    """
+    if images.dtype.itemsize * 8 == bits:
+        return images
+    if bits == 16:
+        scaled = images.astype(np.uint16)
+        scaled *= np.uint16(257)
+        return scaled
+    top = next(top for top in (0xFF, 0xFFF, 0xFFFF) if (highest or images.max(initial=0)) <= top)
+    return ((images.astype(np.uint32) * 255 + top // 2) // top).astype(np.uint8)
+
+
+def with_channels(images_NHWC: np.ndarray, channels: int) -> np.ndarray:
+    """Return images with grey repeated as colour, or colour as luma; raise BadImage where other channels differ."""
+    found = images_NHWC.shape[-1]
+    if found == channels:
+        return images_NHWC
+    if (found, channels) == (1, 3):
+        return np.repeat(images_NHWC, 3, axis=-1)
+    if (found, channels) != (3, 1):
+        raise BadImage(f"has {found} channel{'s' * (found > 1)}, but channels = {channels}")
+    # ITU-R 601 luma in 16-bit fixed point, rounded: what Pillow computes.
+    luma = images_NHWC.astype(np.uint32) @ np.array([19595, 38470, 7471], np.uint32)
+    return ((luma + 0x8000) >> 16).astype(images_NHWC.dtype)[..., None]
+
+
+# Size
+
+
+class Target(NamedTuple):
+    """What an image is to become; see `decode.decode_image`."""
+
+    height: int
+    width: int
+    channels: int
+    resize: str
+    bits: int
+
+    def turned(self, orientation: int) -> "Target":
+        """Return the target of an image that is not upright yet, given its EXIF orientation (1 is upright)."""
+        return self._replace(height=self.width, width=self.height) if orientation in TURNED else self
+
+    def used(self, height: int, width: int) -> tuple[int, int, int, int]:
+        """Return top, left, height and width of what is used of an image: all, or the largest centred part."""
+        if self.resize != "crop":
+            return 0, 0, height, width
+        # The whole of one side, and as much of the other as the target's shape has.
+        if height * self.width <= width * self.height:
+            used = height, max(1, round(height * self.width / self.height))
+        else:
+            used = max(1, round(width * self.height / self.width)), width
+        return (height - used[0]) // 2, (width - used[1]) // 2, *used
+
+    def filled(self, height: float, width: float) -> tuple[int, int]:
+        """Return how much of the target the used part of an image fills: all, or less one way if it is to be padded."""
+        if self.resize != "pad":
+            return self.height, self.width
+        if height * self.width <= width * self.height:
+            return max(1, round(self.width * height / width)), self.width
+        return self.height, max(1, round(self.height * width / height))
+
+
+def resize_images(images_NHWC: np.ndarray, *, size: Size, channels: int, resize: str, bits: int = 8) -> np.ndarray:
+    """Return decoded images as uint8 or uint16 [N, height, width, channels], resized as `decode_image` does."""
+    return resized_to(images_NHWC, Target(*sides(size), channels, resize, bits))
+
+
+def resized_to(images_NHWC: np.ndarray, target: Target) -> np.ndarray:
+    """Return images with the target's channels, bits and size."""
+    images_NHWC = with_bits(with_channels(images_NHWC, target.channels), target.bits)
+    top, left, height, width = target.used(*images_NHWC.shape[1:3])
+    return placed_in(images_NHWC[:, top : top + height, left : left + width], target, height, width)
+
+
+def placed_in(images_NHWC: np.ndarray, target: Target, height: float, width: float) -> np.ndarray:
+    """Return images resized and, if they do not fill the target, centred on black.
+
+    `height` and `width` are the extent of the content in pixels of `images_NHWC`. A JPEG of odd width, halved in the
+    DCT, has a last column that is half empty: resized by its array's size it would be off by up to half a pixel.
+    """
+    filled = target.filled(height, width)
+    resized = _interpolated(images_NHWC, *filled, height, width)
+    if filled == (target.height, target.width):
+        return resized
+    images = np.zeros((len(resized), target.height, target.width, resized.shape[-1]), resized.dtype)
+    top, left = (target.height - filled[0]) // 2, (target.width - filled[1]) // 2
+    images[:, top : top + filled[0], left : left + filled[1]] = resized
+    return images
+
+
+def upright(image_HWC: np.ndarray, orientation: int) -> np.ndarray:
+    """Return an image turned and mirrored by its EXIF orientation."""
+    if orientation in TURNED:
+        image_HWC = image_HWC.transpose(1, 0, 2)
+    if orientation in (2, 3, 6, 7):
+        image_HWC = image_HWC[:, ::-1]
+    if orientation in (3, 4, 7, 8):
+        image_HWC = image_HWC[::-1]
+    return np.ascontiguousarray(image_HWC)
+
+
+def _interpolated(images_NHWC: np.ndarray, rows: int, columns: int, height: float, width: float) -> np.ndarray:
+    import torch
+    from torch.nn.functional import interpolate
+
+    if (rows, columns) == images_NHWC.shape[1:3] == (height, width):
+        return np.ascontiguousarray(images_NHWC)
+    is_wide = images_NHWC.dtype == np.uint16  # for which torch has no resize
+    if is_wide:
+        writable = images_NHWC.astype(np.float32)
+    else:
+        writable = images_NHWC if images_NHWC.flags.writeable else images_NHWC.copy()  # torch warns otherwise
+    # NHWC permuted to NCHW is what torch calls channels_last, for which it has vectorised 8-bit kernels. It tells by
+    # the strides, and NumPy gives the axis of a single image any stride.
+    single = len(writable) == 1
+    images = torch.from_numpy(writable[0]).unsqueeze(0) if single else torch.from_numpy(writable)
+    # torch derives the result's size, rounded down, from the scales. The excess keeps a product like 127.99999999 from
+    # being rounded to 127, and moves no pixel.
+    scale = ((rows + 1e-6) / height, (columns + 1e-6) / width)
+    resized_NCHW = interpolate(images.permute(0, 3, 1, 2), scale_factor=scale, mode="bilinear", antialias=True)
+    resized = resized_NCHW.permute(0, 2, 3, 1).numpy()
+    return np.rint(resized).clip(0, 0xFFFF).astype(np.uint16) if is_wide else np.ascontiguousarray(resized)

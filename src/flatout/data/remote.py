@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from flatout.data.cache import DOWNLOAD, cache_folder, lock, make_room, making
-from flatout.data.digests import combined_digest
+from flatout.data.cache import DOWNLOAD, cache_folder, combined_digest, lock, make_room, making
 from flatout.data.object_stores import STORES, stored_files
 from flatout.data.shards import expand_braces
 from flatout.data.transfer import RemoteFile, SourceChanged, TransferError, transfer

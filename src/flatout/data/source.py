@@ -153,7 +153,7 @@ class DataRef:
         task: that of the recipe; auto for the one that the labels show.
         inputs: the files whose content determines the arrays, so that a cached pack is found without reading them;
             empty for separate image files, where `read` is cheap.
-        options: the recipe keys that determine the arrays beside `inputs`, and their values.
+        options: the recipe keys that determine the arrays in addition to `inputs`, and their values.
         read: lists or reads the data.
     """
 

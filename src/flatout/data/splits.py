@@ -1,23 +1,34 @@
-"""Splits (train, valid, test): the names people give them, and a stratified share taken from one."""
+"""Splits (train, valid, test): the names people give them, stratified shares, and folds."""
 
+import hashlib
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from flatout.data.batches import CHUNK_BYTES, Samples
 from flatout.errors import InputError
+from flatout.host import usable_cores
 from flatout.numerics.random import Stream, raw
+from flatout.recipe import Data
+
+if TYPE_CHECKING:
+    from flatout.data.pack import Pack
 
 T = TypeVar("T")
 
 _YEAR = re.compile(r"(19|20)\d\d$")
 
 SPLITS = ("train", "valid", "test")
-# Numbers are divided alike by so many ranges.
+# Numbers are stratified by so many ranges.
 QUANTILES = 10
 # Groups are divided into so many parts, of which a split takes some.
 GROUP_PARTS = 20
+# Identical images are looked for in up to this many bytes: a second or two of work.
+MAX_COMPARED_BYTES = 1 << 32
 WORDS = {
     **dict.fromkeys(("train", "training", "trn"), "train"),
     **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
@@ -54,6 +65,123 @@ def in_order(splits: Mapping[Any, T], where: object) -> dict[str, T]:
     return {name: splits[name] for name in SPLITS if name in splits}
 
 
+def splits_of(pack: "Pack", data: Data, seed: int) -> dict[str, Samples]:
+    """Return the splits of a pack; a missing validation split, or both splits, are taken from the training images.
+
+    Where `data.fold` names a fold, it is the validation split, and the other folds are the training images. Identical
+    images stay in one split, unless the data itself divides them.
+    """
+    rows = {name: np.arange(start, stop) for name, (start, stop) in pack.splits.items()}
+    if data.fold:
+        pool, folds = folds_of(pack, data.folds, seed)
+        rows |= {"train": pool[folds != data.fold], "valid": pool[folds == data.fold]}
+    elif "valid" not in rows:
+        fractions = {"test": data.test_fraction} if len(rows) == 1 else {}
+        fractions["valid"] = data.valid_fraction
+        left = every = rows["train"]
+        copies = _identical(pack, every) if any(fractions.values()) else every
+        for name, fraction in fractions.items():
+            # The fractions are of all training images, though the second split is taken from what the first left.
+            groups = None if pack.groups is None else pack.groups[left]
+            share = fraction * len(every) / len(left)
+            kept, taken = split_by_labels(
+                pack.labels[left], share, seed, stream=name, groups=groups, copies=copies[left - every[0]]
+            )
+            if len(taken):
+                rows[name], left = left[taken], left[kept]
+        rows["train"] = left
+    rows = in_order(rows, "data")
+    return {name: Samples(images=pack.images, rows=some, labels=pack.labels[some]) for name, some in rows.items()}
+
+
+def folds_of(pack: "Pack", count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows that are divided into folds, those of the training and validation images, and their folds.
+
+    Both are int64 [N]; folds count from 1. A test split is in none.
+
+    Raises:
+        InputError: there are fewer images or groups than folds.
+    """
+    spans = [span for name, span in pack.splits.items() if name != "test"]
+    pool = np.concatenate([np.arange(start, stop) for start, stop in spans])
+    groups = None if pack.groups is None else pack.groups[pool]
+    return pool, divide(pack.labels[pool], count, seed, groups, copies=_identical(pack, pool))
+
+
+def _identical(pack: "Pack", rows: np.ndarray) -> np.ndarray:
+    """Number the different images in the order of their first appearance, int64 [N]; of a large pack, all images."""
+    row_bytes = pack.images[:1].nbytes
+    if len(rows) * row_bytes > MAX_COMPARED_BYTES:
+        return np.arange(len(rows))
+    samples, step = Samples(images=pack.images, rows=rows, labels=rows), max(1, CHUNK_BYTES // row_bytes)
+
+    def digests(start: int) -> list[bytes]:
+        images = samples.images_at(np.arange(start, min(start + step, len(rows))))
+        return [hashlib.blake2b(image, digest_size=16).digest() for image in images]
+
+    numbers: dict[bytes, int] = {}
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        every = chain.from_iterable(pool.map(digests, range(0, len(rows), step)))
+        return np.array([numbers.setdefault(digest, len(numbers)) for digest in every])
+
+
+def split_by_labels(
+    labels: np.ndarray,
+    fraction: float,
+    seed: int,
+    *,
+    stream: str,
+    groups: np.ndarray | None = None,
+    copies: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of samples kept and of samples taken, stratified by labels of any task.
+
+    Numbers are cut into `QUANTILES` of equally many samples, of each of which the same share is taken. With groups,
+    int64 [N], whole groups are taken, about the fraction of the samples; see `divide`, also for `copies`.
+    """
+    if groups is not None:
+        units = _joined(groups, copies)
+        parts = min(len(np.unique(units)), GROUP_PARTS)
+        wanted = min(max(1, round(fraction * parts)), parts - 1) if fraction else 0
+        is_taken = divide(labels, parts, seed, units) <= wanted
+        return np.flatnonzero(~is_taken), np.flatnonzero(is_taken)
+    if copies is not None:
+        first, number = _first_of(copies)
+        _, taken = split_by_labels(labels[first], fraction, seed, stream=stream)
+        is_taken = np.isin(number, taken)
+        return np.flatnonzero(~is_taken), np.flatnonzero(is_taken)
+    if labels.ndim == 2:
+        return iterative_split(labels, fraction, seed, stream=stream)
+    return stratified_split(_strata(labels), fraction, seed, stream=stream)
+
+
+def _first_of(copies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first sample of each set of copies, and the set of each sample."""
+    _, first, number = np.unique(copies, return_index=True, return_inverse=True)
+    return first, number
+
+
+def _joined(groups: np.ndarray, copies: np.ndarray | None) -> np.ndarray:
+    """Return the groups, int64 [N], with those joined that have copies of one image."""
+    if copies is None or len(np.unique(copies)) == len(copies):
+        return groups
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    total = int(groups.max()) + 1
+    size = total + int(copies.max()) + 1
+    edges = coo_array((np.ones(len(groups)), (groups, total + copies)), shape=(size, size))
+    return connected_components(edges, directed=False)[1][groups].astype(np.int64)
+
+
+def _strata(labels: np.ndarray) -> np.ndarray:
+    """Return stratification keys, int64 [N]: classes, or the quantile of a number."""
+    if labels.dtype.kind != "f":
+        return labels
+    ranks = np.argsort(np.argsort(labels, kind="stable"), kind="stable")
+    return ranks * min(QUANTILES, len(labels)) // len(labels)
+
+
 def stratified_split(labels_N: np.ndarray, fraction: float, seed: int, *, stream: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices (int64, ascending) of samples kept and of samples taken, the same share of each class.
 
@@ -80,32 +208,6 @@ def stratified_split(labels_N: np.ndarray, fraction: float, seed: int, *, stream
     rank_in_class = np.arange(len(labels_N)) - np.repeat(start_K, counts_K)
     is_taken = rank_in_class < np.repeat(taken_K, counts_K)
     return np.sort(by_class[~is_taken]), np.sort(by_class[is_taken])
-
-
-def split_by_labels(
-    labels: np.ndarray, fraction: float, seed: int, *, stream: str, groups: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of samples kept and of samples taken, with labels of any task alike; see `stratified_split`.
-
-    Numbers are cut into `QUANTILES` of equally many samples, of each of which the same share is taken. With groups,
-    int64 [N], whole groups are taken, about the fraction of the samples; see `divide`.
-    """
-    if groups is not None:
-        parts = min(len(np.unique(groups)), GROUP_PARTS)
-        wanted = min(max(1, round(fraction * parts)), parts - 1) if fraction else 0
-        is_taken = divide(labels, parts, seed, groups) <= wanted
-        return np.flatnonzero(~is_taken), np.flatnonzero(is_taken)
-    if labels.ndim == 2:
-        return iterative_split(labels, fraction, seed, stream=stream)
-    return stratified_split(_strata(labels), fraction, seed, stream=stream)
-
-
-def _strata(labels: np.ndarray) -> np.ndarray:
-    """Return what samples are divided alike by, int64 [N]: classes as they are, numbers by their quantile."""
-    if labels.dtype.kind != "f":
-        return labels
-    ranks = np.argsort(np.argsort(labels, kind="stable"), kind="stable")
-    return ranks * min(QUANTILES, len(labels)) // len(labels)
 
 
 def iterative_split(labels_NK: np.ndarray, fraction: float, seed: int, *, stream: str) -> tuple[np.ndarray, np.ndarray]:
@@ -142,7 +244,9 @@ def iterative_split(labels_NK: np.ndarray, fraction: float, seed: int, *, stream
     return np.sort(order[~is_taken]), np.sort(order[is_taken])
 
 
-def divide(labels: np.ndarray, count: int, seed: int, groups: np.ndarray | None = None) -> np.ndarray:
+def divide(
+    labels: np.ndarray, count: int, seed: int, groups: np.ndarray | None = None, copies: np.ndarray | None = None
+) -> np.ndarray:
     """Return the fold of each sample, int64 [N] from 1 to `count`, for cross-validation.
 
     The choice depends on the arguments alone. With one class each, folds differ by at most one sample, in all and of
@@ -153,13 +257,17 @@ def divide(labels: np.ndarray, count: int, seed: int, groups: np.ndarray | None 
         labels: of any task, as in `labels.Labels`.
         seed: decides between equals.
         groups: int64 [N]; samples of a group share a fold.
+        copies: int64 [N], equal for identical images, which share a fold.
 
     Raises:
         InputError: there are fewer samples or groups than folds.
     """
-    units, members = np.arange(len(labels)) if groups is None else groups, "images"
+    units, members = np.arange(len(labels)), "images"
     if groups is not None:
-        units, members = np.unique(groups, return_inverse=True)[1], "groups of data.group_column"
+        units, members = np.unique(_joined(groups, copies), return_inverse=True)[1], "groups of data.group_column"
+    elif copies is not None and len(np.unique(copies)) < len(labels):
+        first, number = _first_of(copies)
+        return divide(labels[first], count, seed)[number]
     total = int(units.max()) + 1
     if total < count:
         raise InputError(f"data.folds = {count}: there are only {total} {members}; at most as many folds are possible")
@@ -173,8 +281,9 @@ def divide(labels: np.ndarray, count: int, seed: int, groups: np.ndarray | None 
         counts_UK = np.zeros((total, labels.shape[1]))
         np.add.at(counts_UK, units, labels)
     else:
-        counts_UK = np.zeros((total, int(_strata(labels).max()) + 1))
-        np.add.at(counts_UK, (units, _strata(labels)), 1)
+        strata = _strata(labels)
+        counts_UK = np.zeros((total, int(strata.max()) + 1))
+        np.add.at(counts_UK, (units, strata), 1)
     counts_UK = np.column_stack([counts_UK, np.bincount(units)])  # the last column counts samples
     # The sum over folds of squared shares of each class grows least where a fold has least of the group's classes.
     shares_UK = counts_UK / np.maximum(counts_UK.sum(axis=0), 1)

@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from flatout.data import near
-from flatout.data.decode import BadImage, decode_image, read_file, read_header
+from flatout.data.decode import STRICT_PILLOW, BadImage, decode_image, read_file, read_header
 from flatout.data.members import Encoded
 from flatout.data.pack import Progress
-from flatout.data.pillow import STRICT_PILLOW
-from flatout.data.resize import resize_images
+from flatout.data.pixels import resize_images
 from flatout.data.source import Source
 from flatout.host import usable_cores
 

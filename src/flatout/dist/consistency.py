@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout import __version__
-from flatout.data.feed import Samples
+from flatout.data.batches import Samples
 from flatout.errors import InputError
 from flatout.recipe import FREE_KEYS, Recipe
 

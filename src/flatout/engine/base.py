@@ -6,8 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flatout.data.feed import Samples
-from flatout.data.order import Batch
+from flatout.data.batches import Batch, Samples
 from flatout.engine.recorder import Recorder
 from flatout.numerics.metrics import Counts
 from flatout.tasks.base import Task

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from flatout.data.batches import Samples, measure
 from flatout.data.build import bits_of
 from flatout.data.decode import BadImage, decode_image, read_file, read_header
-from flatout.data.feed import Samples
-from flatout.data.load import measure
-from flatout.data.resize import resize_images
+from flatout.data.pixels import resize_images
 from flatout.data.source import Source
 from flatout.host import usable_cores
 from flatout.numerics import augment, pixels

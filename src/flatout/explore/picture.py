@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flatout import style
-from flatout.data.resize import resize_images
+from flatout.data.pixels import resize_images
 from flatout.data.source import describe
 from flatout.style import shorten
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.data.feed import Samples
-from flatout.data.resize import resize_images
+from flatout.data.batches import Samples
+from flatout.data.pixels import resize_images
 from flatout.errors import InputError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from flatout.files import NO_SPACE
 from flatout.settings import nearest
 
 if TYPE_CHECKING:
-    from flatout.data.feed import Samples
+    from flatout.data.batches import Samples
     from flatout.export.verify import Agreement, Answers
     from flatout.run.folder import Run
 
@@ -160,7 +160,7 @@ def _images(
     run: "Run", data: Any, console: Console, *, wants_calibration: bool
 ) -> "tuple[str, Samples, list[np.ndarray]]":
     """Return the split to verify on, its images, and batches of training images to calibrate on."""
-    from flatout.data.load import splits_of
+    from flatout.data.splits import splits_of
     from flatout.run.evaluate import held_out, labelled
 
     first, other = run.members[0], data is not None

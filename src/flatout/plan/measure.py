@@ -18,7 +18,7 @@ from flatout.scale.steps import Timed, training
 from flatout.tasks import task_of
 
 if TYPE_CHECKING:
-    from flatout.data.feed import Samples
+    from flatout.data.batches import Samples
     from flatout.dist.world import World
     from flatout.engine.base import Engine
     from flatout.engine.devices import Devices
@@ -177,7 +177,7 @@ def image_bytes(work: Work) -> int:
 
 def random_samples(work: Work, images: int) -> "Samples":
     """Return random images of the recipe's shape, with random labels."""
-    from flatout.data.feed import Samples
+    from flatout.data.batches import Samples
 
     recipe, rng = work.recipe, np.random.default_rng(work.recipe.seed)
     shape, bits = (images, *recipe.stored_sides, recipe.channels), recipe.data.bits or 8

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.data.order import steps_per_epoch
+from flatout.data.batches import steps_per_epoch
 from flatout.plan.chips import GENERATIONS, Topology
 from flatout.recipe import Recipe
 

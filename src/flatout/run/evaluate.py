@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.console import Console
-from flatout.data.feed import Samples
+from flatout.data.batches import Samples
 from flatout.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def evaluate(
 def _evaluate(
     console: Console, world: "World", run: "Run", data: Any, devices: str, engine: str, tta: bool
 ) -> dict[str, Any]:
-    from flatout.data.shared_pack import load_once_per_host
+    from flatout.data.pack import load_once_per_host
     from flatout.engine.devices import spec_of
     from flatout.engine.factory import make_engine, precisions
     from flatout.models.load import copied
@@ -99,7 +99,7 @@ def labelled(
     Raises:
         InputError: there is no data, it cannot be read, or has other classes.
     """
-    from flatout.data.load import find, load, match_classes
+    from flatout.data.build import find, load
 
     recipe, other = run.recipe, data is not None
     if not other and not recipe.data.path:
@@ -113,7 +113,7 @@ def labelled(
     pack = once(load_alone)
     console.finish()
     console.note(pack.describe())
-    return pack, match_classes(pack, run.classes, where=data if other else recipe.data.path)
+    return pack, pack.labels_among(run.classes, where=data if other else recipe.data.path)
 
 
 def held_out(run: "Run", pack: "Pack", labels: np.ndarray, *, other: bool) -> tuple[str, Samples]:
@@ -121,7 +121,7 @@ def held_out(run: "Run", pack: "Pack", labels: np.ndarray, *, other: bool) -> tu
 
     `labels` and `other` are those of `labelled`: data that is not the run's own has only the splits that it brings.
     """
-    from flatout.data.load import splits_of
+    from flatout.data.splits import splits_of
 
     split, rows = "all", np.arange(len(labels))
     if not other or len(pack.splits) > 1:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.data.feed import Samples
+from flatout.data.batches import Samples
 from flatout.errors import first_line
 from flatout.files import write_atomically
 from flatout.numerics.random import Stream, permutation

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.data.feed import Samples
+from flatout.data.batches import Samples
 from flatout.numerics import calibration, novelty
 from flatout.numerics.novelty import KNOWN_SHARE, Known, Novelty
 

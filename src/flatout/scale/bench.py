@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout import __version__
 from flatout.console import Console, aligned
-from flatout.data.order import epoch_batches, steps_per_epoch
+from flatout.data.batches import epoch_batches, steps_per_epoch
 from flatout.recipe import Recipe
 from flatout.scale.scale import spread
 from flatout.scale.steps import READ_AHEAD, Timed, preparing, training, training_on

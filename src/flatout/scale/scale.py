@@ -91,7 +91,7 @@ def scale(
         TrainingFailed: a run failed. What was measured before is in scaling.json.
         Stopped: a run was stopped by a signal of its own.
     """
-    from flatout.data.load import load
+    from flatout.data.build import load
     from flatout.engine.devices import engine_for, machine, parse_devices
     from flatout.train.recipes import resolve
 

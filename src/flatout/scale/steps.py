@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterator, Sequence
 from itertools import count, cycle, islice
 from typing import TYPE_CHECKING, Any
 
-from flatout.data.order import epoch_batches
+from flatout.data.batches import epoch_batches
 from flatout.recipe import Recipe
 
 if TYPE_CHECKING:

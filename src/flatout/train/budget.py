@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flatout.console import duration
-from flatout.data.order import epoch_batches, steps_per_epoch
+from flatout.data.batches import epoch_batches, steps_per_epoch
 from flatout.errors import InputError
 from flatout.numerics.augment import tta_views
 from flatout.recipe import Recipe

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.data.order import steps_per_epoch
+from flatout.data.batches import steps_per_epoch
 from flatout.recipe import Recipe
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run_log import RunLog
 
 if TYPE_CHECKING:
-    from flatout.data.feed import Samples
+    from flatout.data.batches import Samples
     from flatout.data.pack import Pack
     from flatout.dist.world import World
     from flatout.engine.base import DeviceSplit, Engine

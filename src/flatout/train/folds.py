@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.console import Console
-from flatout.data.feed import Samples
+from flatout.data.batches import Samples
 from flatout.data.labels import count_classes
 from flatout.errors import InputError, TrainingFailed
 from flatout.recipe import Recipe, load_recipe
@@ -72,7 +72,7 @@ def cross_validate(request: TrainRequest, console: Console, train_run: TrainRun)
 
 def _divide(pack: "Pack", recipe: Recipe, console: Console) -> np.ndarray:
     """Return the rows that are divided into folds, and note classes that are not in every fold."""
-    from flatout.data.load import folds_of
+    from flatout.data.splits import folds_of
 
     rows, folds = folds_of(pack, recipe.data.folds, recipe.seed)
     labels = pack.labels[rows]
@@ -85,7 +85,7 @@ def _divide(pack: "Pack", recipe: Recipe, console: Console) -> np.ndarray:
 
 def _train_all(request: TrainRequest, pack: "Pack", console: Console, train_run: TrainRun) -> None:
     """Train the folds that have not finished, in this process or in one for each device."""
-    from flatout.data.shared_pack import share
+    from flatout.data.pack import share
     from flatout.dist.launcher import spawn
     from flatout.engine.torch.accelerator import cpu_threads
 

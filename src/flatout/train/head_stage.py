@@ -34,7 +34,7 @@ from flatout.train.progress import EpochRecord
 if TYPE_CHECKING:
     from torch import nn
 
-    from flatout.data.feed import Samples
+    from flatout.data.batches import Samples
     from flatout.data.pack import Pack
     from flatout.dist.world import World
     from flatout.engine.base import DeviceSplit, Engine

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flatout.data.order import epoch_batches, steps_per_epoch
+from flatout.data.batches import epoch_batches, steps_per_epoch
 from flatout.dist.control import Flag
 from flatout.engine.base import DeviceSplit, Engine
 from flatout.errors import Stopped, TrainingFailed

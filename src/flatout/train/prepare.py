@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from flatout.console import Console
-    from flatout.data.feed import Samples
+    from flatout.data.batches import Samples
     from flatout.data.pack import Pack
     from flatout.dist.world import World
     from flatout.engine.base import Engine
@@ -71,9 +71,8 @@ def prepare_host(
 
 def load_pack(request: "TrainRequest", world: "World", log: RunLog) -> "Pack":
     """Return the pack: on each host one process makes it, and the others map the same file."""
-    from flatout.data.load import load
-    from flatout.data.pack import Pack
-    from flatout.data.shared_pack import SharedPack, load_once_per_host
+    from flatout.data.build import load
+    from flatout.data.pack import Pack, SharedPack, load_once_per_host
 
     data = request.data
     if isinstance(data, Pack):
@@ -100,7 +99,7 @@ def load_pack(request: "TrainRequest", world: "World", log: RunLog) -> "Pack":
 
 def split_pack(pack: "Pack", recipe: Recipe, log: RunLog) -> "dict[str, Samples]":
     """Return the images of each split, and note how the data was split."""
-    from flatout.data.load import splits_of
+    from flatout.data.splits import splits_of
 
     log.console.note(pack.describe())
     for sentence in pack.notes:
@@ -137,7 +136,7 @@ def resolve_auto_values(
     Args:
         continued: the recipe of the run that is continued; None in a new run.
     """
-    from flatout.data.load import measure
+    from flatout.data.batches import measure
     from flatout.tasks.regression import statistics
 
     if not recipe.data.bits:

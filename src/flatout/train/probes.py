@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flatout.data.order import epoch_batches, steps_per_epoch
+from flatout.data.batches import epoch_batches, steps_per_epoch
 from flatout.numerics.schedule import scaled_rate
 from flatout.recipe import Recipe
 from flatout.train.budget import seconds_per_step
 
 if TYPE_CHECKING:
-    from flatout.data.feed import Samples
+    from flatout.data.batches import Samples
     from flatout.dist.world import World
     from flatout.engine.base import DeviceSplit, Engine
     from flatout.train.context import TrainContext

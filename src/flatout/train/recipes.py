@@ -40,7 +40,7 @@ def resolve(
         explain: also takes the reasons for a recipe made for data, for its report.
         fetch: whether published weights are found or downloaded for such a recipe; else they are taken to be there.
     """
-    from flatout.data.load import find
+    from flatout.data.build import find
 
     plain, is_complete = start_of(job, changes)
     changes = _with_full_name(changes)

@@ -17,8 +17,7 @@ from flatout.train.user_functions import UserFunctions
 if TYPE_CHECKING:
     from torch import nn
 
-    from flatout.data.pack import Pack
-    from flatout.data.shared_pack import SharedPack
+    from flatout.data.pack import Pack, SharedPack
     from flatout.data.source import DataRef, Source
 
 

@@ -99,7 +99,7 @@ def run_on_all_ranks(
     Raises:
         InputError, TrainingFailed, Stopped: see `train`.
     """
-    from flatout.data.shared_pack import share
+    from flatout.data.pack import share
     from flatout.engine.devices import parse_devices
     from flatout.engine.factory import choose_processes, kept_devices
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.labels import first_few
-from flatout.data.limits import MAX_FILE_BYTES
 from flatout.data.members import Encoded
 from flatout.data.parquet_metadata import bytes_of_column, columns_of_groups, refuse_bombs
 from flatout.data.shards import reference, shards

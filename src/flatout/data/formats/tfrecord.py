@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flatout.data.crc32c import masked_crc32c
+from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.labels import find_class_list_beside
-from flatout.data.limits import MAX_FILE_BYTES
 from flatout.data.members import Container, Slice
 from flatout.data.protobuf import fields, inside, signed, varint
 from flatout.data.shards import reference, shards

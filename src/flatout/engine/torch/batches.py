@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from flatout.data.feed import Samples, prefetch, read_ahead
-from flatout.data.order import Batch, block_size, evaluation_batches, part
+from flatout.data.batches import Batch, Samples, block_size, evaluation_batches, part, prefetch, read_ahead
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.accelerator import Accelerator, allocate, placement
 from flatout.models.features import caught
@@ -238,7 +237,7 @@ class TorchSplit:
         """See `DeviceSplit.begin_epoch`. The output of a frozen prefix is computed once for each view."""
         engine = self._engine
         engine.metric_sums.begin_epoch()
-        block = block_size(engine.recipe, self.samples, epoch)
+        block = block_size(engine.recipe, self.samples)
         transforms = augment.epoch_transforms(engine.recipe, epoch, len(self.samples), block) or {}
         if engine.cut is None:
             size = augment.training_size(engine.recipe, epoch)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flatout.data.feed import Samples
+from flatout.data.batches import Samples
 from flatout.dist.world import ALONE, World
 from flatout.engine.recorder import Recorder
 from flatout.engine.torch import state as states

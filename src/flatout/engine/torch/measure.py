@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.data.feed import Samples
-from flatout.data.order import Batch
+from flatout.data.batches import Batch, Samples
 from flatout.dist.env import Launched
 from flatout.dist.shared_memory import SharedMemory
 from flatout.dist.world import World

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from flatout.data.feed import Samples, prefetch, read_ahead
-from flatout.data.order import Batch, block_size, evaluation_batches
+from flatout.data.batches import Batch, Samples, block_size, evaluation_batches, prefetch, read_ahead
 from flatout.dist.world import World
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.accelerator import MEMORY_SHARE
@@ -197,7 +196,7 @@ class XlaSplit:
     def begin_epoch(self, epoch: int) -> None:
         engine, recipe = self._engine, self._engine.recipe
         engine.begin_epoch(self)
-        transforms = epoch_transforms(recipe, epoch, len(self.samples), block_size(recipe, self.samples, epoch))
+        transforms = epoch_transforms(recipe, epoch, len(self.samples), block_size(recipe, self.samples))
         if engine.cut:
             self._read_view(epoch % recipe.augment.views if transforms else NOT_AUGMENTED, transforms)
         else:

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.data.feed import Samples, prefetch
-from flatout.data.order import evaluation_batches
+from flatout.data.batches import Samples, evaluation_batches, prefetch
 from flatout.dist.world import World
 from flatout.engine.recorder import Recorder
 from flatout.engine.torch.accelerator import PRECISIONS

@@ -1,0 +1,263 @@
+"""From the rows of a pack to batches: the order of samples, and reading them ahead of time.
+
+The order is a function of (seed, epoch, position). In block order (`data.order`), an epoch goes through windows of
+blocks of images, which are read ahead in large pieces, because disks are slow at reading single images in random order;
+see `numerics.random.block_permutation`. Memory does not grow with the number of images.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from flatout.numerics.random import Stream, block_permutation, permutation
+from flatout.recipe import Recipe
+
+Item = TypeVar("Item")
+Loaded = TypeVar("Loaded")
+
+# The images of a block of consecutive samples, large enough that a disk reads blocks about as fast as a whole file, and
+# small enough that those of a window are from all over a data set that is sorted by class.
+BLOCK_BYTES = 1 << 18
+# The most that is read ahead at once. A gap of less between images is read, too, which takes less time than a seek.
+READ_BYTES = 1 << 18
+# Enough images for mean and standard deviation to three digits.
+MEASURED_IMAGES = 5000
+# Images that are read at once to compute something of all of them.
+CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Samples:
+    """One split of a pack: rows, int64 [N], of images [P, ...], in memory or mapped from a file; labels, int64 [N].
+
+    If `is_mirrored`, left and right of images [H, W, C] are exchanged when they are read.
+    """
+
+    images: np.ndarray
+    rows: np.ndarray
+    labels: np.ndarray
+    is_mirrored: bool = False
+
+    def __post_init__(self) -> None:
+        assert len(self.rows) == len(self.labels)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the split's images in bytes."""
+        return len(self) * self.images[:1].nbytes
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the images are in a file that is read for each batch."""
+        return isinstance(self.images, np.memmap)
+
+    def at(self, positions: np.ndarray) -> "Samples":
+        """Return the samples at `positions` (int64 [M]) alone."""
+        return replace(self, rows=self.rows[positions], labels=self.labels[positions])
+
+    def mirrored(self) -> "Samples":
+        """Return the samples with left and right exchanged in every image, [H, W, C]."""
+        return replace(self, is_mirrored=not self.is_mirrored)
+
+    def images_at(self, positions: np.ndarray) -> np.ndarray:
+        """Return the images at `positions`, [B, ...], in memory of their own; see `read`."""
+        return self.read(positions, np.empty((len(positions), *self.images.shape[1:]), self.images.dtype))
+
+    def read(self, positions: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copy the images at `positions` (int64 [B]) into `out` [B, ...], and return it.
+
+        A mapped file is read rather than touched through the map, since mapped pages count as memory of the process.
+        """
+        rows = self.rows[positions]
+        if isinstance(self.images, np.memmap):
+            _read_rows(self.images, rows, out)
+        else:
+            np.take(self.images, rows, axis=0, out=out)
+        if self.is_mirrored:
+            out[:] = out[:, :, ::-1].copy()
+        return out
+
+
+def measure(samples: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of each channel, of pixels scaled to 0..1, over evenly spaced images."""
+    count = len(samples)
+    positions = np.unique(np.linspace(0, count - 1, min(count, MEASURED_IMAGES)).astype(np.int64))
+    channels, bits = samples.images.shape[-1], 8 * samples.images.itemsize
+    histogram = np.zeros((channels, 2**bits), np.int64)
+    at_once = max(1, CHUNK_BYTES // samples.images[:1].nbytes)
+    for start in range(0, len(positions), at_once):
+        images = samples.images_at(positions[start : start + at_once])
+        for channel in range(channels):
+            histogram[channel] += np.bincount(images[..., channel].ravel(), minlength=2**bits)
+    levels, pixels = np.arange(2**bits) / (2**bits - 1), histogram[0].sum()
+    mean = histogram @ levels / pixels
+    std = np.sqrt(np.maximum(histogram @ np.square(levels) / pixels - np.square(mean), 0))
+    # Images of 16 bits often use few of them.
+    digits = 4 if bits == 8 else 7
+    return tuple(round(float(m), digits) for m in mean), tuple(round(max(float(s), 0.1**digits), digits) for s in std)
+
+
+# Order
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """One global batch of fixed size: positions in the split, int64 [B], and weights, float32 [B], 0 for padding.
+
+    `count` samples are not padding; they come first. `ahead` are the windows to read from this batch on, as ascending
+    positions: the first batch of an epoch has its own window and the next one, and the first batch of another window
+    the one after that, which is empty where there is none.
+    """
+
+    samples: np.ndarray
+    weights: np.ndarray
+    count: int
+    ahead: Sequence[np.ndarray] = ()
+
+    def part(self, rank: int, ranks: int) -> "Batch":
+        """Return a rank's share."""
+        share = part(len(self.samples), rank, ranks)
+        count = min(max(0, self.count - share.start), share.stop - share.start)
+        return Batch(samples=self.samples[share], weights=self.weights[share], count=count)
+
+
+def part(count: int, rank: int, ranks: int) -> slice:
+    """Return which of `count` things are a rank's: consecutive ones, the first ranks have one more if need be."""
+    each, more = divmod(count, ranks)
+    start = rank * each + min(rank, more)
+    return slice(start, start + each + (rank < more))
+
+
+def steps_per_epoch(count: int, batch_size: int, drop_last: bool = False) -> int:
+    """Return the number of batches that cover `count` samples; at least one, even when the last is dropped."""
+    return max(1, count // batch_size) if drop_last else -(-count // batch_size)
+
+
+def block_size(recipe: Recipe, samples: Samples) -> int:
+    """Return how many consecutive samples of a split form a block; 0 in full order."""
+    return max(1, BLOCK_BYTES // samples.images[:1].nbytes) if recipe.data.order == "blocks" else 0
+
+
+def epoch_batches(recipe: Recipe, samples: Samples, epoch: int, start: int = 0) -> Iterator[Batch]:
+    """Yield the batches of one epoch of training on a split, from step `start` on."""
+    block = block_size(recipe, samples)
+    return training_batches(recipe.seed, epoch, len(samples), recipe.batch_size, recipe.drop_last, start, block)
+
+
+def training_batches(
+    seed: int, epoch: int, count: int, batch_size: int, drop_last: bool = False, start: int = 0, block: int = 0
+) -> Iterator[Batch]:
+    """Yield the batches of one shuffled epoch, from step `start` on; of `count` samples where a batch is larger.
+
+    `block` is the size of the blocks in block order, 0 for full order.
+    """
+    steps = steps_per_epoch(count, batch_size, drop_last)
+    if not block:
+        return _batches(permutation(seed, Stream.ORDER, epoch, count), min(batch_size, count), steps, start)
+    order, ends = block_permutation(seed, Stream.ORDER, epoch, count, block)
+    return _with_windows(_batches(order, min(batch_size, count), steps, start), order, ends, start * batch_size)
+
+
+def evaluation_batches(count: int, batch_size: int) -> Iterator[Batch]:
+    """Yield every sample once, in order."""
+    return _batches(np.arange(count), min(batch_size, count), steps_per_epoch(count, batch_size), 0)
+
+
+def _batches(order: np.ndarray, batch_size: int, steps: int, start: int) -> Iterator[Batch]:
+    for step in range(start, steps):
+        samples = order[step * batch_size : (step + 1) * batch_size]
+        count = len(samples)
+        weights = np.zeros(batch_size, np.float32)
+        weights[:count] = 1
+        if count < batch_size:
+            # Padding repeats a sample of the batch, so that it costs no input from elsewhere.
+            samples = np.concatenate([samples, np.full(batch_size - count, samples[0])])
+        yield Batch(samples=samples, weights=weights, count=count)
+
+
+def _with_windows(batches: Iterator[Batch], order: np.ndarray, ends: np.ndarray, place: int) -> Iterator[Batch]:
+    """Add the windows to read ahead to batches of block order, the first of which begins at a place in it."""
+    bounds = [0, *ends.tolist(), len(order)]
+    begun = np.searchsorted(ends, place, side="right")
+    for batch in batches:
+        place += batch.count
+        following = np.searchsorted(ends, place - 1, side="right") + 2
+        yield replace(batch, ahead=[np.sort(order[bounds[w] : bounds[w + 1]]) for w in range(begun, following)])
+        begun = following
+
+
+# Reading
+
+
+def prefetch(
+    load: Callable[[Item], Loaded], items: Iterable[Item], depth: int = 3, pool: ThreadPoolExecutor | None = None
+) -> Iterator[Loaded]:
+    """Yield `load(item)` for each item in order, loading up to `depth` items ahead in a thread, or those of `pool`.
+
+    An exception of `load` is raised here, at its place in the order. Closing the iterator ends the threads.
+    """
+    items = iter(items)
+    with pool or ThreadPoolExecutor(1, thread_name_prefix="flatout-feed") as pool:
+        pending = deque(pool.submit(load, item) for item in islice(items, depth))
+        while pending:
+            ready = pending.popleft()
+            pending.extend(pool.submit(load, item) for item in islice(items, 1))
+            yield ready.result()
+
+
+def read_ahead(samples: Samples, batches: Iterable[Batch], rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+    """Yield the batches; those of a window (see `Batch.ahead`) when its images are in the file cache.
+
+    A thread reads the next window at the same time, in the order of the file. The `ranks` of a host share the cache, so
+    each reads its part. Nothing is read ahead in full order, or of images in memory.
+    """
+    images = samples.images
+    if not isinstance(images, np.memmap):
+        yield from batches
+        return
+    pool = ThreadPoolExecutor(1, thread_name_prefix="flatout-ahead")
+    pending: deque[list[Future[None]]] = deque()
+    try:
+        for batch in batches:
+            for window in batch.ahead:
+                rows = samples.rows[window[part(len(window), rank, ranks)]]
+                pending.append([pool.submit(_cache_rows, images, *span) for span in _spans(rows, images[:1].nbytes)])
+            while len(pending) > 1:
+                for read in pending.popleft():
+                    read.result()
+            yield batch
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _spans(rows: np.ndarray, row_bytes: int) -> list[tuple[int, int]]:
+    """Return the first and last row of each part of the file that holds ascending rows, without large gaps."""
+    is_far = (np.diff(rows) - 1) * row_bytes >= READ_BYTES
+    return [(int(run[0]), int(run[-1])) for run in np.split(rows, np.flatnonzero(is_far) + 1) if len(run)]
+
+
+def _cache_rows(images: np.memmap, first: int, last: int) -> None:
+    row_bytes = images[:1].nbytes
+    start, stop = (images.offset + row * row_bytes for row in (first, last + 1))
+    with Path(str(images.filename)).open("rb", buffering=0) as file:
+        for offset in range(start, stop, READ_BYTES):
+            os.pread(file.fileno(), min(READ_BYTES, stop - offset), offset)
+
+
+def _read_rows(images: np.memmap, rows: np.ndarray, out: np.ndarray) -> None:
+    row_bytes = images[:1].nbytes
+    with Path(str(images.filename)).open("rb", buffering=0) as file:
+        for target, row in zip(out, rows.tolist(), strict=True):
+            offset = images.offset + row * row_bytes
+            if os.preadv(file.fileno(), [target.reshape(-1).view(np.uint8)], offset) != row_bytes:
+                raise OSError(f"{images.filename}: ends before row {row}")
