@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from flatout.analysis.label_errors import find_label_errors
 from flatout.console import Console
 from flatout.data.source import DataRef, Source
 from flatout.engine.devices import machine
-from flatout.explore.label_errors import find_label_errors
 from flatout.run.fit import train_recipe
 from flatout.run.options import Options
 from flatout.run.resolve import resolve

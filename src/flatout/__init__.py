@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from flatout.analysis.look import Look, look
     from flatout.callbacks.base import Callback, RunInfo
     from flatout.callbacks.trackers import MLflow, TensorBoard, Trackio, WandB
     from flatout.errors import InputError, TrainingFailed
-    from flatout.explore.look import Look, look
     from flatout.recipe import SGD, Adagrad, Adam, AdamW, Augment, Data, Momentum, Optimizer, Recipe, Schedule
     from flatout.run.fit import fit
     from flatout.run.folder import Ensemble, Prediction, Run, load
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name in ("Look", "look"):
-        return getattr(importlib.import_module("flatout.explore.look"), name)
+        return getattr(importlib.import_module("flatout.analysis.look"), name)
     if name in __all__:
         for module in map(importlib.import_module, _PLACES):
             if hasattr(module, name):

@@ -26,22 +26,18 @@ LAYERS = (
         "run",
         "export",
         "hub",
-        "scale",
-        "lr",
-        "plan",
-        "explore",
+        "analysis",
     ),
-    "board",
     *("commands", "parser", "cli", "__main__"),
 )
 # Libraries that only some folders may use.
 RESTRICTED = {
     "torch.cuda": ("engine",),
     "torch.distributed": ("engine", "dist"),
-    "jax": ("engine/xla", "plan"),
-    "jaxlib": ("engine/xla", "plan"),
-    "torchax": ("engine/xla", "plan"),
-    "optax": ("engine/xla", "plan"),
+    "jax": ("engine/xla", "analysis"),
+    "jaxlib": ("engine/xla", "analysis"),
+    "torchax": ("engine/xla", "analysis"),
+    "optax": ("engine/xla", "analysis"),
 }
 DEVICE_WORDS = re.compile(r"\b(cuda|cpus?|mps|xla|tpus?|gpus?)\b", re.IGNORECASE)
 

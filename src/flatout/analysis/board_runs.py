@@ -366,10 +366,8 @@ def compare_runs(paths: dict[str, Path]) -> dict[str, Any]:
             recipes[name], metrics[name] = {}, []
     keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
     rows = [{"key": key, "values": [recipe.get(key) for recipe in recipes.values()]} for key in keys]
-    return {
-        "metrics": metrics,
-        "differences": [row for row in rows if any(v != row["values"][0] for v in row["values"])],
-    }
+    differences = [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+    return {"metrics": metrics, "differences": differences}
 
 
 @dataclass

@@ -160,10 +160,9 @@ def find_work(
         recipe = load_job(job).override(changes)
     elif Path(job).suffix == ".toml":
         recipe = load_recipe(Path(job)).override(changes)
-    is_given = images is not None and classes is not None
-    if recipe is None or data is not None or (recipe.data.path and not is_given):
+    if recipe is None or data is not None or (recipe.data.path and None in (images, classes)):
         recipe, *sizes, about = _count(job, data, changes, accelerated, console)
-    elif is_given:
+    elif images is not None and classes is not None:
         sizes, about = (images, classes), "as given"
     elif job in PUBLISHED:
         sizes, about = PUBLISHED[job], "as published"

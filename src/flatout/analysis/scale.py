@@ -440,9 +440,8 @@ def draw_scaling(path: Path, result: Row) -> None:
     style.style_panel(throughput, f"Images per second{repeats}")
     nothing = {"median": 0.0, "min": 0.0, "max": 0.0}
     style.draw_bars(throughput, names, [row["images_per_second"] or nothing for row in rows], "{:,.0f}".format)
-    ideal = [
-        _median(bases[row["base"]], "images_per_second") * _ideal_speed_up(row, bases[row["base"]]) for row in rows
-    ]
+    pairs = list(zip(rows, bases, strict=True))
+    ideal = [_median(base, "images_per_second") * _ideal_speed_up(row, base) for row, base in pairs]
     throughput.plot(range(len(rows)), ideal, "_", color=style.ORANGE, markersize=34, label="ideal")
     for position, (row, base) in enumerate(pairs):
         if not _is_plausible(row, base):

@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from datetime import datetime
-from pathlib import Path
 
 from flatout.commands.command import Output, changes_of, command, engine_of, size_of
 from flatout.console import Console
@@ -20,22 +19,24 @@ from flatout.recipe import MAX_CHANNELS, Recipe, with_settings
 )
 def do_check(args: Namespace, console: Console) -> Output:
     """Find unreadable, duplicate and leaked images, and wrong labels."""
-    from flatout.data.check import check
+    from flatout.analysis.check import check, format_check
     from flatout.data.load import find
     from flatout.data.source import Source
 
     if args.labels or args.apply or args.suggestions:
         return _check_labels(args, console)
-    if args.job or args.model or args.epochs or args.seed or args.out:
-        raise InputError("--job, --model, --epochs, --seed and --out go with --labels")
+    only_labels = ("job", "model", "epochs", "seed", "out")
+    if given := next((name for name in only_labels if getattr(args, name) is not None), None):
+        raise InputError(f"--{given} requires --labels")
     recipe = _reading(args)
     found = find(args.data, recipe.data, recipe.task, console=console)
-    result = check(found if isinstance(found, Source) else found.read())
-    return result.to_dict(), result.lines()
+    result = check(found if isinstance(found, Source) else found.read(), console)
+    console.finish()
+    return result, format_check(result)
 
 
 def _check_labels(args: Namespace, console: Console) -> Output:
-    from flatout.explore.label_files import check_labels
+    from flatout.analysis.label_errors import check_labels
 
     changes = changes_of(args) | ({"data.classes": args.classes} if args.classes else {})
     return check_labels(
@@ -60,14 +61,14 @@ def _check_labels(args: Namespace, console: Console) -> Output:
 )
 def do_look(args: Namespace, console: Console) -> Output:
     """Look at images, counts, sizes, outliers and augmentation before training."""
-    from flatout.explore.look import look_at
-    from flatout.scale.scale import check_free
+    from flatout.analysis.look import format_look, look_at
+    from flatout.analysis.output import check_free, default_folder
 
     check_free(args.out)
     changes = changes_of(args) | ({"data.classes": args.classes} if args.classes else {})
     look = look_at(args.job, args.data, changes, console)
-    page = look.save(args.out or Path("runs") / f"look-{look.recipe.job}-{datetime.now():%Y%m%d-%H%M%S}")
-    return {**look.figures, "page": str(page)}, [*look.lines(), f"page: {page}"]
+    page = look.save(args.out or default_folder(f"look-{look.recipe.job}"))
+    return {**look.figures, "page": str(page)}, [*format_look(look), f"page: {page}"]
 
 
 @command(
