@@ -10,7 +10,7 @@ from PIL import Image
 
 import flatout
 from flatout.cli import main
-from flatout.explore.images import augmented
+from flatout.analysis.images import augmented
 from flatout.numerics.augment import epoch_transforms
 
 RNG = np.random.default_rng(0)

@@ -28,7 +28,7 @@ import numpy as np
 
 from flatout.analysis.images import label_of, name_of, thumbnails, tile
 from flatout.analysis.output import check_free, make_folder
-from flatout.console import Console
+from flatout.console import Console, counted
 from flatout.data.source import DataRef, Source
 from flatout.engine.devices import parse_devices
 from flatout.engine.factory import speeds_on
@@ -317,7 +317,7 @@ def write_errors(found: LabelErrors, out: Path, apply: Path | None) -> tuple[dic
         changes = {row["index"]: row["suggested"] for row in _suggestions(found, APPLIED_FROM)}
         write_corrected(found.source, changes, apply)
         result |= {"corrected": str(apply), "applied": len(changes)}
-        how = f"{len(changes):,} labels that are more likely wrong than right"
+        how = f"{counted(len(changes), 'label')} with a confidence of {APPLIED_FROM:g} or more"
         lines.append(f"corrected {how}: {apply}{_how_to_train(found.source, apply)}")
     return result, lines
 
