@@ -64,13 +64,6 @@ def test_the_page_is_self_contained_and_escapes_names(looked: Path):
         assert picture.width > 500
 
 
-def test_nothing_is_overwritten(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "mine.txt").write_text("kept")
-    assert main(["look", str(photos), "--out", str(tmp_path)]) == 2
-    assert f"{tmp_path}: exists and is not an empty folder" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
 def test_augmented_images_are_those_of_training():
     images = RNG.integers(0, 256, (20, 6, 6, 3), dtype=np.uint8)
     look = flatout.look(
