@@ -79,7 +79,7 @@ class RunStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.version = self._first = time.time_ns() // 1_000_000
+        self.version = self._first = time.time_ns() // 1000
         self.is_complete = False
         self.notes: list[str] = []
         self._times: dict[Path, int | None] = {}
