@@ -175,7 +175,7 @@ def test_a_page_that_stays_open_gets_all_runs_after_a_restart(tmp_path: Path) ->
     run = write_run(tmp_path / "b", CLASSES)
     first = RunStore(tmp_path)
     for epochs in range(1, 20):
-        run_files.write_metrics(run / "metrics.jsonl", [epoch_line(epoch) for epoch in range(epochs)])
+        run_files.write_metrics(run / "metrics.jsonl", [epoch_line(epoch) for epoch in range(1, epochs + 1)])
         first.refresh()
     version = first.since(0)["version"]
     second = RunStore(tmp_path)

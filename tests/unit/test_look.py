@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 import flatout
-from flatout.cli import main
 from flatout.analysis.images import augmented
+from flatout.cli import main
 from flatout.numerics.augment import epoch_transforms
 
 RNG = np.random.default_rng(0)

@@ -38,8 +38,8 @@ EXTREME = 4.0
 COMPARED_SIZE, MIN_CONTRAST = 72, 4.0
 # So many files, with the fewest bytes per pixel, are decoded to find blank ones; a header takes about so many bytes.
 _MAX_BLANK, _HEADER_BYTES = 1024, 1024
-# Files that a thread inspects in turn; images of arrays that are reduced at once.
-_FILES_AT_ONCE, _ARRAYS_AT_ONCE = 32, 500
+# So many files are inspected between reports, and so many images of arrays reduced at once.
+_FILES_AT_ONCE, _ARRAYS_AT_ONCE = 1024, 500
 
 
 # --- headers ----------------------------------------------------------------------------------------------------------
@@ -88,6 +88,12 @@ class Headers:
         }
 
 
+def format_sizes(figures: dict[str, Any]) -> list[str]:
+    """Return the widths and heights of `Headers.figures` as lines of text."""
+    named = {"width: ": figures["widths"], "height:": figures["heights"]}
+    return [f"{name} {s['smallest']} to {s['largest']} pixels, median {s['median']}" for name, s in named.items() if s]
+
+
 def _range_of(values: np.ndarray) -> dict[str, int] | None:
     if not len(values):
         return None
@@ -96,12 +102,6 @@ def _range_of(values: np.ndarray) -> dict[str, int] | None:
         "median": int(np.quantile(values, 0.5, method="lower")),
         "largest": int(values.max()),
     }
-
-
-def format_sizes(figures: dict[str, Any]) -> list[str]:
-    """Return the widths and heights of `Headers.figures` as lines of text."""
-    named = {"width: ": figures["widths"], "height:": figures["heights"]}
-    return [f"{name} {s['smallest']} to {s['largest']} pixels, median {s['median']}" for name, s in named.items() if s]
 
 
 def headers_of_arrays(images_NHWC: np.ndarray) -> Headers:
@@ -122,9 +122,6 @@ def scan(
         The headers, and index -> the other result of `inspect`, in the order of the files.
     """
 
-    def inspect_part(part: range) -> list[tuple[ImageHeader, T] | str]:
-        return [inspect_one(files[i]) for i in part]
-
     def inspect_one(file: Encoded) -> tuple[ImageHeader, T] | str:
         try:
             return inspect(file)
@@ -136,10 +133,10 @@ def scan(
     count = len(files)
     widths, heights = np.zeros(count, np.int32), np.zeros(count, np.int32)
     modes, unreadable, found = Counter[str](), dict[int, str](), dict[int, T]()
-    parts = [range(start, min(start + _FILES_AT_ONCE, count)) for start in range(0, count, _FILES_AT_ONCE)]
     with STRICT_PILLOW, ThreadPoolExecutor(usable_cores()) as pool:
-        for part, results in zip(parts, pool.map(inspect_part, parts), strict=True):
-            for i, result in zip(part, results, strict=True):
+        for start in range(0, count, _FILES_AT_ONCE):
+            part = range(start, min(start + _FILES_AT_ONCE, count))
+            for i, result in zip(part, pool.map(inspect_one, map(files.__getitem__, part)), strict=True):
                 if isinstance(result, str):
                     unreadable[i] = result
                 else:
@@ -305,14 +302,9 @@ def stored(source: Source, indices: Sequence[int], recipe: Recipe) -> tuple[np.n
 
 
 def augmented(source: Source, indices: np.ndarray, recipe: Recipe, epochs: Sequence[int]) -> np.ndarray:
-    """Return training images as the model gets them in some epochs, uint8 [M, V, H, W, 1 or 3].
+    """Return readable training images as the training code makes them in V epochs, uint8 [M, V, H, W, 1 or 3].
 
-    Draws, geometry, colours, erasing and mixing are those of the training code; sample i is the i-th training image.
-
-    Args:
-        indices: of readable training images, int64 [M].
-        recipe: with mean and standard deviation.
-        epochs: V of them, from 0.
+    The recipe has a mean and a standard deviation; sample i is the i-th training image.
     """
     import torch
     from torch.nn.functional import interpolate

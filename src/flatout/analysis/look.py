@@ -62,34 +62,10 @@ class Group:
     chosen: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Shown:
-    """The images that are shown.
-
-    Attributes:
-        groups: classes or ranges of numbers.
-        thumbnails: index -> image; None for unreadable ones.
-        kept: indices of some readable images.
-        seen: the first of these as the model sees them in evaluation, uint8 [.., H, W, 1 or 3].
-        views: the first of these as the model sees them in training, uint8 [.., V, H, W, 1 or 3].
-    """
-
-    groups: list[Group]
-    thumbnails: dict[int, np.ndarray | None]
-    kept: np.ndarray
-    seen: np.ndarray
-    views: np.ndarray
-
-
 class Look:
-    """A data set looked at: `show()` it in a notebook, `save(DIR)` it, or read `figures`.
+    """A data set looked at: `show()` it in a notebook, `save(DIR)` it, or read `figures` and `remarks()`.
 
-    Args:
-        source: the data.
-        headers: of all images.
-        blank: the indices of blank images.
-        recipe: the one that the images are shown for.
-        reasons: why a generated recipe is as it is; empty for one that the user named.
+    Images are shown for a recipe; `reasons` tell why a generated one is as it is.
     """
 
     def __init__(
@@ -166,8 +142,12 @@ class Look:
         return Group(name=name, count=len(rows), chosen=tuple(chosen.tolist()))
 
     @cached_property
-    def shown(self) -> Shown:
-        """The images of the page and the picture."""
+    def shown(self) -> dict[str, Any]:
+        """The images of the page and the picture.
+
+        `groups`; `thumbnails` by index; indices of some readable images (`kept`), and the first of these as the model
+        sees them in evaluation (`seen`) and in training (`views`).
+        """
         groups = self.groups()
         every = [index for group in groups for index in group.chosen]
         # One of each group first, so that the few that are shown differ.
@@ -177,13 +157,13 @@ class Look:
         if self.recipe.augment.is_random and len(kept):
             recipe = _with_statistics(self.recipe, stored)
             views = pictures.augmented(self.source, kept[:AUGMENTED], recipe, range(VIEWS))
-        return Shown(
-            groups=groups,
-            thumbnails=dict(zip(every, thumbnails(self.source, every), strict=True)),
-            kept=kept,
-            seen=visible(pixels.centre(stored[:SEEN], *self.recipe.eval_sides)),
-            views=views,
-        )
+        return {
+            "groups": groups,
+            "thumbnails": dict(zip(every, thumbnails(self.source, every), strict=True)),
+            "kept": kept.tolist(),
+            "seen": visible(pixels.centre(stored[:SEEN], *self.recipe.eval_sides)),
+            "views": views,
+        }
 
     def _tile(self, index: int, image: np.ndarray | None, text: str = "", quiet: str = "") -> dict[str, Any]:
         title = f"{name_of(self.source, index)}: {label_of(self.source, index)}"
@@ -210,8 +190,8 @@ class Look:
             "remarks": self.remarks(),
             "task": source.task,
             "groups": [
-                (group.name, group.count, [self._tile(i, shown.thumbnails[i]) for i in group.chosen])
-                for group in shown.groups
+                (group.name, group.count, [self._tile(i, shown["thumbnails"][i]) for i in group.chosen])
+                for group in shown["groups"]
             ],
             "classes": len(source.classes),
             "columns": ["class", *figures["images"], "share of train"],
@@ -231,12 +211,12 @@ class Look:
             "unreadable": list(figures["unreadable"].items())[:UNREADABLE_SHOWN],
             "unreadable_count": len(figures["unreadable"]),
             "seen": [
-                (self._tile(i, shown.thumbnails[i], label_of(source, i)), self._tile(i, image))
-                for i, image in zip(shown.kept.tolist(), shown.seen, strict=False)
+                (self._tile(i, shown["thumbnails"][i], label_of(source, i)), self._tile(i, image))
+                for i, image in zip(shown["kept"], shown["seen"], strict=False)
             ],
             "views": [
                 (self._tile(i, seen), [self._tile(i, view) for view in views])
-                for i, seen, views in zip(shown.kept.tolist(), shown.seen, shown.views, strict=False)
+                for i, seen, views in zip(shown["kept"], shown["seen"], shown["views"], strict=False)
             ],
             "reasons": list(self.reasons),
             "job": self.recipe.job,
@@ -361,13 +341,13 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _draw(path: Path, title: str, shown: Shown) -> None:
+def _draw(path: Path, title: str, shown: Mapping[str, Any]) -> None:
     """Write a row of images for each class, up to 12, and a row of views for up to 4 images."""
     rows = [
-        (f"{shorten(group.name, 22)}\n{group.count:,}", [shown.thumbnails[i] for i in group.chosen])
-        for group in shown.groups[:PICTURE_ROWS]
+        (f"{shorten(group.name, 22)}\n{group.count:,}", [shown["thumbnails"][i] for i in group.chosen])
+        for group in shown["groups"][:PICTURE_ROWS]
     ]
-    rows += [("augmented", list(views)) for views in shown.views[:PICTURE_VIEWS]]
+    rows += [("augmented", list(views)) for views in shown["views"][:PICTURE_VIEWS]]
     cell, label = CELL_PIXELS + 4, 1.8
     montage = np.full((cell * len(rows), cell * IMAGES_OF_CLASS, 3), 255, np.uint8)
     for row, (_, images) in enumerate(rows):

@@ -67,16 +67,11 @@ def plan(
     """Plan a job for topologies or for devices; write plan.json and plan.png; return the former's content.
 
     Args:
-        job: a built-in job or a recipe file; or the path of data.
-        data: the path of the data; None uses published figures of the job's data.
-        changes: dotted recipe keys to override.
-        topologies: TPUs to compile for, such as `v5e:2x4,v5e:4x4`; or
-        devices: SPECs of devices to measure, such as `cpu,2xcpu`.
-        images, classes: of the training data, if they are given.
+        topologies, devices: TPUs to compile for, such as `v5e:2x4,v5e:4x4`; or SPECs of devices to measure.
+        images, classes: of the training data; None counts them, or takes the published figures of a built-in job.
         price: of one chip for an hour, in any currency.
-        largest_batch: search for the largest batch that fits a topology, even if the job's batch does.
-        allow_code: whether a model named as `package.module:factory` may be imported.
-        out: a new or empty folder; None for a new one under `runs/`.
+        largest_batch: search for the largest batch that fits, even if the job's batch does.
+        job, data, changes, allow_code, out: as for training.
 
     Raises:
         InputError: an argument is wrong, or the model cannot be compiled.
@@ -198,11 +193,7 @@ def _count(
 
 
 def parse_specs(devices: str, engine: str) -> "dict[str, Devices]":
-    """Turn `cpu,2xcpu` into the devices of each SPEC.
-
-    Raises:
-        InputError: a SPEC does not parse or names too many devices, or the engine is unknown.
-    """
+    """Return the devices of each SPEC of a list such as `cpu,2xcpu`. Raises InputError."""
     from flatout.analysis.scale import split_specs
     from flatout.engine.devices import engine_for, parse_devices
 
@@ -354,7 +345,7 @@ def _format_estimate(result: Row) -> list[str]:
         if row["fits"]:
             times = row["seconds"]
             cells += [f"{_short(times[name])}{'*' if name == row['limit'] else ' '}" for name in LIMITS]
-            cells += [_short(times["step"]), f"≤ {_number(row['images_per_second'])}", _span(row["job_seconds"])]
+            cells += [_short(times["step"]), f"≤ {style.plain(row['images_per_second'])}", _span(row["job_seconds"])]
             if with_cost:
                 cells.append(f"{row['cost']:,.2f}" if row["cost"] >= 0.1 else f"{row['cost']:.2g}")
         else:
@@ -401,7 +392,7 @@ def _format_measured(result: Row) -> list[str]:
         rate, job = row["images_per_second"], row["job_seconds"]
         cells = [row["devices"], f"{row['processes']} x {row['threads_per_process']}"]
         cells += [_bytes(row["peak_device_bytes"] or row["peak_rss_bytes"]), _short(row["step_seconds"]["median"])]
-        for figure, text in ((rate, _number), (job, _span)):
+        for figure, text in ((rate, style.plain), (job, _span)):
             cells += [text(figure["median"]), f"{text(figure['min'])} to {text(figure['max'])}"]
         table.append(cells)
         held, every = row["images_measured"], result["images"]
@@ -424,10 +415,6 @@ def _bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} GiB" if count < 1000 else f"{count / 1024:.3g} TiB"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
 
 
 def _span(seconds: float) -> str:
@@ -464,7 +451,7 @@ def draw_plan(path: Path, result: Row) -> None:
         names = [row["devices"] for row in rows]
         style.style_panel(left, f"Images per second, median of {max(row['repeats'] for row in rows)} (least and most)")
         style.style_panel(right, f"Time of {counted(result['epochs'], 'epoch')}, seconds")
-        style.draw_bars(left, names, [row["images_per_second"] for row in rows], _number)
+        style.draw_bars(left, names, [row["images_per_second"] for row in rows], style.plain)
         style.draw_bars(right, names, [row["job_seconds"] for row in rows], _span)
         for axes in (left, right):
             style.start_at_zero(axes, headroom=0.1)
@@ -481,7 +468,7 @@ def _draw_throughput(axes: "Axes", fitting: Sequence[Row], curve: Sequence[Row])
         axes.plot(chips, rates, color=style.RIGHT, linewidth=1.8)
     for marker, row in zip(cycle("os^Dv"), fitting, strict=False):
         # Values are in the legend: labels at the points would hide the curve.
-        label = f"{row['topology']}  ≤ {_number(row['images_per_second'])}"
+        label = f"{row['topology']}  ≤ {style.plain(row['images_per_second'])}"
         axes.plot(row["chips"], row["images_per_second"], marker, color=style.RIGHT, markersize=5.5, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -15,16 +15,14 @@ import hashlib
 import json
 import math
 import multiprocessing
-import multiprocessing.connection
+import multiprocessing.process
 import os
 import re
-import subprocess
-import sys
-import tempfile
+import signal
 import threading
-import time
-import traceback
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,26 +196,41 @@ def tpu_compiler(work: Work, allow_code: bool, console: Console) -> Iterator[Com
 
     Python handles no signal while XLA compiles, so that happens in a child process, which can be killed at any time.
     """
-    with contextlib.ExitStack() as stack:
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_start)
+    workers: list[multiprocessing.process.BaseProcess] = []
 
-        @functools.cache
-        def child() -> Compile:
-            return stack.enter_context(_child(work, allow_code))
+    def compile_cached(topology: Topology, batch: int) -> dict[str, Any]:
+        path = _cache_file(work, topology, batch)
+        if path is not None:
+            with contextlib.suppress(OSError, ValueError):
+                return json.loads(path.read_text(encoding="utf-8"))
+        require_compiler()
+        console.note(f"compiling {work.recipe.model}, batch {batch:,}, for {topology.name}")
+        # The child inherits the mask, so that Ctrl-C reaches this process alone.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        before = multiprocessing.active_children()
+        compiled = pool.submit(_compile, work, allow_code, topology, batch)
+        workers.extend(worker for worker in multiprocessing.active_children() if worker not in before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            figures = compiled.result()
+        except BrokenProcessPool:
+            workers[0].join()
+            raise TrainingFailed(
+                f"the TPU compiler's process ended with code {workers[0].exitcode}; a negative code is a signal, and "
+                "-9 usually means that the host ran out of memory"
+            ) from None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, figures)
+        return figures
 
-        def compile_cached(topology: Topology, batch: int) -> dict[str, Any]:
-            path = _cache_file(work, topology, batch)
-            if path is not None:
-                with contextlib.suppress(OSError, ValueError):
-                    return json.loads(path.read_text(encoding="utf-8"))
-            require_compiler()
-            console.note(f"compiling {work.recipe.model}, batch {batch:,}, for {topology.name}")
-            compiled = child()(topology, batch)
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, compiled)
-            return compiled
-
+    try:
         yield compile_cached
+    finally:
+        for worker in workers:
+            worker.kill()
+        pool.shutdown(cancel_futures=True)
 
 
 def compiler_versions() -> dict[str, str]:
@@ -234,83 +247,37 @@ def _cache_file(work: Work, topology: Topology, batch: int) -> Path | None:
     return cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-@contextlib.contextmanager
-def _child(work: Work, allow_code: bool) -> Iterator[Compile]:
-    """Provide a function that compiles in a process, which is killed at the end."""
-    requests, theirs = multiprocessing.Pipe()
-    code = f"import sys; sys.path[:] = {sys.path!r}; from flatout.analysis.tpu import serve; serve({theirs.fileno()})"
-    # libtpu writes to standard error past Python; the user needs that only after an unexpected error.
-    with requests, tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=output,
-            # Ctrl-C reaches this process alone.
-            start_new_session=True,
-        )
-        theirs.close()
+def _start() -> None:
+    """Silence the child, since libtpu writes past Python, and end it when its parent ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
 
-        def compile_in_child(topology: Topology, batch: int) -> dict[str, Any]:
-            try:
-                requests.send((topology, batch))
-                compiled = requests.recv()
-            except (EOFError, BrokenPipeError, ConnectionResetError):
-                code = process.wait()
-                raise TrainingFailed(
-                    f"the TPU compiler's process ended with code {code}; a negative code is a signal, and -9 usually "
-                    "means that the host ran out of memory"
-                ) from None
-            if isinstance(compiled, InputError):
-                raise compiled
-            if isinstance(compiled, str):
-                output.seek(0)
-                raise RuntimeError(
-                    f"in the TPU compiler's process: {compiled}\n{output.read().decode(errors='replace')}"
-                )
-            return compiled
+    def end() -> None:
+        parent.join()
+        os._exit(1)
 
-        try:
-            requests.send((os.getpid(), work, allow_code))
-            yield compile_in_child
-        finally:
-            process.kill()
-            process.wait()
+    threading.Thread(target=end, daemon=True).start()
 
 
-def serve(descriptor: int) -> None:
-    """Compile for the parent process; send back figures, an InputError, or the traceback of another error."""
-    requests = multiprocessing.connection.Connection(descriptor)
-    parent, work, allow_code = requests.recv()
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    model, devices = None, {}
-    while True:
-        topology, batch = requests.recv()
-        try:
-            # Before JAX is started, which takes seconds: a model that cannot be built is reported without it.
-            from flatout.models.load import build_model
-
-            model = model or build_model(work.recipe, work.classes, allow_code=allow_code)
-            if topology not in devices:
-                devices[topology] = devices_of(topology)
-            recipe = work.recipe.override({"batch_size": batch})
-            requests.send(compile_step(model, recipe, devices[topology], work.classes))
-        except InputError as error:
-            requests.send(InputError(str(error)))
-        except Exception:
-            requests.send(traceback.format_exc())
+# The child builds the model of its job once.
+_models: "list[nn.Module]" = []
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
+def _compile(work: Work, allow_code: bool, topology: Topology, batch: int) -> dict[str, Any]:
+    from flatout.models.load import build_model
+
+    if not _models:
+        # Before JAX is started, which takes seconds: a model that cannot be built is reported without it.
+        _models.append(build_model(work.recipe, work.classes, allow_code=allow_code))
+    recipe = work.recipe.override({"batch_size": batch})
+    return compile_step(_models[0], recipe, devices_of(topology), work.classes)
 
 
 # --- the compiler -----------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def devices_of(topology: Topology) -> list[Any]:
     """Return JAX's devices of a topology, to compile for.
 
@@ -345,16 +312,11 @@ def compile_step(model: "nn.Module", recipe: Recipe, devices: list[Any], classes
 
     For images in device memory the compiler would count the whole data set as read in every step.
 
-    Args:
-        model: with any weights; only shapes matter.
-        recipe: complete; `batch_size` is the global batch.
-
     Returns:
-        The compiler's figures per device.
-        `fits`: whether the program fits into the memory; if not, every figure but `needed_bytes` is 0.
-        `needed_bytes`: memory at the peak: arguments, results and temporaries; 0 where a program was rejected without a
-        figure. `argument_bytes`: weights, optimizer state and input; `temporary_bytes`: everything else.
-        `flops`: floating-point operations. `memory_bytes`: bytes read from and written to memory.
+        The compiler's figures per device; all but `needed_bytes` are 0 where the program does not fit (`fits`).
+        `needed_bytes`: memory at the peak; 0 where the compiler rejects the program without a figure.
+        `argument_bytes`: weights, optimizer state and input; `temporary_bytes`: everything else.
+        `flops`, `memory_bytes`: operations, and bytes read from and written to memory.
         `seconds`: the compiler's own estimate of the running time, without messages; 0 if it gives none.
         `collectives`: kind, count and bytes of the results of messages between devices.
         `host_transfers`: operations that wait for the host. `state_bytes`: weights, buffers and optimizer state.
