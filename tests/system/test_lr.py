@@ -132,7 +132,6 @@ def test_on_several_devices_and_xla(
     result = find([*words, *how, "--out", str(tmp_path / "out")], capsys)
     first = [[loss for _, loss, _ in found["points"][:40]] for found in (alone, result)]
     assert first[0] == pytest.approx(first[1], rel=1e-3)
-    assert alone["lr"] / 3 < result["lr"] < alone["lr"] * 3
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flatout.analysis.label_errors import LabelErrors, find_errors, recipe_of_folds, write_corrected, write_errors
+from flatout.analysis.label_errors import (
+    LabelError,
+    LabelErrors,
+    find_errors,
+    recipe_of_folds,
+    write_corrected,
+    write_errors,
+)
 from flatout.cli import main
 from flatout.data.formats.npy import from_arrays
 from flatout.data.recognise import recognise
@@ -27,15 +34,19 @@ def predictions(true: np.ndarray, classes: int, noise: float = 0.6) -> np.ndarra
     return np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
 
 
+def columns(errors: list[LabelError]) -> tuple[np.ndarray, ...]:
+    return tuple(map(np.array, zip(*errors, strict=True)))
+
+
 def test_planted_errors_are_found() -> None:
     true = RNG.integers(0, 5, 2000)
     given, wrong = true.copy(), RNG.choice(2000, 100, replace=False)
     given[wrong] = (true[wrong] + RNG.integers(1, 5, 100)) % 5
-    found = find_errors(predictions(true, 5), given)
-    assert len(np.intersect1d(found.index, wrong)) >= 95
-    assert len(found) <= 130
-    assert (found.suggested == true[found.index]).mean() > 0.95
-    assert (np.diff(found.confidence) <= 0).all()
+    index, _, suggested, confidence = columns(find_errors(predictions(true, 5), given))
+    assert len(np.intersect1d(index, wrong)) >= 95
+    assert len(index) <= 130
+    assert (suggested == true[index]).mean() > 0.95
+    assert (np.diff(confidence) <= 0).all()
     assert len(find_errors(np.eye(4)[np.repeat(np.arange(3), 50)] * 0.9 + 0.025, np.repeat(np.arange(3), 50))) == 0
 
 
@@ -45,19 +56,19 @@ def test_a_network_that_knows_little_is_sure_of_little() -> None:
     # It prefers class 1, and is surer than it should be.
     present = 1 / (1 + np.exp(-(2 * evidence + 0.5)))
     given = np.where(RNG.random(1600) < 0.05, 1 - true, true)
-    found = find_errors(np.stack([1 - present, present], axis=1), given)
-    assert found.confidence.mean() < (given != true)[found.index].mean() + 0.2
+    index, _, _, confidence = columns(find_errors(np.stack([1 - present, present], axis=1), given))
+    assert confidence.mean() < (given != true)[index].mean() + 0.2
 
 
 def test_several_labels() -> None:
     true = (RNG.random((1000, 3)) < 0.4).astype(np.uint8)
     probabilities = np.stack([predictions(column.astype(np.int64), 2)[:, 1] for column in true.T], axis=1)
     wrong = RNG.random(true.shape) < 0.05
-    found = find_errors(probabilities, true ^ wrong)
-    hits = wrong[found.index, found.given]
+    index, given, suggested, _ = columns(find_errors(probabilities, true ^ wrong))
+    hits = wrong[index, given]
     assert hits.sum() >= 0.8 * wrong.sum()
     assert hits.mean() >= 0.8
-    assert (found.suggested == true[found.index, found.given])[hits].all()
+    assert (suggested == true[index, given])[hits].all()
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3, 60])
@@ -113,7 +124,9 @@ def test_files_of_a_check(found: LabelErrors, photos: Path, tmp_path: Path) -> N
 
 
 def test_only_labels_that_are_more_likely_wrong_than_right_are_changed(found: LabelErrors, tmp_path: Path) -> None:
-    errors = dataclasses.replace(found.errors, confidence=np.array([0.9, 0.252]))
+    errors = [
+        error._replace(confidence=confidence) for error, confidence in zip(found.errors, (0.9, 0.252), strict=True)
+    ]
     result, lines = write_errors(dataclasses.replace(found, errors=errors), tmp_path, tmp_path / "fixed.csv")
     assert (len(result["errors"]), result["applied"]) == (2, 1)
     assert "corrected 1 label" in lines[-1]

@@ -101,6 +101,23 @@ class BoardApp:
         self._looking, self._looked = asyncio.Lock(), 0.0
         self._uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
 
+    def routes(self) -> list[Route]:
+        """Return the addresses and their handlers."""
+        handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/": self._page,
+            "/style.css": self._style,
+            "/api/runs": self._runs,
+            "/api/events": self._events,
+            "/api/run": self._details,
+            "/api/compare": self._compare,
+            "/api/answers": self._predictions,
+            "/api/samples": self._samples,
+            "/api/image": self._image,
+            "/api/file": self._file,
+        }
+        upload = Route("/api/classify", self._classify, methods=["POST"])
+        return [*(Route(path, handler) for path, handler in handlers.items()), upload]
+
     async def look(self) -> None:
         """Look for changes, once a second for all readers together."""
         async with self._looking:
@@ -109,20 +126,16 @@ class BoardApp:
                 await run_in_threadpool(self.store.refresh)
                 self._looked = asyncio.get_running_loop().time()
 
-    async def page(self, request: Request) -> Response:
-        """Answer with the page."""
+    async def _page(self, request: Request) -> Response:
         return FileResponse(STATIC / "index.html", headers={"content-security-policy": POLICY})
 
-    async def style(self, request: Request) -> Response:
-        """Answer with the style of reports, which the page shares."""
+    async def _style(self, request: Request) -> Response:
         return FileResponse(STYLE, media_type="text/css")
 
-    async def runs(self, request: Request) -> Response:
-        """Answer with all runs that have been read so far."""
+    async def _runs(self, request: Request) -> Response:
         return JSONResponse({"folder": str(self.store.root.absolute()), **self.store.since(0)})
 
-    async def events(self, request: Request) -> Response:
-        """Answer with a stream: changes of runs after `since`, and what the files of `run` gain."""
+    async def _events(self, request: Request) -> Response:
         version = _whole(request.headers.get("last-event-id", ""), "last-event-id") or _number(request, "since") or 0
         watch = None
         if run := request.query_params.get("run"):
@@ -150,22 +163,18 @@ class BoardApp:
             if self.store.is_complete:
                 await self.look()
 
-    async def details(self, request: Request) -> Response:
-        """Answer with the recipe and the figures of a run."""
+    async def _details(self, request: Request) -> Response:
         return JSONResponse(await run_in_threadpool(run_details, self._path(request)))
 
-    async def compare(self, request: Request) -> Response:
-        """Answer with the metrics of several runs, and how their recipes differ."""
+    async def _compare(self, request: Request) -> Response:
         paths = {name: self.store.path_of(name) for name in request.query_params.getlist("run")}
         return JSONResponse(await run_in_threadpool(compare_runs, paths))
 
-    async def predictions(self, request: Request) -> Response:
-        """Answer with classes and confusion matrix of a run."""
+    async def _predictions(self, request: Request) -> Response:
         found = await run_in_threadpool(read_stored, self._path(request))
         return JSONResponse(await run_in_threadpool(found.summary))
 
-    async def samples(self, request: Request) -> Response:
-        """Answer with a page of images, by class, prediction and error; or with one of them."""
+    async def _samples(self, request: Request) -> Response:
         found = await run_in_threadpool(read_stored, self._path(request))
         if "index" in request.query_params:
             return JSONResponse(found.sample(_number(request, "index") or 0))
@@ -178,22 +187,19 @@ class BoardApp:
         result = await run_in_threadpool(lambda: found.samples(**chosen, **part, show=show, order=order))
         return JSONResponse(result)
 
-    async def image(self, request: Request) -> Response:
-        """Answer with an image of the gallery."""
+    async def _image(self, request: Request) -> Response:
         path, index, full = self._path(request), _number(request, "index") or 0, "full" in request.query_params
         kind, content = await run_in_threadpool(lambda: read_stored(path).image(index, full=full))
         return Response(content, media_type=kind, headers={"cache-control": "private, max-age=3600"})
 
-    async def file(self, request: Request) -> Response:
-        """Answer with the report or a picture."""
+    async def _file(self, request: Request) -> Response:
         name = request.query_params.get("name", "")
         path = self._path(request) / name
         if name not in SERVED or not path.is_file():
             raise InputError(f"there is no {name} in {path.parent}")
         return FileResponse(path, headers={"content-security-policy": FILE_POLICY, "cache-control": "no-cache"})
 
-    async def ask(self, request: Request) -> Response:
-        """Answer with the model's classes for the image in the body."""
+    async def _classify(self, request: Request) -> Response:
         path = self._path(request)
         async with self._uploads:
             try:
@@ -236,7 +242,6 @@ def classify_image(path: Path, content: bytes) -> dict[str, Any]:
 
 @lru_cache(MODELS_KEPT)
 def _loaded(path: Path, changed: int) -> Any:
-    """Return the run in a folder, whose weights changed at that time."""
     from flatout.run.folder import load
 
     return load(path)
@@ -259,7 +264,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    """Answer a failure that nobody foresaw with its name: the server goes on."""
+    # A failure that nobody foresaw is answered with its name: the server goes on.
     return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
 
 
@@ -275,24 +280,8 @@ def make_app(
         yield
         reading.cancel()
 
-    handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
-        "/": board.page,
-        "/style.css": board.style,
-        "/api/runs": board.runs,
-        "/api/events": board.events,
-        "/api/run": board.details,
-        "/api/compare": board.compare,
-        "/api/answers": board.predictions,
-        "/api/samples": board.samples,
-        "/api/image": board.image,
-        "/api/file": board.file,
-    }
     return Starlette(
-        routes=[
-            *(Route(path, handler) for path, handler in handlers.items()),
-            Route("/api/classify", board.ask, methods=["POST"]),
-            Mount("/static", StaticFiles(directory=STATIC)),
-        ],
+        routes=[*board.routes(), Mount("/static", StaticFiles(directory=STATIC))],
         middleware=[
             Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"]),
             Middleware(Gate, token=token),

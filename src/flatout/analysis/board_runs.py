@@ -96,11 +96,6 @@ class RunStore:
             raise InputError(f"{run}: there is no such run in {self.root}")
         return self.root / run
 
-    def row(self, run: str) -> dict[str, Any]:
-        """Return the figures of a run. Raises InputError for an unknown name."""
-        self.path_of(run)
-        return self._runs[run]
-
     def since(self, version: int) -> dict[str, Any]:
         """Return the changes after a version: `runs`, names in `removed`, and `charts` if one of them has changed.
 
@@ -161,7 +156,6 @@ class RunStore:
         return path.relative_to(self.root).as_posix()
 
     def _has_died(self, path: Path) -> bool:
-        """Return whether a run has ended without a change of its folder: its process was killed."""
         row = self._runs.get(self._name(path))
         return row is not None and row["status"] == "running" and not _is_alive(path, holder(path))
 
@@ -176,7 +170,6 @@ class RunStore:
         self._keep(name, _row(name, path) if is_run else None, charts)
 
     def _keep(self, name: str, row: dict[str, Any] | None, charts: list[dict[str, Any]]) -> None:
-        """Keep what is in a folder, under a new version if it has changed."""
         with self._lock:
             if charts != self._charts.get(name, []):
                 self.version += 1
@@ -194,7 +187,6 @@ class RunStore:
 
 
 def _chart(name: str, path: Path, kind: str, result: str, picture: str | None) -> dict[str, Any]:
-    """Return a chart that another command wrote, with its figures as far as they can be read."""
     found: dict[str, Any] = {"id": name, "kind": kind, "figures": result, "picture": picture}
     try:
         content = json.loads((path / result).read_text(encoding="utf-8"))
@@ -213,35 +205,29 @@ def _row(name: str, path: Path) -> dict[str, Any]:
         files = run_files.read_run(path, predictions=False)
     except (InputError, OSError) as error:
         return row | _unreadable(path, error, is_running=_is_alive(path, process))
-    summary, recipe = files.summary, files.recipe
-    status = _status(files, process)
+    summary, recipe, status = files.summary, files.recipe, _status(files, process)
     last = files.metrics[-1] if files.metrics else {}
-    seconds = sum(finite(line.get("seconds")) or 0.0 for line in files.metrics)
-    return row | {
+    copied = ("parameters", "devices", "world_size", "engine", "wall_seconds", "train_seconds", "images_per_second")
+    row |= {key: summary.get(key) for key in copied}
+    row["images_per_second"] = row["images_per_second"] or last.get("images_per_second")
+    row["train_seconds"] = row["train_seconds"] or sum(finite(line.get("seconds")) or 0.0 for line in files.metrics)
+    row |= {
         **_result(files),
         "status": status,
         "problems": _problems(files, status),
-        "job": summary.get("job") or recipe.get("job") or "",
+        **{key: summary.get(key) or recipe.get(key) or "" for key in ("job", "task")},
         "model": recipe.get("model") or "",
-        "task": summary.get("task") or recipe.get("task") or "",
         "note": summary.get("stopped") or "",
         "date": _time_of(summary, path),
         "epochs": recipe.get("epochs") or summary.get("epochs"),
         "epochs_trained": len(files.metrics),
-        "images_per_second": finite(summary.get("images_per_second")) or finite(last.get("images_per_second")),
-        "train_seconds": finite(summary.get("train_seconds")) or seconds,
-        "wall_seconds": finite(summary.get("wall_seconds")),
-        "parameters": summary.get("parameters"),
-        "devices": summary.get("devices") or "",
-        "world_size": summary.get("world_size"),
-        "engine": summary.get("engine") or "",
         "seed": recipe.get("seed"),
         "folds": len(summary.get("folds") or ()),
     }
+    return run_files.plain(row)
 
 
 def _unreadable(path: Path, error: Exception, *, is_running: bool) -> dict[str, Any]:
-    """Return the figures of a run of which there are only a recipe, or damaged files."""
     recipe = run_files.read_recipe(path)[1]
     # The path is on the page already.
     problem = str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/")
@@ -289,7 +275,6 @@ def _status(files: RunFiles, process: Holder | None) -> str:
 
 
 def _is_alive(run: Path, process: Holder | None) -> bool:
-    """Return whether the process that holds a run lives here, or, on another host, has written something lately."""
     if process is None:
         return False
     if (is_alive := process.is_alive()) is not None:
@@ -320,7 +305,6 @@ def _numbers(version: str) -> list[int]:
 
 
 def _time_of(summary: dict[str, Any], path: Path) -> float:
-    """Return when a run ended, or was last written, in seconds since 1970."""
     try:
         return datetime.fromisoformat(summary.get("date") or "").timestamp()
     except ValueError:
@@ -348,7 +332,6 @@ def run_details(path: Path) -> dict[str, Any]:
 
 
 def _flat(recipe: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a recipe with dotted keys, of any version."""
     found: dict[str, Any] = {}
     for key, value in recipe.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

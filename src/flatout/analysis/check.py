@@ -216,7 +216,6 @@ def _candidates(hashes: np.ndarray, earlier: np.ndarray, own: np.ndarray) -> Ite
 
 
 def _are_alike(thumbnails: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """Return whether the thumbnails of each pair correlate, bool [P]."""
     one, other = (thumbnails[pairs[:, side]].astype(np.float32) for side in (0, 1))
     one, other = (values - values.mean(axis=1, keepdims=True) for values in (one, other))
     norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)

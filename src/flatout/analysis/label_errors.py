@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,24 +60,20 @@ MIN_AGREEMENT = 0.9
 # --- confident learning -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Errors:
-    """Likely wrong labels, the surest first.
+class LabelError(NamedTuple):
+    """A label that is likely wrong.
 
     Attributes:
-        index: of the images, int64 [E].
-        given, suggested: classes, int64 [E]; in multi-label tasks `given` is the class whose presence is wrong, and
-            `suggested` 1 where it should be added, 0 where removed.
-        confidence: the probability that the label is wrong, float [E].
+        index: of the image.
+        given, suggested: classes; in multi-label tasks `given` is the class whose presence is wrong, and `suggested` 1
+            where it should be added, 0 where removed.
+        confidence: the probability that the label is wrong.
     """
 
-    index: np.ndarray
-    given: np.ndarray
-    suggested: np.ndarray
-    confidence: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.index)
+    index: int
+    given: int
+    suggested: int
+    confidence: float
 
 
 def probability_wrong(own_N: np.ndarray, labels_N: np.ndarray) -> np.ndarray:
@@ -105,8 +101,8 @@ def probability_wrong(own_N: np.ndarray, labels_N: np.ndarray) -> np.ndarray:
     return wrong_N
 
 
-def find_errors(probabilities: np.ndarray, labels: np.ndarray) -> Errors:
-    """Return the labels that are likely wrong; of several labels for an image, each class is judged on its own.
+def find_errors(probabilities: np.ndarray, labels: np.ndarray) -> list[LabelError]:
+    """Return the labels that are likely wrong, the surest first; of several labels, each class is judged on its own.
 
     Only images whose most probable class is another one are errors; it is the suggestion.
 
@@ -115,29 +111,24 @@ def find_errors(probabilities: np.ndarray, labels: np.ndarray) -> Errors:
         labels: int64 [N], or uint8 [N, K].
     """
     if labels.ndim == 1:
-        return _sorted([_find_errors(probabilities, labels)])
-    parts = []
-    for k, labels_N in enumerate(labels.T.astype(np.int64)):
-        present_N = probabilities[:, k]
-        found = _find_errors(np.stack([1 - present_N, present_N], axis=1), labels_N)
-        parts.append(dataclasses.replace(found, given=np.full(len(found), k, np.int64)))
-    return _sorted(parts)
+        found = _find_errors(probabilities, labels)
+    else:
+        found = []
+        for k, labels_N in enumerate(labels.T.astype(np.int64)):
+            present_N = probabilities[:, k]
+            errors = _find_errors(np.stack([1 - present_N, present_N], axis=1), labels_N)
+            found += [error._replace(given=k) for error in errors]
+    return sorted(found, key=lambda error: -error.confidence)
 
 
-def _find_errors(probabilities_NK: np.ndarray, labels_N: np.ndarray) -> Errors:
+def _find_errors(probabilities_NK: np.ndarray, labels_N: np.ndarray) -> list[LabelError]:
     # The answer for an image for which a network returned NaN is left open.
     calibrated_NK = bias_corrected(np.log(np.maximum(np.nan_to_num(probabilities_NK), 1e-7)), labels_N)
     wrong_N = probability_wrong(calibrated_NK[np.arange(len(labels_N)), labels_N], labels_N)
     best_N = calibrated_NK.argmax(axis=1)
     index = np.flatnonzero((wrong_N >= LISTED_FROM) & (best_N != labels_N))
-    return Errors(index=index, given=labels_N[index], suggested=best_N[index], confidence=wrong_N[index])
-
-
-def _sorted(parts: list[Errors]) -> Errors:
-    names = [field.name for field in dataclasses.fields(Errors)]
-    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    order = np.argsort(-joined["confidence"], kind="stable")
-    return Errors(**{name: values[order] for name, values in joined.items()})
+    columns = (index, labels_N[index], best_N[index], wrong_N[index])
+    return list(map(LabelError._make, zip(*(column.tolist() for column in columns), strict=True)))
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -145,17 +136,13 @@ def _sorted(parts: list[Errors]) -> Errors:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LabelErrors:
-    """Wrong labels of a data set.
+    """Wrong labels of a data set, without its unreadable images.
 
-    Attributes:
-        source: the data, without unreadable images.
-        errors: `index` counts the images of the source.
-        probabilities: of networks that were not trained on the image, float32 [N, K].
-        recipe: of the trainings.
+    `probabilities`, float32 [N, K], are those of networks that `recipe` trained on other images.
     """
 
     source: Source
-    errors: Errors
+    errors: list[LabelError]
     probabilities: np.ndarray
     recipe: Recipe
 
@@ -197,11 +184,8 @@ def recipe_of_folds(recipe: Recipe) -> Recipe:
 def find_label_errors(recipe: Recipe, data: DataRef | Source, options: Options, console: Console) -> LabelErrors:
     """Train on folds of the data and return the labels that are likely wrong.
 
-    Images of a test split are judged by the networks of all folds, which have not seen them.
-
-    Args:
-        recipe: of one whole training; that of the folds is made from it.
-        options: where and how to train; the run folders are temporary.
+    Images of a test split are judged by the networks of all folds, which have not seen them. The recipe of the folds is
+    made from that of one training; run folders are temporary.
 
     Raises:
         InputError: the labels are numbers, or training is impossible with this data and recipe.
@@ -248,11 +232,8 @@ def check_labels(
     """Find wrong labels, or apply suggestions that were found before; return the result, and lines to print.
 
     Args:
-        job, data, changes: as `resolve` takes them.
-        out: a new or empty folder; None for a new one under `runs/`.
         apply: a new CSV file for all labels, corrected; or, for arrays, a new .npz file with the images; None for none.
         suggestions: a label-errors.csv of an earlier call, in place of training.
-        devices, engine, allow_code: as in `Options`.
 
     Raises:
         InputError, TrainingFailed: as `find_label_errors`; or a file is there already, or does not fit the data.
@@ -324,11 +305,10 @@ def write_errors(found: LabelErrors, out: Path, apply: Path | None) -> tuple[dic
 
 def _suggestions(found: LabelErrors, confidence_from: float) -> list[dict[str, Any]]:
     """Return the columns of label-errors.csv for each image with errors of a confidence, with its index and name."""
-    source, errors = found.source, found.errors
-    columns = (errors.index, errors.given, errors.suggested, errors.confidence)
+    source = found.source
     rows: dict[int, dict[str, Any]] = {}
     labels: dict[int, np.ndarray] = {}
-    for index, given, suggested, confidence in zip(*(column.tolist() for column in columns), strict=True):
+    for index, given, suggested, confidence in found.errors:
         if confidence < confidence_from:
             continue
         if index not in rows:
@@ -455,7 +435,6 @@ def _write_arrays(source: Source, changes: Mapping[int, str], path: Path) -> Non
 
 
 def _how_to_train(source: Source, path: Path) -> str:
-    """Return the command that trains with corrected labels, in brackets."""
     if path.suffix == ".npz":
         return f" ({shlex.join(['flatout', 'train', str(path)])})"
     if source.files is None or source.path is None:

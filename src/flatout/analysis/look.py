@@ -300,7 +300,6 @@ def format_look(look: Look) -> list[str]:
 
 
 def _with_statistics(recipe: Recipe, images_MHWC: np.ndarray) -> Recipe:
-    """Return the recipe with a mean and a standard deviation: its own, or those of some images."""
     if recipe.data.mean:
         return recipe
     count = len(images_MHWC)
@@ -317,7 +316,6 @@ def _facts(figures: Mapping[str, Any], source: Source) -> list[tuple[str, str]]:
 
 
 def _class_rows(figures: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return the name of each class, its images in each split, and its share; the largest first."""
     counts = figures["counts"]
     total = max(1, figures["images"]["train"])
     rows = [(name, *(of[name] for of in counts.values()), n / total) for name, n in counts["train"].items()]

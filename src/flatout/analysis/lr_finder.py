@@ -100,7 +100,6 @@ def _test(console: Console, world: "World", session: Session) -> dict[str, Any]:
 def _measure(
     engine: "Engine", train: "DeviceSplit", recipe: Recipe, world: "World", console: Console
 ) -> tuple[list[tuple[float, float, float]], float | None]:
-    """Return (rate, loss, smoothed loss) of each step, and the rate at which training diverged, if it did."""
     highest = HIGHEST if recipe.optimizer.name in PROPORTIONAL else HIGHEST_ADAPTIVE
     rates = np.geomspace(highest / 10**DECADES, highest, STEPS).tolist()
     points: list[tuple[float, float, float]] = []
@@ -166,7 +165,6 @@ def format_lr(result: Mapping[str, Any]) -> list[str]:
 
 
 def _draw(path: Path, result: Mapping[str, Any]) -> None:
-    """Write the curve as a PNG: the loss of each step, its average, and the suggested rate."""
     rates, losses, smoothed = zip(*result["points"], strict=True)
     job = shorten(result["job"], 40)
     title = f"{job}: learning-rate range test, {result['optimizer']}, batch {result['batch_size']:,}"

@@ -113,7 +113,6 @@ def plan(
 def _check_flags(
     topologies: str | None, devices: str | None, engine: str, price: float | None, largest_batch: bool
 ) -> None:
-    """Check the flags: one of --topology and --devices, and only flags that apply to it."""
     if topologies is None and devices is None:
         raise InputError(
             "plan needs --topology or --devices: --topology v5e:2x4 compiles the job for TPUs that you don't have, "
@@ -172,7 +171,6 @@ def find_work(
 def _count(
     job: str, data: str | None, changes: Mapping[str, Any], accelerated: bool, console: Console
 ) -> tuple[Recipe, int, int, str]:
-    """Return the recipe for existing data, its training images and classes, and its path."""
     from flatout.data.build import bits_of
     from flatout.data.source import Source
     from flatout.run.resolve import resolve
@@ -309,7 +307,6 @@ def _image_bytes(work: Work) -> int:
 
 
 def _random_samples(work: Work, images: int) -> "Samples":
-    """Return random images of the recipe's shape, with random labels."""
     from flatout.data.feed import Samples
     from flatout.tasks import task_of
 
@@ -459,7 +456,6 @@ def draw_plan(path: Path, result: Row) -> None:
 
 
 def _draw_throughput(axes: "Axes", fitting: Sequence[Row], curve: Sequence[Row]) -> None:
-    """Draw a marker for each row that fits, and the curve over the number of chips."""
     chips = sorted({row["chips"] for row in curve or fitting})
     if curve:
         rates = [row["images_per_second"] for row in curve]

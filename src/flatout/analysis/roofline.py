@@ -142,7 +142,6 @@ def _padded(batch: int, choice: Accelerator) -> int:
 
 
 def _step_seconds(compiled: Mapping[str, Any], choice: Accelerator) -> dict[str, float]:
-    """Return the time of a step by each of three limits, the longest of which decides."""
     messages = [choice.message_seconds(c["kind"], c["bytes"], c["count"]) for c in compiled["collectives"]]
     return {
         "compute": compiled["flops"] / choice.flops,

@@ -81,12 +81,9 @@ def scale(
     """Train the job on each SPEC, `repeats` times; write scaling.json and scaling.png; return the former's content.
 
     Args:
-        job: a built-in job, a recipe file or the path of data.
-        data: the path of the data; None takes the job's.
-        changes: dotted recipe keys to override.
+        job, data, changes: as for training.
         devices: SPECs separated by commas.
         out: a new or empty folder; None for a new one under `runs/`.
-        repeats: runs of every SPEC.
         weak: keep the batch per device, rather than the global batch.
 
     Raises:
@@ -142,7 +139,6 @@ def scale(
 
 
 def _run(out: Path, spec: str, repeat: int, batch_size: int, name: str, console: Console) -> dict[str, Any]:
-    """Train once in a process of its own, and return the figures of the run."""
     folder = out / f"{re.sub(r'[:,]', '-', spec)}-{repeat}"
     console.note(f"{name}: {folder}")
     flags = ("--devices", spec, "--batch-size", str(batch_size), "--out", str(folder))
@@ -195,7 +191,6 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
 
 
 def _figures(folder: Path) -> dict[str, Any]:
-    """Return the figures of a finished run."""
     run = Run(folder)
     summary = run.summary
     epochs = [line["seconds"] for line in run.epochs]
@@ -274,18 +269,11 @@ def _against_base(row: Row, base: Row, result: Row) -> str:
         )
     if efficiency >= GOOD_EFFICIENCY or row["world_size"] == base["world_size"]:
         return f"{sentence}."
-    if reasons := "; ".join(_reasons(row, base, result)):
-        return f"{sentence}. Causes: {reasons}."
-    if row["communication_fraction"] is None:
-        return f"{sentence}. The causes were not measured."
-    return (
-        f"{sentence}. Communication and input explain little of the loss; devices of one machine also share its memory,"
-        " power and cooling."
-    )
+    reasons = "; ".join(_reasons(row, base, result))
+    return f"{sentence}. Causes: {reasons}." if reasons else f"{sentence}."
 
 
 def _reasons(row: Row, base: Row, result: Row) -> Iterator[str]:
-    """Yield what keeps a SPEC from its ideal speed, as parts of a sentence."""
     cores, threads = result["machine"]["cores"], _threads(row)
     if threads is not None and threads > cores:
         yield f"{threads} threads share {cores} cores"
@@ -302,7 +290,6 @@ def _reasons(row: Row, base: Row, result: Row) -> Iterator[str]:
 
 
 def _between_kinds(bases: Sequence[Row]) -> Iterator[str]:
-    """Compare the smallest choice of each kind with that of the slowest kind."""
     rates = [_median(row, "images_per_second") for row in bases]
     for row, rate in zip(bases, rates, strict=True):
         slowest = bases[rates.index(min(rates))]
@@ -359,14 +346,12 @@ def _repeats(result: Row) -> Iterator[str]:
 
 
 def _overlap(row: Row, other: Row) -> bool:
-    """Return whether the images per second of two SPECs, several repeats each, overlap."""
     first, second = row["images_per_second"], other["images_per_second"]
     repeated = len(row["correct"]) > 1 and len(other["correct"]) > 1
     return repeated and first["min"] <= second["max"] and second["min"] <= first["max"]
 
 
 def _ideal_speed_up(row: Row, base: Row) -> float:
-    """Return how much more hardware a SPEC has than its base: threads where they compute, else devices."""
     threads, base_threads = _threads(row), _threads(base)
     return threads / base_threads if threads and base_threads else row["world_size"] / base["world_size"]
 
@@ -376,7 +361,6 @@ def _is_plausible(row: Row, base: Row) -> bool:
 
 
 def _median(row: Row, name: str) -> float:
-    """Return the median of a figure; 0 where it was not measured."""
     return row[name]["median"] if row[name] else 0.0
 
 

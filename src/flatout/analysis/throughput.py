@@ -107,14 +107,12 @@ def training(split: "DeviceSplit", engine: "Engine", world: "World", recipe: Rec
 
 
 def _training_on(inputs: Sequence[Any], split: "DeviceSplit", world: "World") -> Steps:
-    """Train on the same batches again and again."""
     for number, one in enumerate(cycle(inputs)):
         _step(split, world, one, number)
         yield
 
 
 def _preparing(split: "DeviceSplit", world: "World", recipe: Recipe) -> Steps:
-    """Prepare the inputs of the steps of each epoch, and take none."""
     for epoch in endless_epochs(split, recipe):
         for _ in epoch:
             world.heartbeat.keep_alive()
@@ -155,7 +153,6 @@ def bench(recipe: Recipe, data: "DataRef | Source", options: Options, console: C
 
 
 def _bench_on_rank(console: Console, world: "World", session: Session) -> dict[str, Any]:
-    """Measure on one of the ranks; all return the same."""
     from flatout.engine.devices import machine
 
     with session.set_up(console, world) as (pack, splits, engine), contextlib.ExitStack() as stack:
@@ -195,7 +192,6 @@ def _bench_on_rank(console: Console, world: "World", session: Session) -> dict[s
 def _timed_rates(
     train: "DeviceSplit", engine: "Engine", world: "World", recipe: Recipe
 ) -> dict[str, tuple[Timed, float]]:
-    """Return the steps to time for each rate, and their mean number of images."""
     images, batch = len(train.samples), recipe.batch_size
     steps = steps_per_epoch(images, batch, recipe.drop_last)
     mean = batch if recipe.drop_last and images >= batch else images / steps
@@ -216,7 +212,6 @@ def _timed_rates(
 def _measure_in_turn(
     timed: Mapping[str, tuple[Timed, float]], engine: "Engine"
 ) -> tuple[dict[str, list[float]], float | None]:
-    """Return the images per second of each round, and the share of the training time spent on communication."""
     steps = {name: max(READ_AHEAD, one.steps_in(SECONDS)) for name, (one, _) in timed.items()}
     rates: dict[str, list[float]] = {name: [] for name in timed}
     spent = dict.fromkeys(timed, 0.0)
@@ -233,7 +228,6 @@ def _measure_in_turn(
 
 
 def _verdict(result: Mapping[str, Any]) -> list[str]:
-    """Return what limits the job, how close training comes to that, and what would help."""
     prepared, computed = result["input_images_per_second"], result["compute_images_per_second"]
     ratio = max(prepared, computed) / min(prepared, computed)
     times = f"{ratio:,.1f}" if ratio < 10 else f"{ratio:,.0f}"
