@@ -210,7 +210,7 @@ def test_a_killed_run_is_over_at_once(tmp_path: Path) -> None:
         assert ids(RunStore(tmp_path / "runs")) == {"a": status}
 
 
-def test_what_a_run_writes_is_sent_once(tmp_path: Path) -> None:
+def test_what_a_run_writes_is_sent(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", CLASSES)
     (run / "logs").mkdir()
     watch = Watch(run)
@@ -221,12 +221,10 @@ def test_what_a_run_writes_is_sent_once(tmp_path: Path) -> None:
         live.write('{"epoch": 0.5, "loss": NaN}\nnot JSON\n')
         log.flush()
         live.flush()
-        news = watch.news()
-        assert news["log"] == {"lines": ["first", "second"], "replace": True}
-        assert news["live"]["lines"] == [{"epoch": 0.5, "loss": None}]
+        assert watch.news() == {"log": ["first", "second"], "live": [{"epoch": 0.5, "loss": None}]}
         log.write("ne\n")
         log.flush()
-        assert watch.news() == {"log": {"lines": ["half a line"], "replace": False}}
+        assert watch.news() == {"log": ["first", "second", "half a line"]}
 
 
 def test_a_run_writes_figures_within_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -56,7 +56,8 @@ FIGURES = (
     *("kept_epoch", "input_wait_fraction", "communication_fraction", "peak_rss_bytes", "peak_device_bytes"),
     *("setup_seconds", "precision", "batch_size", "runs_on", "verdict", "notes", "machine", "versions"),
 )
-LOG_BYTES, LIVE_BYTES = 64 * 1024, 2**20
+# The end of logs and of figures within epochs that a page gets.
+TAIL_BYTES = 2**19
 # Runs whose predictions are kept, images of an answer, the size of a single image, and the orders of a gallery.
 KEPT_RUNS, MAX_AT_ONCE, FULL_PIXELS = 4, 500, 2048
 ORDERS = ("confident", "unsure", "data")
@@ -353,65 +354,40 @@ def compare_runs(paths: dict[str, Path]) -> dict[str, Any]:
     return {"metrics": metrics, "differences": differences}
 
 
-@dataclass
-class Tail:
-    """The end of a file that grows; `read` returns the whole lines added since."""
-
-    path: Path
-    max_bytes: int
-    _offset: int = -1
-    _inode: int = 0
-
-    def read(self) -> dict[str, Any] | None:
-        """Return `lines`, and whether they `replace` earlier ones, as the file is new; None without new lines."""
-        try:
-            status = self.path.stat()
-            is_new = self._offset < 0 or status.st_ino != self._inode or status.st_size < self._offset
-            start = max(0, status.st_size - self.max_bytes) if is_new else self._offset
-            if status.st_size == start:
-                return None
-            with self.path.open("rb") as file:
-                file.seek(start)
-                content = file.read(self.max_bytes)
-        except OSError:
-            return None
-        whole = content[: content.rfind(b"\n") + 1]
-        self._offset, self._inode = start + len(whole), status.st_ino
-        lines = whole.decode("utf-8", errors="replace").splitlines()
-        lines = lines[1:] if is_new and start else lines
-        return {"lines": lines, "replace": is_new} if lines else None
-
-
-@dataclass
 class Watch:
-    """A run whose page is open: `news` returns what its files have gained."""
+    """The files of a run whose page is open."""
 
-    run: Path
-    log: str = "rank-0.log"
-    _metrics_changed: tuple[int, int] = (0, 0)
-    _live: Tail = field(init=False)
-    _log: Tail = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._live = Tail(self.run / run_files.LIVE, LIVE_BYTES)
-        self._log = Tail(self.run / run_files.LOGS / self.log, LOG_BYTES)
+    def __init__(self, run: Path, log: str = "rank-0.log") -> None:
+        self._run = run
+        self._files = {"metrics": run / METRICS, "live": run / run_files.LIVE, "log": run / run_files.LOGS / log}
+        self._seen: dict[str, tuple[int, int, int]] = {}
 
     def news(self) -> dict[str, Any]:
-        """Return `metrics` (all lines), and `live` and `log` (new lines, and whether they replace all), if any."""
+        """Return the lines of those files that have changed: all `metrics`, and the last ones of `live` and `log`."""
         found: dict[str, Any] = {}
-        try:
-            status = (self.run / METRICS).stat()
-            changed = (status.st_mtime_ns, status.st_ino)
-        except OSError:
-            changed = (0, 0)
-        if changed != self._metrics_changed:
-            self._metrics_changed = changed
-            found["metrics"] = run_files.plain(run_files.read_metrics(self.run, {}))
-        if live := self._live.read():
-            found["live"] = live | {"lines": [line for text in live["lines"] if (line := _object(text))]}
-        if log := self._log.read():
-            found["log"] = log
-        return found
+        for name, path in self._files.items():
+            try:
+                status = path.stat()
+                state = (status.st_ino, status.st_mtime_ns, status.st_size)
+                if self._seen.get(name) != state:
+                    found[name] = _last_lines(path)
+                    self._seen[name] = state
+            except OSError:
+                continue
+        if "metrics" in found:
+            found["metrics"] = run_files.read_metrics(self._run, {})
+        if "live" in found:
+            found["live"] = [line for text in found["live"] if (line := _object(text))]
+        return run_files.plain(found)
+
+
+def _last_lines(path: Path) -> list[str]:
+    """Return the whole lines at the end of a file that grows."""
+    with path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+        file.seek(start)
+        lines = file.read(TAIL_BYTES).decode("utf-8", errors="replace").split("\n")
+    return lines[1 if start else 0 : -1]
 
 
 def _object(text: str) -> dict[str, Any] | None:
@@ -419,7 +395,7 @@ def _object(text: str) -> dict[str, Any] | None:
         line = json.loads(text)
     except ValueError:
         return None
-    return run_files.plain(line) if isinstance(line, dict) else None
+    return line if isinstance(line, dict) else None
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
