@@ -192,6 +192,8 @@ def test_corrected_arrays_are_data_to_train_on(tmp_path: Path, capsys: pytest.Ca
         (["--suggestions", "{here}/other.csv", "--apply", "{here}/out.csv"], "line 2: is not of this data"),
         (["--epochs", "0"], "--epochs requires --labels"),
         (["--seed", "0"], "--seed requires --labels"),
+        (["--labels", "--minutes", "0"], "--minutes 0: must be greater than 0"),
+        (["--labels", "--minutes", "1", "--job", "digits"], "needs a generated recipe: remove --job"),
     ],
 )
 def test_bad_input(

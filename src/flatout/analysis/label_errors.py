@@ -45,7 +45,7 @@ from flatout.run.resolve import resolve
 PAGE, SUGGESTIONS = "label-errors.html", "label-errors.csv"
 COLUMNS = ("file", "split", "row", "given", "suggested", "confidence")
 # Three trainings on two thirds of the images, each 0.6 times as long as one, take 1.2 times as long together.
-FOLDS, SHARE_OF_EPOCHS = 3, 0.6
+FOLDS, SHARE_OF_EPOCHS, COST_OF_FOLDS = 3, 0.6, 1.2
 # A label is listed from this probability on that it is wrong, since looking at an image costs less than a missed error;
 # it is changed only where it is more likely wrong than right.
 LISTED_FROM, APPLIED_FROM = 0.15, 0.5
@@ -224,6 +224,7 @@ def check_labels(
     out: Path | None,
     apply: Path | None,
     suggestions: Path | None,
+    minutes: float | None,
     devices: str,
     engine: str,
     allow_code: bool,
@@ -234,6 +235,7 @@ def check_labels(
     Args:
         apply: a new CSV file for all labels, corrected; or, for arrays, a new .npz file with the images; None for none.
         suggestions: a label-errors.csv of an earlier call, in place of training.
+        minutes: the time that a generated recipe is made for, all folds included.
 
     Raises:
         InputError, TrainingFailed: as `find_label_errors`; or a file is there already, or does not fit the data.
@@ -249,12 +251,17 @@ def check_labels(
         count = apply_file(source, suggestions, apply)
         line = f"{count:,} labels corrected: {apply}{_how_to_train(source, apply)}"
         return {"applied": count, "corrected": str(apply)}, [line]
+    if minutes is not None and (job is not None or not minutes > 0):
+        raise InputError(f"--minutes {minutes:g}: must be greater than 0, and needs a generated recipe: remove --job")
     accelerated, speeds = parse_devices(devices, engine).is_accelerated, speeds_on(devices, engine)
-    recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console, speeds=speeds)
+    seconds = None if minutes is None else 60 * minutes / COST_OF_FOLDS
+    recipe, found = resolve(
+        job, data, changes, accelerated=accelerated, console=console, seconds=seconds, speeds=speeds
+    )
     if apply is not None and apply.suffix == ".npz":
         _read_for(apply, found)
     if not recipe.pretrained:
-        console.note("finding wrong labels takes about 1.2 times as long as training once")
+        console.note(f"finding wrong labels takes about {COST_OF_FOLDS} times as long as training once")
     options = Options(devices=devices, engine=engine, allow_code=allow_code)
     errors = find_label_errors(recipe, found, options, console)
     return write_errors(errors, make_folder(out, f"labels-{recipe.job}"), apply)

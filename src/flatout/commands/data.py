@@ -11,10 +11,11 @@ from flatout.recipe import MAX_CHANNELS, Recipe, with_settings
 
 @command(
     "DATA",
-    "--data --labels --apply --suggestions --job --model --epochs --seed --devices --engine --allow-untested"
+    "--data --labels --apply --suggestions --minutes --job --model --epochs --seed --devices --engine --allow-untested"
     " --out --images --classes --set --json",
     "check my-photos/",
     job={"metavar": "JOB", "help": "with --labels: train by this job or recipe.toml; default: one made for the data"},
+    minutes={"help": "with --labels: make the recipe for so many minutes"},
     out={"help": "with --labels: an empty or new folder; default: a new one under runs/"},
 )
 def do_check(args: Namespace, console: Console) -> Output:
@@ -25,7 +26,7 @@ def do_check(args: Namespace, console: Console) -> Output:
 
     if args.labels or args.apply or args.suggestions:
         return _check_labels(args, console)
-    only_labels = ("job", "model", "epochs", "seed", "out")
+    only_labels = ("minutes", "job", "model", "epochs", "seed", "out")
     if given := next((name for name in only_labels if getattr(args, name) is not None), None):
         raise InputError(f"--{given} requires --labels")
     recipe = _reading(args)
@@ -46,6 +47,7 @@ def _check_labels(args: Namespace, console: Console) -> Output:
         out=args.out,
         apply=args.apply,
         suggestions=args.suggestions,
+        minutes=args.minutes,
         devices=args.devices,
         engine=engine_of(args),
         allow_code=args.model is not None,
