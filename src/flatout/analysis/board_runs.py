@@ -540,20 +540,20 @@ def _read_stored(run: Path, changed: int) -> StoredPredictions:
 
 def _pack_images(run: Path, files: RunFiles, stored: Predictions) -> tuple[np.ndarray | None, str]:
     """Return the images of the pack that the run names, and "" or the reason why there are none."""
-    kept, summary = f"Only the {len(stored.sample)} images of the report can be shown", files.summary
+    summary, path = files.summary, (files.recipe.get("data") or {}).get("path")
+    why = (
+        f"Only the {len(stored.sample)} images of the report can be shown: the decoded images of this run are not in "
+        f"the cache; flatout evaluate {run} decodes them again."
+    )
     if stored.row is None:
-        return None, f"{kept}: the run is of an earlier version."
-    if not summary.get("pack"):
-        if (files.recipe.get("data") or {}).get("path") == DIGITS:
-            from flatout.data.formats.npy import load_digits_source
+        return None, why
+    if not summary.get("pack") and path == DIGITS:
+        from flatout.data.formats.npy import load_digits_source
 
-            return load_digits_source().images, ""
-        return None, f"{kept}: the data was given as arrays."
+        return load_digits_source().images, ""
     try:
-        pack = open_pack(Path(summary["pack"]), verify=False)
+        pack = open_pack(Path(summary.get("pack") or ""), verify=False)
     except (InputError, OSError):
-        again = f"flatout evaluate {run} decodes the images again"
-        return None, f"{kept}: the decoded images are no longer in the cache; {again}."
-    if pack.fingerprint != summary.get("pack_fingerprint") or stored.row.max(initial=-1) >= len(pack.images):
-        return None, f"{kept}: the decoded images in the cache are not those of this run."
-    return pack.images, ""
+        return None, why
+    is_same = pack.fingerprint == summary.get("pack_fingerprint") and stored.row.max(initial=-1) < len(pack.images)
+    return (pack.images, "") if is_same else (None, why)

@@ -36,8 +36,9 @@ T = TypeVar("T")
 EXTREME = 4.0
 # Height and width to which images are reduced to compare them, and the standard deviation below which one is blank.
 COMPARED_SIZE, MIN_CONTRAST = 72, 4.0
-# So many files, with the fewest bytes per pixel, are decoded to find blank ones; a header takes about so many bytes.
-_MAX_BLANK, _HEADER_BYTES = 1024, 1024
+# Files are decoded in the order of their bytes per pixel, so many at a time, until none of these is blank. A header
+# takes about so many bytes. Of arrays, so many bytes are searched.
+_BLANK_AT_ONCE, _MAX_BLANK, _HEADER_BYTES, _MAX_ARRAY_BYTES = 64, 1024, 1024, 2**30
 # So many files are inspected between reports, and so many images of arrays reduced at once.
 _FILES_AT_ONCE, _ARRAYS_AT_ONCE = 1024, 500
 
@@ -172,14 +173,20 @@ def survey(source: Source, report: Progress) -> tuple[Headers, list[int]]:
     """
     if source.files is None:
         assert source.images is not None
-        are_blank = np.concatenate([_are_blank(part) for part in reduce_arrays(source.images)])
+        some = source.images[: max(1, _MAX_ARRAY_BYTES // source.images[:1].nbytes)]
+        are_blank = np.concatenate([_are_blank(part) for part in reduce_arrays(some)])
         return headers_of_arrays(source.images), np.flatnonzero(are_blank).tolist()
-    files = source.files
+    files, blank = source.files, []
     headers, bytes_per_pixel = scan(files, _read_header, report)
     candidates = sorted(bytes_per_pixel, key=lambda i: bytes_per_pixel[i])[:_MAX_BLANK]
     with ThreadPoolExecutor(usable_cores()) as pool:
-        are_blank = pool.map(lambda i: _is_blank_file(files[i]), candidates)
-        return headers, [i for i, is_blank in zip(candidates, are_blank, strict=True) if is_blank]
+        for start in range(0, len(candidates), _BLANK_AT_ONCE):
+            some = candidates[start : start + _BLANK_AT_ONCE]
+            are_blank = list(pool.map(lambda i: _is_blank_file(files[i]), some))
+            blank += [i for i, is_blank in zip(some, are_blank, strict=True) if is_blank]
+            if not any(are_blank):
+                break
+    return headers, blank
 
 
 def _read_header(file: Encoded) -> tuple[ImageHeader, float]:
