@@ -39,8 +39,8 @@ COMPARED_SIZE, MIN_CONTRAST = 72, 4.0
 # Files are decoded in the order of their bytes per pixel, so many at a time, until none of these is blank. A header
 # takes about so many bytes. Of arrays, so many bytes are searched.
 _BLANK_AT_ONCE, _MAX_BLANK, _HEADER_BYTES, _MAX_ARRAY_BYTES = 64, 1024, 1024, 2**30
-# So many files are inspected between reports, and so many images of arrays reduced at once.
-_FILES_AT_ONCE, _ARRAYS_AT_ONCE = 1024, 500
+# So many files are inspected by a thread in turn, and so many images of arrays reduced at once.
+_FILES_AT_ONCE, _ARRAYS_AT_ONCE = 16, 500
 
 
 # --- headers ----------------------------------------------------------------------------------------------------------
@@ -131,13 +131,16 @@ def scan(
         except OSError as error:
             return f"cannot be read: {error.strerror}"
 
+    def inspect_part(part: range) -> list[tuple[ImageHeader, T] | str]:
+        return [inspect_one(files[i]) for i in part]
+
     count = len(files)
     widths, heights = np.zeros(count, np.int32), np.zeros(count, np.int32)
     modes, unreadable, found = Counter[str](), dict[int, str](), dict[int, T]()
+    parts = [range(start, min(start + _FILES_AT_ONCE, count)) for start in range(0, count, _FILES_AT_ONCE)]
     with STRICT_PILLOW, ThreadPoolExecutor(usable_cores()) as pool:
-        for start in range(0, count, _FILES_AT_ONCE):
-            part = range(start, min(start + _FILES_AT_ONCE, count))
-            for i, result in zip(part, pool.map(inspect_one, map(files.__getitem__, part)), strict=True):
+        for part, results in zip(parts, pool.map(inspect_part, parts), strict=True):
+            for i, result in zip(part, results, strict=True):
                 if isinstance(result, str):
                     unreadable[i] = result
                 else:
