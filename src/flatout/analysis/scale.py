@@ -426,7 +426,8 @@ def draw_scaling(path: Path, result: Row) -> None:
     style.draw_bars(throughput, names, [row["images_per_second"] or nothing for row in rows], "{:,.0f}".format)
     pairs = list(zip(rows, bases, strict=True))
     ideal = [_median(base, "images_per_second") * _ideal_speed_up(row, base) for row, base in pairs]
-    throughput.plot(range(len(rows)), ideal, "_", color=style.ORANGE, markersize=34, label="ideal")
+    left, right = ([position + side for position in range(len(rows))] for side in (-0.35, 0.35))
+    throughput.hlines(ideal, left, right, color=style.ORANGE, linewidth=1.5, label="ideal")
     for position, (row, base) in enumerate(pairs):
         if not _is_plausible(row, base):
             style.add_label(throughput, position, _median(row, "images_per_second"), "unreliable", below=True)
