@@ -292,9 +292,6 @@ def make_app(
     )
 
 
-# --- serving ----------------------------------------------------------------------------------------------------------
-
-
 def serve_board(folder: Path, port: int | None, console: Console) -> None:
     """Show the runs below a folder on a port, or the next free one, until the process is interrupted.
 

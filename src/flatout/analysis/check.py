@@ -149,9 +149,6 @@ def _divided_groups(source: Source) -> dict[str, dict[str, int]]:
     return {name: of for name, of in found.items() if len(of) > 1}
 
 
-# --- nearly identical images ------------------------------------------------------------------------------------------
-
-
 def hash_images(images_NHWC: np.ndarray) -> PerceptualHashes:
     """Hash reduced images, uint8 or uint16 [N, 72, 72, C]: a bit is 1 where a block is brighter than its left one."""
     count = len(images_NHWC)
@@ -222,9 +219,6 @@ def _are_alike(thumbnails: np.ndarray, pairs: np.ndarray) -> np.ndarray:
     return (one * other).sum(axis=1) >= _MIN_CORRELATION * norms
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
-
-
 def format_check(result: dict[str, Any]) -> list[str]:
     """Return a result of `check` as lines of text; long lists are cut, with a count."""
     classes = tuple(next(iter(result["counts"].values())))
@@ -266,8 +260,10 @@ def _sections(result: dict[str, Any], labels: str) -> Iterator[tuple[str, list[s
     ):
         images = [[f"{image['name']} ({image['split']}, {image['class_name']})" for image in g] for g in result[key]]
         yield title, [" = ".join(group) for group in images]
+    groups = {name: [f"{s} {n:,}" for s, n in counts.items()] for name, counts in result["divided_groups"].items()}
+    divided = [f"{name} ({', '.join(counts)})" for name, counts in groups.items()]
     for title, items in (
-        ("groups in more than one split", [_counted(*group) for group in result["divided_groups"].items()]),
+        ("groups in more than one split", divided),
         (f"images with a side {EXTREME:g} times the other, or {EXTREME:g} times as large or small as usual",
          result["extreme"]),
         (f"classes with fewer than {FEW_IMAGES} training images",
@@ -275,7 +271,3 @@ def _sections(result: dict[str, Any], labels: str) -> Iterator[tuple[str, list[s
     ):  # fmt: skip
         if items:
             yield title, items
-
-
-def _counted(name: str, counts: dict[str, int]) -> str:
-    return f"{name} ({', '.join(f'{split} {count:,}' for split, count in counts.items())})"

@@ -43,9 +43,6 @@ _BLANK_AT_ONCE, _MAX_BLANK, _HEADER_BYTES, _MAX_ARRAY_BYTES = 64, 1024, 1024, 2*
 _FILES_AT_ONCE, _ARRAYS_AT_ONCE = 16, 500
 
 
-# --- headers ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Headers:
     """Sizes and modes of N images.
@@ -151,9 +148,6 @@ def scan(
     return Headers(widths=widths, heights=heights, modes=dict(modes.most_common()), unreadable=unreadable), found
 
 
-# --- reduced images ---------------------------------------------------------------------------------------------------
-
-
 def reduce_file(file: Encoded | bytes, header: ImageHeader, size: Size = COMPARED_SIZE) -> np.ndarray:
     """Return an image of another size with its own channels and bits, [1, H, W, C]. Raises BadImage."""
     return decode_image(file, size=size, channels=header.channels, bits=header.bits, resize="squash")[None]
@@ -246,9 +240,6 @@ def tile(image_HWC: np.ndarray | None) -> dict[str, Any]:
     return {"image": thumbnail(image_HWC), "tiny": max(image_HWC.shape[:2]) < SMOOTH_FROM_PIXELS}
 
 
-# --- names and labels -------------------------------------------------------------------------------------------------
-
-
 def name_of(source: Source, index: int) -> str:
     """Return the name of an image: its file, below the folder of the data, or split[position] in an array."""
     if source.files is None:
@@ -279,9 +270,6 @@ def label_figures(source: Source) -> dict[str, Any]:
         "numbers": numbers,
         "counts": {split: source.class_counts(split) for split in source.splits},
     }
-
-
-# --- as a model gets them ---------------------------------------------------------------------------------------------
 
 
 def stored(source: Source, indices: Sequence[int], recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:

@@ -50,9 +50,6 @@ DISTURBED = 1.25
 Row = Mapping[str, Any]
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
-
-
 def split_specs(text: str) -> list[str]:
     """Split `cpu,cuda:0,2,4xcuda` at its commas; numbers alone belong to the SPEC before them, as in `cuda:0,2`.
 
@@ -209,9 +206,6 @@ def _figures(folder: Path) -> dict[str, Any]:
         "split": split,
         **{name: summary.get(f"{split}_{name}") for name in ("accuracy", "correct", "count", "loss")},
     }
-
-
-# --- comparing --------------------------------------------------------------------------------------------------------
 
 
 def compare_specs(runs: Sequence[Row]) -> dict[str, Any]:
@@ -371,9 +365,6 @@ def _threads(row: Row) -> int | None:
 def _size(row: Row) -> str:
     count, threads = row["world_size"], row["threads_per_rank"]
     return counted(count, "device") if threads is None else f"{count} x {counted(threads, 'thread')}"
-
-
-# --- table and chart --------------------------------------------------------------------------------------------------
 
 
 def format_scale(result: Row) -> list[str]:

@@ -45,9 +45,6 @@ RATES = {"input": "the input path alone", "compute": "the step alone", "training
 Steps = Generator[None, None, None]
 
 
-# --- timed steps ------------------------------------------------------------------------------------------------------
-
-
 class Timed:
     """Times some of endless steps; all processes take the same ones.
 
@@ -123,9 +120,6 @@ def _step(split: "DeviceSplit", world: "World", inputs: Any, number: int) -> Non
     split.train_step(inputs, 0.0, number)
     world.control.received()
     world.heartbeat.report_step(0, number + 1)
-
-
-# --- flatout bench ----------------------------------------------------------------------------------------------------
 
 
 def bench(recipe: Recipe, data: "DataRef | Source", options: Options, console: Console) -> dict[str, Any]:
