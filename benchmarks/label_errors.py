@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from flatout.analysis.label_errors import find_label_errors
 from flatout.console import Console
 from flatout.data.source import DataRef, Source
 from flatout.engine.devices import machine
-from flatout.explore.label_errors import find_label_errors
 from flatout.settings import parse_setting
 from flatout.train.recipes import resolve
 from flatout.train.request import Options, TrainRequest
@@ -69,7 +69,7 @@ def main() -> None:
     began, wall = time.process_time(), time.perf_counter()
     result = find_label_errors(recipe, source, options, console)
     seconds, wall = time.process_time() - began, time.perf_counter() - wall
-    hits = int(is_wrong[result.errors.index].sum())
+    hits = int(is_wrong[[error.index for error in result.errors]].sum())
     labels = np.asarray(source.labels)
     figures: dict[str, Any] = {
         "data": Path(args.data).name,

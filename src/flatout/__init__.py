@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from flatout.analysis.look import Look, look
     from flatout.errors import InputError, TrainingFailed
-    from flatout.explore.look import Look, look
     from flatout.recipe import SGD, Adagrad, Adam, AdamW, Augment, Data, Momentum, Optimizer, Recipe, Schedule
     from flatout.run.folder import Ensemble, Prediction, Run, load
     from flatout.train.callbacks import Callback, RunInfo
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name in ("Look", "look"):
-        return getattr(importlib.import_module("flatout.explore.look"), name)
+        return getattr(importlib.import_module("flatout.analysis.look"), name)
     if name in __all__:
         for module in map(importlib.import_module, _PLACES):
             if hasattr(module, name):

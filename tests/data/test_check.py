@@ -1,20 +1,22 @@
-"""Looking a data set over."""
+"""Checking a data set."""
 
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from flatout.analysis.check import MAX_BITS, PerceptualHashes, check, find_pairs, format_check
 from flatout.cli import main
-from flatout.data import near
+from flatout.console import Console
 from flatout.data.cache import digest_files
-from flatout.data.check import Sizes, check
 from flatout.data.formats.npy import from_arrays
 from flatout.data.recognise import recognise
+from flatout.data.source import Source
 
 RNG = np.random.default_rng(0)
 
@@ -29,6 +31,14 @@ def photo(path: Path, width: int = 20, height: int = 10, mode: str = "RGB") -> P
 def copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(source.read_bytes())
+
+
+def checked(data: Path | Source) -> dict[str, Any]:
+    return check(recognise(data).read() if isinstance(data, Path) else data, Console())
+
+
+def names(groups) -> set[frozenset[str]]:
+    return {frozenset(image["name"] for image in group) for group in groups}
 
 
 @pytest.fixture
@@ -49,100 +59,68 @@ def flawed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def names(groups) -> set[frozenset[str]]:
-    return {frozenset(sample.name for sample in group) for group in groups}
-
-
-def test_every_flaw_is_found(flawed: Path):
-    result = check(recognise(flawed).read())
-    assert result.counts == {"train": {"a": 4, "b": 3}, "test": {"a": 3, "b": 1}}
-    assert result.widths == Sizes(smallest=20, median=20, largest=60)
-    assert result.heights == Sizes(smallest=10, median=10, largest=30)
-    assert result.modes == {"RGB": 6, "L": 1, "CMYK": 1}
-    assert [bad.name for bad in result.unreadable] == ["test/a/cut.jpg", "test/a/page.jpg", "test/a/void.png"]
-    assert all(bad.reason for bad in result.unreadable)
+def test_every_flaw_is_found_and_reported(flawed: Path) -> None:
+    before = {path: path.read_bytes() for path in flawed.rglob("*") if path.is_file()}
+    result = json.loads(json.dumps(checked(flawed)))
+    assert {path: path.read_bytes() for path in flawed.rglob("*") if path.is_file()} == before
+    assert result["counts"] == {"train": {"a": 4, "b": 3}, "test": {"a": 3, "b": 1}}
+    assert result["widths"] == {"smallest": 20, "median": 20, "largest": 60}
+    assert result["heights"] == {"smallest": 10, "median": 10, "largest": 30}
+    assert result["shapes"] == {"10x20": 6, "30x40": 1, "20x60": 1}
+    assert result["modes"] == {"RGB": 6, "L": 1, "CMYK": 1}
+    assert [bad["name"] for bad in result["unreadable"]] == ["test/a/cut.jpg", "test/a/page.jpg", "test/a/void.png"]
     again = frozenset({"train/a/1.png", "train/a/again.png"})
     leaked = frozenset({"train/b/4.png", "test/b/leaked.png"})
     other = frozenset({"train/b/5.png", "train/a/other.png"})
-    assert names(result.duplicates) == {again, leaked, other}
-    assert names(result.across_splits) == {leaked}
-    assert names(result.conflicts) == {other}
-
-
-def test_file_that_is_gone_by_now(flawed: Path):
-    source = recognise(flawed).read()
-    (flawed / "train" / "a" / "2.jpg").unlink()
-    bad = check(source).unreadable[0]
-    assert bad.name == "train/a/2.jpg"
-    assert "No such file" in bad.reason
-
-
-def test_report_for_people_and_machines(flawed: Path):
-    result = check(recognise(flawed).read())
-    lines = result.lines()
+    assert names(result["duplicates"]) == {again, leaked, other}
+    assert names(result["across_splits"]) == {leaked}
+    assert {image["split"] for image in result["across_splits"][0]} == {"train", "test"}
+    assert names(result["conflicts"]) == {other}
+    lines = format_check(result)
     assert lines[0] == "class folders: train 7 images of 2 classes, test 4"
     assert "unreadable files: 3" in lines
     assert "identical images in more than one split: 1" in lines
-    assert "  train/b/4.png (train, b) = test/b/leaked.png (test, b)" in lines or (
-        "  test/b/leaked.png (test, b) = train/b/4.png (train, b)" in lines
-    )
-    table = json.loads(json.dumps(result.to_dict()))
-    assert table["counts"]["train"] == {"a": 4, "b": 3}
-    assert table["widths"] == {"smallest": 20, "median": 20, "largest": 60}
-    assert table["unreadable"][0]["name"] == "test/a/cut.jpg"
-    assert {sample["split"] for sample in table["across_splits"][0]} == {"train", "test"}
+    assert "  train/b/4.png (train, b) = test/b/leaked.png (test, b)" in lines
+    assert "width:  20 to 60 pixels, median 20" in lines
 
 
-def test_what_is_no_regular_file_is_unreadable_and_read_by_nobody(flawed: Path):
+def test_files_that_are_not_regular_or_gone_are_unreadable(flawed: Path) -> None:
     os.mkfifo(flawed / "train" / "a" / "fifo.png")
     (flawed / "train" / "a" / "zero.png").symlink_to("/dev/zero")
     (flawed / "train" / "a" / "circle.png").symlink_to("circle.png")
     source = recognise(flawed).read()
-    reasons = {bad.name: bad.reason for bad in check(source).unreadable}
+    (flawed / "train" / "a" / "2.jpg").unlink()
+    reasons = {bad["name"]: bad["reason"] for bad in checked(source)["unreadable"]}
     assert reasons["train/a/fifo.png"] == reasons["train/a/zero.png"] == "is not a regular file"
     assert "Too many levels of symbolic links" in reasons["train/a/circle.png"]
+    assert "No such file" in reasons["train/a/2.jpg"]
     assert source.files is not None
     files = [file for file in source.files if isinstance(file, Path)]
     assert len(list(digest_files(files, memo=None))) == len(source)
 
 
-def test_nothing_is_changed(flawed: Path):
-    before = {path: path.read_bytes() for path in flawed.rglob("*") if path.is_file()}
-    check(recognise(flawed).read())
-    assert {path: path.read_bytes() for path in flawed.rglob("*") if path.is_file()} == before
-
-
-def test_long_lists_are_cut(tmp_path: Path):
-    images = np.zeros((100, 4, 4), np.uint8)
-    images[:, 0, 0] = np.arange(100) // 2
-    result = check(from_arrays((images, np.arange(100) // 2)))
-    lines = result.lines()
-    assert "and 30 more classes" in lines
-    assert "groups of identical images: 50" in lines
-    assert "  and 30 more" in lines
-    assert len(result.to_dict()["duplicates"]) == 50
-
-
-def test_arrays_by_their_pixels():
+def test_arrays_by_their_pixels_and_long_lists_are_cut() -> None:
     images = RNG.integers(0, 256, (5, 4, 6, 3), dtype=np.uint8)
     test = np.stack([images[3], images[4] ^ 1])
-    result = check(from_arrays(((images, [0, 1, 0, 1, 0]), (test, [0, 0]))))
-    assert names(result.duplicates) == names(result.across_splits) == names(result.conflicts)
-    assert names(result.duplicates) == {frozenset({"train[3]", "test[0]"})}
-    assert (result.widths, result.heights) == (
-        Sizes(smallest=6, median=6, largest=6),
-        Sizes(smallest=4, median=4, largest=4),
-    )
-    assert (result.modes, result.path, result.unreadable) == ({"RGB": 7}, None, ())
+    result = checked(from_arrays(((images, [0, 1, 0, 1, 0]), (test, [0, 0]))))
+    for key in ("duplicates", "across_splits", "conflicts"):
+        assert names(result[key]) == {frozenset({"train[3]", "test[0]"})}
+    assert result["widths"] == {"smallest": 6, "median": 6, "largest": 6}
+    assert (result["modes"], result["path"], result["unreadable"]) == ({"RGB": 7}, None, [])
+    images = np.zeros((100, 4, 4), np.uint8)
+    images[:, 0, 0] = np.arange(100) // 2
+    result = checked(from_arrays((images, np.arange(100) // 2)))
+    assert len(result["duplicates"]) == 50
+    assert {"and 30 more classes", "groups of identical images: 50", "  and 30 more"} <= set(format_check(result))
 
 
-def scene(seed: int, height: int = 90, width: int = 120) -> Image.Image:
+def scene(seed: int) -> Image.Image:
     """Return a smooth colour image, as photos are."""
     coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+    return Image.fromarray(coarse).resize((120, 90), Image.Resampling.BICUBIC)
 
 
-def test_nearly_identical_images_in_different_splits(tmp_path: Path):
+def test_nearly_identical_images_in_different_splits(tmp_path: Path) -> None:
     for split, start in (("train", 0), ("test", 100)):
         for i in range(start, start + 40):
             path = tmp_path / split / "ab"[i % 2] / f"{i}.png"
@@ -156,73 +134,62 @@ def test_nearly_identical_images_in_different_splits(tmp_path: Path):
     scene(5).save(tmp_path / "train" / "b" / "within.jpg", quality=50)
     for split, colour in (("train", "white"), ("test", "#fefefe")):
         Image.new("RGB", (50, 50), colour).save(tmp_path / split / "a" / "blank.png")
-    result = check(recognise(tmp_path).read())
-    found = {(one.name, other.name) for one, other in result.near_duplicates}
+    result = checked(tmp_path)
     pairs = {0: "a/quality.jpg", 1: "a/half.jpg", 2: "b/darker.png"}
-    assert found == {(f"train/{'ab'[i % 2]}/{i}.png", f"test/{name}") for i, name in pairs.items()}
-    lines = result.lines()
-    assert "nearly identical images in different splits: 3" in lines
-    assert "  train/b/1.png (train, b) = test/a/half.jpg (test, a)" in lines
-    assert len(result.across_splits) == 1
+    expected = [[f"train/{'ab'[i % 2]}/{i}.png", f"test/{name}"] for i, name in pairs.items()]
+    assert sorted([one["name"], other["name"]] for one, other in result["near_duplicates"]) == sorted(expected)
+    assert "  train/b/1.png (train, b) = test/a/half.jpg (test, a)" in format_check(result)
+    assert len(result["across_splits"]) == 1
 
 
-def test_pairs_are_those_of_comparing_every_image_with_every_other():
+def test_pairs_are_those_of_comparing_every_image_with_every_other() -> None:
     """An oracle without tables: all pairs of 2,000 hashes of few bits, so that many are similar."""
     rng = np.random.default_rng(0)
     hashes = np.where(rng.random((2000, 64)) < 0.06, 1, 0)
     packed = np.packbits(hashes.astype(bool), axis=1).view(np.uint64)[:, 0]
     thumbnails = np.tile(np.arange(324, dtype=np.uint16).astype(np.uint8), (2000, 1))
-    parts = rng.integers(0, 3, 2000)
+    splits = rng.integers(0, 3, 2000)
     distances = hashes @ (1 - hashes).T + (1 - hashes) @ hashes.T
-    one, other = np.nonzero((distances <= near.MOST_BITS) & (parts[:, None] < parts))
-    found = near.pairs_across(near.Looks(packed, thumbnails), parts)
+    one, other = np.nonzero((distances <= MAX_BITS) & (splits[:, None] < splits))
+    found = find_pairs(PerceptualHashes(packed, thumbnails), splits)
     assert len(one) > 1000
     assert found.tolist() == np.stack([one, other], axis=1).tolist()
 
 
-def test_groups_in_several_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_groups_in_several_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = ["file,label,split,patient"]
     for i in range(12):
         photo(tmp_path / f"{i}.png")
         rows.append(f"{i}.png,{'ab'[i % 2]},{'test' if i < 4 else 'train'},p{i % 6 if i != 5 else 3}")
     (tmp_path / "list.csv").write_text("\n".join(rows))
-    assert main(["check", str(tmp_path / "list.csv"), "--set", "data.group_column=patient", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    words = ["check", str(tmp_path / "list.csv"), "--set", "data.group_column=patient"]
+    assert main([*words, "--json"]) == 0
     shared = {f"p{i}": {"train": 1 + (i == 3), "test": 1} for i in range(4)}
-    assert result["divided_groups"] == shared
-    assert main(["check", str(tmp_path / "list.csv"), "--set", "data.group_column=patient"]) == 0
+    assert json.loads(capsys.readouterr().out)["divided_groups"] == shared
+    assert main(words) == 0
     text = capsys.readouterr().out
     assert "groups in more than one split: 4\n  p0 (train 1, test 1)\n" in text
     assert "classes with fewer than 10 training images: 2\n  a (4)\n  b (4)\n" in text
-    assert main(["check", str(tmp_path / "list.csv"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["divided_groups"] == {}
-    assert main(["check", str(tmp_path / "list.csv"), "--set", "data.group_column=ward"]) == 2
+    assert main([*words[:2], "--set", "data.group_column=ward"]) == 2
     assert "has no column 'ward', which data.group_column names" in capsys.readouterr().err
 
 
-def test_extreme_images(tmp_path: Path):
+def test_extreme_images(tmp_path: Path) -> None:
     for i in range(10):
         photo(tmp_path / "a" / f"{i}.png", 40, 30)
         photo(tmp_path / "b" / f"{i}.png", 30, 40)
     photo(tmp_path / "a" / "strip.png", 100, 20)
     photo(tmp_path / "b" / "icon.png", 8, 8)
     photo(tmp_path / "b" / "large.png", 160, 150)
-    result = check(recognise(tmp_path).read())
-    assert set(result.extreme) == {"a/strip.png (100x20)", "b/icon.png (8x8)", "b/large.png (160x150)"}
-    assert result.small_classes == {}
-
-
-@pytest.mark.parametrize("name", ["oct", "cats-dogs"])
-def test_real_files_are_sound(shared_data: Path, name: str):
-    result = check(recognise(shared_data / name).read())
-    assert result.unreadable == ()
-    assert result.duplicates == ()
-    assert result.near_duplicates == ()
-    assert result.widths is not None
+    result = checked(tmp_path)
+    assert set(result["extreme"]) == {"a/strip.png (100x20)", "b/icon.png (8x8)", "b/large.png (160x150)"}
+    assert result["small_classes"] == {}
 
 
 @pytest.mark.slow
-def test_real_arrays_against_numpy(shared_data: Path):
+def test_real_data(shared_data: Path) -> None:
+    result = checked(shared_data / "oct")
+    assert result["unreadable"] == result["duplicates"] == result["near_duplicates"] == []
     whole = recognise(shared_data / "fashion-mnist").read()
     assert whole.images is not None
     some = np.r_[:10000, 60000:70000]
@@ -230,9 +197,8 @@ def test_real_arrays_against_numpy(shared_data: Path):
     source = replace(whole, images=whole.images[some], labels=whole.labels[some], splits=splits)
     assert source.images is not None
     distinct = len(np.unique(source.images.reshape(20000, 784).view("V784")[:, 0]))
-    result = check(source)
-    assert sum(len(group) - 1 for group in result.duplicates) == 20000 - distinct
-    assert set(result.counts["test"].values()) == {1000}
-    assert len(result.near_duplicates) < 50
-    names_of = {frozenset((one.name, other.name)) for one, other in result.near_duplicates}
-    assert frozenset(("train[9362]", "test[5767]")) in names_of  # differ by less than a grey level on average
+    result = checked(source)
+    assert sum(len(group) - 1 for group in result["duplicates"]) == 20000 - distinct
+    assert len(result["near_duplicates"]) < 50
+    # These two differ by less than a grey level on average.
+    assert frozenset(("train[9362]", "test[5767]")) in names(result["near_duplicates"])

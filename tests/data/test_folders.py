@@ -155,11 +155,12 @@ def test_a_class_folder_whose_name_is_not_utf8_is_refused(tmp_path: Path, above:
 
 
 def test_files_with_names_that_are_not_utf8_can_be_reported(tmp_path: Path):
-    from flatout.data.check import check
+    from flatout.analysis.check import check, format_check
+    from flatout.console import Console
 
     grow(tmp_path, "a/1.png", "b/2.png")
     Path(os.fsdecode(os.fsencode(tmp_path / "a") + b"/caf\xe9.png")).touch()
-    lines = check(recognise(tmp_path).read()).lines()
+    lines = format_check(check(recognise(tmp_path).read(), Console()))
     assert "  a/caf\\xe9.png: is empty" in lines
     "\n".join(lines).encode()
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flatout.analysis.lr_finder import suggest
 from flatout.cli import main
-from flatout.lr.range_test import suggest
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -75,6 +75,15 @@ def test_the_rates_rise_and_the_loss_ends_the_test(
     assert losses[0] > 2 > losses.min()
 
 
+@pytest.mark.parametrize("name", ["torch:RAdam", "timm:lion"])
+def test_optimizers_of_libraries(
+    name: str, digits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = find([*digits, "--set", f"optimizer.name={name}", "--out", str(tmp_path / "out")], capsys)
+    assert result["optimizer"] == name
+    assert result["points"][0][0] == pytest.approx(1e-7)
+
+
 def test_where_the_loss_stays_low_the_highest_rate_counts() -> None:
     """The lowest point of a wide valley is anywhere in it, as the noise has it."""
     rates, draws = np.geomspace(1e-7, 1e-2, 100), np.random.default_rng(0)
@@ -123,7 +132,6 @@ def test_on_several_devices_and_xla(
     result = find([*words, *how, "--out", str(tmp_path / "out")], capsys)
     first = [[loss for _, loss, _ in found["points"][:40]] for found in (alone, result)]
     assert first[0] == pytest.approx(first[1], rel=1e-3)
-    assert alone["lr"] / 3 < result["lr"] < alone["lr"] * 3
 
 
 @pytest.mark.parametrize(
@@ -131,8 +139,6 @@ def test_on_several_devices_and_xla(
     [
         (["digitz"], "'digitz'"),
         ([], "no job and no data"),
-        (["digits", "--set", "optimizer.rate=1"], "optimizer.rate"),
-        (["digits", "--devices", "cpux"], "cpux"),
         (["digits", "--model", "no-such-net"], "no-such-net"),
         (["digits", "--set", "data.std=0"], "data.std"),
     ],
@@ -146,10 +152,3 @@ def test_wrong_input_gets_one_message_and_leaves_nothing(
     assert message.startswith("flatout: ")
     assert named in message
     assert not out.exists()
-
-
-def test_a_folder_in_use_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "mine.txt").write_text("mine")
-    assert main(["lr", "digits", "--out", str(tmp_path)]) == 2
-    assert "not an empty folder; choose another --out" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 
 from flatout import recipe
+from flatout.analysis.scale import split_specs
+from flatout.analysis.tpu import parse_topologies
 from flatout.cli import main
 from flatout.data.recognise import FORMATS
 from flatout.jobs import builtin_jobs, load_job
 from flatout.parser import COMMANDS, parse
-from flatout.plan.chips import parse_topologies
-from flatout.scale.scale import split_specs
 from flatout.settings import parse_setting
 from tests import tables
 

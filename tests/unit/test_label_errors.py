@@ -1,4 +1,4 @@
-"""Wrong labels, found by confident learning."""
+"""Wrong labels, found by confident learning, and the files with suggestions and corrections."""
 
 import csv
 import dataclasses
@@ -10,75 +10,78 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flatout.analysis.label_errors import (
+    LabelError,
+    LabelErrors,
+    find_errors,
+    recipe_of_folds,
+    write_corrected,
+    write_errors,
+)
 from flatout.cli import main
+from flatout.data.formats.npy import from_arrays
 from flatout.data.recognise import recognise
-from flatout.explore import label_files
-from flatout.explore.confident import find_errors, find_errors_of_several
-from flatout.explore.label_errors import LabelErrors, judge, short
 from flatout.jobs import load_job
 from flatout.recipe import Data, Recipe
 
 RNG = np.random.default_rng(0)
 
 
-def answers(true: np.ndarray, classes: int, noise: float = 0.6) -> np.ndarray:
+def predictions(true: np.ndarray, classes: int, noise: float = 0.6) -> np.ndarray:
     """Return probabilities of a model that is right about most images."""
     logits = RNG.normal(size=(len(true), classes)) * noise
     logits[np.arange(len(true)), true] += 3
     return np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
 
 
-def test_planted_errors_are_found():
+def columns(errors: list[LabelError]) -> tuple[np.ndarray, ...]:
+    return tuple(map(np.array, zip(*errors, strict=True)))
+
+
+def test_planted_errors_are_found() -> None:
     true = RNG.integers(0, 5, 2000)
     given, wrong = true.copy(), RNG.choice(2000, 100, replace=False)
     given[wrong] = (true[wrong] + RNG.integers(1, 5, 100)) % 5
-    found = find_errors(answers(true, 5), given)
-    assert len(np.intersect1d(found.index, wrong)) >= 95
-    assert len(found) <= 130
-    assert (found.suggested == true[found.index]).mean() > 0.95
-    assert (np.diff(found.confidence) <= 0).all()
+    index, _, suggested, confidence = columns(find_errors(predictions(true, 5), given))
+    assert len(np.intersect1d(index, wrong)) >= 95
+    assert len(index) <= 130
+    assert (suggested == true[index]).mean() > 0.95
+    assert (np.diff(confidence) <= 0).all()
+    assert len(find_errors(np.eye(4)[np.repeat(np.arange(3), 50)] * 0.9 + 0.025, np.repeat(np.arange(3), 50))) == 0
 
 
-def test_a_network_that_knows_little_is_sure_of_little():
+def test_a_network_that_knows_little_is_sure_of_little() -> None:
     true = RNG.integers(0, 2, 1600)
     evidence = RNG.normal(size=1600) + np.where(true == 1, 0.4, -0.4)
     # It prefers class 1, and is surer than it should be.
     present = 1 / (1 + np.exp(-(2 * evidence + 0.5)))
     given = np.where(RNG.random(1600) < 0.05, 1 - true, true)
-    found = find_errors(np.stack([1 - present, present], axis=1), given)
-    share_wrong = (given != true)[found.index].mean()
-    assert found.confidence.mean() < share_wrong + 0.2
+    index, _, _, confidence = columns(find_errors(np.stack([1 - present, present], axis=1), given))
+    assert confidence.mean() < (given != true)[index].mean() + 0.2
 
 
-def test_right_labels_and_absent_classes_are_left_alone():
-    true = np.repeat(np.arange(3), 50)
-    probabilities = np.eye(4)[true] * 0.9 + 0.025
-    assert len(find_errors(probabilities, true)) == 0
-
-
-def test_several_labels():
+def test_several_labels() -> None:
     true = (RNG.random((1000, 3)) < 0.4).astype(np.uint8)
-    probabilities = np.stack([answers(column.astype(np.int64), 2)[:, 1] for column in true.T], axis=1)
+    probabilities = np.stack([predictions(column.astype(np.int64), 2)[:, 1] for column in true.T], axis=1)
     wrong = RNG.random(true.shape) < 0.05
-    found = find_errors_of_several(probabilities, true ^ wrong)
-    hits = wrong[found.index, found.given]
+    index, given, suggested, _ = columns(find_errors(probabilities, true ^ wrong))
+    hits = wrong[index, given]
     assert hits.sum() >= 0.8 * wrong.sum()
     assert hits.mean() >= 0.8
-    assert (found.suggested == true[found.index, found.given])[hits].all()
+    assert (suggested == true[index, given])[hits].all()
 
 
-@pytest.mark.parametrize("epochs", [1, 2, 3, 5, 10, 60])
-def test_the_folds_cost_little_more_than_one_training(epochs: int):
-    recipe = short(load_job("fashion-mnist").override({"epochs": epochs}))
-    folds = recipe.data.folds
-    assert (folds - 1) * recipe.epochs / epochs <= 1.2
+@pytest.mark.parametrize("epochs", [1, 2, 3, 60])
+def test_the_folds_cost_little_more_than_one_training(epochs: int) -> None:
+    recipe = recipe_of_folds(load_job("fashion-mnist").override({"epochs": epochs}))
+    assert (recipe.data.folds - 1) * recipe.epochs / epochs <= 1.2
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("labels") / "photos"
     for split, count in (("train", 20), ("test", 4)):
-        for name in ("cats", "dogs"):
+        for name in ("none", "dogs"):
             (root / split / name).mkdir(parents=True)
             for i in range(count):
                 pixels = RNG.integers(0, 256, (8, 8, 3), dtype=np.uint8)
@@ -88,13 +91,14 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(photos: Path) -> LabelErrors:
-    """The errors that a model finds which takes one training cat and one test dog for the other."""
+    """The errors of a model that takes a training dog and a test "none" for the other class."""
     source = recognise(photos).read()
     true = np.asarray(source.labels).copy()
     true[[3, 46]] ^= 1
     probabilities = (np.eye(2)[true] * 0.9 + 0.05).astype(np.float32)
     recipe = Recipe(model="any", image_size=8, epochs=1, batch_size=1)
-    return LabelErrors(source=source, errors=judge(source, probabilities), probabilities=probabilities, recipe=recipe)
+    errors = find_errors(probabilities.astype(np.float64), source.labels)
+    return LabelErrors(source=source, errors=errors, probabilities=probabilities, recipe=recipe)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -102,39 +106,59 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_files_of_a_check(found: LabelErrors, photos: Path, tmp_path: Path):
-    result, lines = label_files.write(found, tmp_path, tmp_path / "fixed.csv")
-    names = {"train/cats/cats03.png": ("cats", "dogs"), "test/dogs/dogs02.png": ("dogs", "cats")}
+def test_files_of_a_check(found: LabelErrors, photos: Path, tmp_path: Path) -> None:
+    """A class may be called "none", the word for an image without any class."""
+    result, lines = write_errors(found, tmp_path, tmp_path / "fixed.csv")
+    names = {"train/dogs/dogs03.png": ("dogs", "none"), "test/none/none02.png": ("none", "dogs")}
     rows = read(tmp_path / "label-errors.csv")
     assert {row["file"]: (row["given"], row["suggested"]) for row in rows} == names
     assert lines[0].startswith("2 of 48 labels are likely wrong")
-    assert json.dumps(result)
-    assert "cats03" in (tmp_path / "label-errors.html").read_text()
+    assert json.loads(json.dumps(result))["applied"] == 2
+    assert "dogs03" in (tmp_path / "label-errors.html").read_text()
     # The corrected file is data to train on, with the same images and splits.
     fixed = recognise(tmp_path / "fixed.csv", Data(images=str(photos))).read()
     assert fixed.splits == found.source.splits
     before, after = (dict(zip(map(str, s.files or ()), s.labels, strict=True)) for s in (found.source, fixed))
-    assert {Path(name).name for name in before if before[name] != after[name]} == {"cats03.png", "dogs02.png"}
+    assert {Path(name).name for name in before if before[name] != after[name]} == {"dogs03.png", "none02.png"}
     assert sorted(p.name for p in photos.rglob("*.csv")) == []
 
 
-def test_networks_that_know_little_are_named(found: LabelErrors):
+def test_only_labels_that_are_more_likely_wrong_than_right_are_changed(found: LabelErrors, tmp_path: Path) -> None:
+    errors = [
+        error._replace(confidence=confidence) for error, confidence in zip(found.errors, (0.9, 0.252), strict=True)
+    ]
+    result, lines = write_errors(dataclasses.replace(found, errors=errors), tmp_path, tmp_path / "fixed.csv")
+    assert (len(result["errors"]), result["applied"]) == (2, 1)
+    assert "corrected 1 label" in lines[-1]
+    changed = [row["file"] for row in read(tmp_path / "fixed.csv") if f"/{row['label']}/" not in row["file"]]
+    assert changed == [result["errors"][0]["file"]]
+
+
+def test_an_image_without_any_of_several_classes_has_an_empty_label(tmp_path: Path) -> None:
+    labels = np.array([[1, 0], [0, 1], [0, 0], [1, 1]] * 5, np.uint8)
+    source = from_arrays((np.zeros((20, 4, 4), np.uint8), labels))
+    write_corrected(source, {0: ""}, tmp_path / "fixed.csv")
+    first, *names = source.classes
+    assert [row["label"] for row in read(tmp_path / "fixed.csv")][:4] == ["", names[0], "", f"{first}|{names[0]}"]
+
+
+def test_networks_that_know_little_are_named(found: LabelErrors) -> None:
     labels = np.array([[1, 0, 1], [0, 1, 0]] * 24, np.uint8)
     source = dataclasses.replace(found.source, labels=labels, task="multi-label", classes=("a", "b", "c"))
     for right, remarks in ((0.9, 0), (0.4, 1)):
         several = dataclasses.replace(found, source=source, probabilities=np.where(labels, right, 1 - right))
-        assert len(label_files.remarks(several)) == remarks
+        assert len(several.remarks()) == remarks
 
 
-def test_chosen_suggestions_are_applied_without_training(found: LabelErrors, photos: Path, tmp_path: Path):
-    label_files.write(found, tmp_path, None)
-    kept = [row for row in read(tmp_path / "label-errors.csv") if row["split"] == "test"]
+def test_chosen_suggestions_are_applied_without_training(found: LabelErrors, photos: Path, tmp_path: Path) -> None:
+    write_errors(found, tmp_path, None)
+    lines = (tmp_path / "label-errors.csv").read_text().splitlines()
     chosen, fixed = tmp_path / "kept.csv", tmp_path / "fixed.csv"
-    label_files.write_csv(chosen, list(kept[0]), [list(row.values()) for row in kept])
+    chosen.write_text("\n".join([lines[0], *(line for line in lines if ",test," in line)]))
     words = ["check", str(photos), "--suggestions", str(chosen), "--apply", str(fixed), "--json"]
     assert main(words) == 0
     changed = [row["file"] for row in read(fixed) if f"/{row['label']}/" not in row["file"]]
-    assert changed == ["test/dogs/dogs02.png"]
+    assert changed == ["test/none/none02.png"]
     assert main(words) == 2, "nothing is overwritten"
 
 
@@ -144,8 +168,7 @@ def test_corrected_arrays_are_data_to_train_on(tmp_path: Path, capsys: pytest.Ca
     data, fixed = tmp_path / "data.npz", tmp_path / "fixed.npz"
     np.savez(data, x_train=images[:30], y_train=labels[:30], x_test=images[30:], y_test=labels[30:])
     new = str((labels[2] + 1) % 11)
-    chosen = [{"split": "train", "row": 2, "given": str(labels[2]), "suggested": new}]
-    label_files.write_csv(tmp_path / "kept.csv", list(chosen[0]), [list(chosen[0].values())])
+    (tmp_path / "kept.csv").write_text(f"split,row,given,suggested\ntrain,2,{labels[2]},{new}\n")
     words = ["check", str(data), "--suggestions", str(tmp_path / "kept.csv"), "--apply"]
     assert main([*words, str(fixed)]) == 0
     assert f"flatout train {fixed}" in capsys.readouterr().out
@@ -167,24 +190,29 @@ def test_corrected_arrays_are_data_to_train_on(tmp_path: Path, capsys: pytest.Ca
         (["--suggestions", "{here}/other.csv", "--apply", "{here}/out.npz"], "these images are files; end the name in"),
         (["--suggestions", "{here}/absent.csv", "--apply", "{here}/out.csv"], "absent.csv: cannot be read"),
         (["--suggestions", "{here}/other.csv", "--apply", "{here}/out.csv"], "line 2: is not of this data"),
-        (["--epochs", "3"], "go with --labels"),
+        (["--epochs", "0"], "--epochs requires --labels"),
+        (["--seed", "0"], "--seed requires --labels"),
+        (["--labels", "--minutes", "0"], "--minutes 0: must be greater than 0"),
+        (["--labels", "--minutes", "1", "--job", "digits"], "needs a generated recipe: remove --job"),
     ],
 )
-def test_bad_input(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str):
-    (tmp_path / "other.csv").write_text("split,row,given,suggested\ntrain,999,cats,dogs\n")
+def test_bad_input(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    (tmp_path / "other.csv").write_text("split,row,given,suggested\ntrain,999,none,dogs\n")
     assert main(["check", str(photos), *(word.format(here=tmp_path) for word in words)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out.csv").exists()
 
 
-def test_numbers_have_no_wrong_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_numbers_have_no_wrong_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.savez(tmp_path / "data.npz", x_train=np.zeros((30, 4, 4), np.uint8), y_train=np.linspace(0, 1, 30))
     assert main(["check", str(tmp_path / "data.npz"), "--labels", "--epochs", "1", "--devices", "cpu"]) == 2
     assert "labels that are numbers have no classes" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_planted_errors_in_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_planted_errors_in_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from sklearn.datasets import load_digits
 
     digits: Any = load_digits()

@@ -14,17 +14,17 @@ ROOT = Path(flatout.__file__).parent
 LAYERS = (
     *("errors", "host", "files", "settings", "console", "style", "recipe", "jobs"),
     *("numerics", "data", "tasks", "convert", "models", "dist", "engine", "report"),
-    *("run", "train", "export", "hub", "scale", "lr", "plan", "explore", "board"),
+    *("run", "train", "export", "hub", "analysis"),
     *("commands", "parser", "cli", "__main__"),
 )
 # Libraries that only some folders may use.
 RESTRICTED = {
     "torch.cuda": ("engine",),
     "torch.distributed": ("engine", "dist"),
-    "jax": ("engine/xla", "plan"),
-    "jaxlib": ("engine/xla", "plan"),
-    "torchax": ("engine/xla", "plan"),
-    "optax": ("engine/xla", "plan"),
+    "jax": ("engine/xla", "analysis"),
+    "jaxlib": ("engine/xla", "analysis"),
+    "torchax": ("engine/xla", "analysis"),
+    "optax": ("engine/xla", "analysis"),
 }
 DEVICE_WORDS = re.compile(r"\b(cuda|cpus?|mps|xla|tpus?|gpus?)\b", re.IGNORECASE)
 

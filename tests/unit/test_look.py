@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 import flatout
+from flatout.analysis.images import augmented
 from flatout.cli import main
-from flatout.explore.images import augmented
 from flatout.numerics.augment import epoch_transforms
 
 RNG = np.random.default_rng(0)
@@ -62,13 +62,6 @@ def test_the_page_is_self_contained_and_escapes_names(looked: Path):
     assert page.count('<div class="first">') == 6, "augmented images"
     with Image.open(looked / "look.png") as picture:
         assert picture.width > 500
-
-
-def test_nothing_is_overwritten(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "mine.txt").write_text("kept")
-    assert main(["look", str(photos), "--out", str(tmp_path)]) == 2
-    assert f"{tmp_path}: exists and is not an empty folder" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_augmented_images_are_those_of_training():

@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from datetime import datetime
-from pathlib import Path
 
 from flatout.commands.command import Output, changes_of, command, engine_of, size_of
 from flatout.console import Console
@@ -12,30 +11,33 @@ from flatout.recipe import MAX_CHANNELS, Recipe, with_settings
 
 @command(
     "DATA",
-    "--data --labels --apply --suggestions --job --model --epochs --seed --devices --engine --allow-untested"
+    "--data --labels --apply --suggestions --minutes --job --model --epochs --seed --devices --engine --allow-untested"
     " --out --images --classes --set --json",
     "check my-photos/",
     job={"metavar": "JOB", "help": "with --labels: train by this job or recipe.toml; default: one made for the data"},
+    minutes={"help": "with --labels: make the recipe for so many minutes"},
     out={"help": "with --labels: an empty or new folder; default: a new one under runs/"},
 )
 def do_check(args: Namespace, console: Console) -> Output:
     """Find unreadable, duplicate and leaked images, and wrong labels."""
+    from flatout.analysis.check import check, format_check
     from flatout.data.build import find
-    from flatout.data.check import check
     from flatout.data.source import Source
 
     if args.labels or args.apply or args.suggestions:
         return _check_labels(args, console)
-    if args.job or args.model or args.epochs or args.seed or args.out:
-        raise InputError("--job, --model, --epochs, --seed and --out go with --labels")
+    only_labels = ("minutes", "job", "model", "epochs", "seed", "out")
+    if given := next((name for name in only_labels if getattr(args, name) is not None), None):
+        raise InputError(f"--{given} requires --labels")
     recipe = _reading(args)
     found = find(args.data, recipe.data, recipe.task, console=console)
-    result = check(found if isinstance(found, Source) else found.read())
-    return result.to_dict(), result.lines()
+    result = check(found if isinstance(found, Source) else found.read(), console)
+    console.finish()
+    return result, format_check(result)
 
 
 def _check_labels(args: Namespace, console: Console) -> Output:
-    from flatout.explore.label_files import check_labels
+    from flatout.analysis.label_errors import check_labels
 
     changes = changes_of(args) | ({"data.classes": args.classes} if args.classes else {})
     return check_labels(
@@ -45,6 +47,7 @@ def _check_labels(args: Namespace, console: Console) -> Output:
         out=args.out,
         apply=args.apply,
         suggestions=args.suggestions,
+        minutes=args.minutes,
         devices=args.devices,
         engine=engine_of(args),
         allow_code=args.model is not None,
@@ -60,14 +63,14 @@ def _check_labels(args: Namespace, console: Console) -> Output:
 )
 def do_look(args: Namespace, console: Console) -> Output:
     """Look at images, counts, sizes, outliers and augmentation before training."""
-    from flatout.explore.look import look_at
-    from flatout.scale.scale import check_free
+    from flatout.analysis.look import format_look, look_at
+    from flatout.analysis.output import check_free, default_folder
 
     check_free(args.out)
     changes = changes_of(args) | ({"data.classes": args.classes} if args.classes else {})
     look = look_at(args.job, args.data, changes, console)
-    page = look.save(args.out or Path("runs") / f"look-{look.recipe.job}-{datetime.now():%Y%m%d-%H%M%S}")
-    return {**look.figures, "page": str(page)}, [*look.lines(), f"page: {page}"]
+    page = look.save(args.out or default_folder(f"look-{look.recipe.job}"))
+    return {**look.figures, "page": str(page)}, [*format_look(look), f"page: {page}"]
 
 
 @command(

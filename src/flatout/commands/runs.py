@@ -100,9 +100,11 @@ def do_report(args: Namespace, console: Console) -> Output:
 @command("[DIR]", "--port", "board runs/")
 def do_board(args: Namespace, console: Console) -> None:
     """Show all runs of a folder on a local web page."""
-    from flatout.board.serve import serve
-
-    serve(Path(args.dir or "runs"), args.port, console)
+    try:
+        from flatout.analysis.board import serve_board
+    except ModuleNotFoundError as error:
+        raise InputError(f"board needs the package {error.name}: pip install 'flatout[board]'") from None
+    serve_board(Path(args.dir or "runs"), args.port, console)
 
 
 @command(

@@ -105,14 +105,14 @@ def _job_to_resume(args: Namespace) -> str | Path:
 )
 def do_lr(args: Namespace, console: Console) -> Output:
     """Find a learning rate: train some steps while it rises."""
-    from flatout.lr.range_test import find_rate, lines_of
+    from flatout.analysis.lr_finder import find_rate, format_lr
 
     recipe, data, options = _measured_job(args, console)
     result = find_rate(recipe, data, replace(options, out=args.out), console)
     if result["lr"] is None:
-        return {**result, "train": None}, lines_of(result)
+        return {**result, "train": None}, format_lr(result)
     train = _train_command(args, result["lr"])
-    return {**result, "train": train}, [*lines_of(result), f"train with it: {train}"]
+    return {**result, "train": train}, [*format_lr(result), f"train with it: {train}"]
 
 
 def _train_command(args: Namespace, lr: float) -> str:
@@ -138,10 +138,10 @@ def _train_command(args: Namespace, lr: float) -> str:
 )
 def do_bench(args: Namespace, console: Console) -> Output:
     """Measure the input path, the step and both, and say what limits training."""
-    from flatout.scale.bench import bench, lines_of
+    from flatout.analysis.throughput import bench, format_bench
 
     result = bench(*_measured_job(args, console), console)
-    return result, lines_of(result)
+    return result, format_bench(result)
 
 
 def _measured_job(args: Namespace, console: Console) -> "tuple[Recipe, DataRef | Source, Options]":
@@ -164,7 +164,7 @@ def _measured_job(args: Namespace, console: Console) -> "tuple[Recipe, DataRef |
 )
 def do_scale(args: Namespace, console: Console) -> Output:
     """Measure a job on several choices of devices."""
-    from flatout.scale.scale import lines_of, scale
+    from flatout.analysis.scale import format_scale, scale
 
     result = scale(
         args.job,
@@ -176,7 +176,7 @@ def do_scale(args: Namespace, console: Console) -> Output:
         weak=args.weak,
         console=console,
     )
-    return result, lines_of(result)
+    return result, format_scale(result)
 
 
 @command(
@@ -190,8 +190,7 @@ def do_scale(args: Namespace, console: Console) -> Output:
 )
 def do_plan(args: Namespace, console: Console) -> Output:
     """Estimate speed and memory of a job on TPUs, or measure a few steps here."""
-    from flatout.plan.plan import plan
-    from flatout.plan.text import lines_of
+    from flatout.analysis.plan import format_plan, plan
 
     result = plan(
         args.job,
@@ -208,4 +207,4 @@ def do_plan(args: Namespace, console: Console) -> Output:
         out=args.out,
         console=console,
     )
-    return result, lines_of(result)
+    return result, format_plan(result)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -10,16 +10,31 @@ from typing import Any
 
 import numpy as np
 
+from flatout import style
+from flatout.analysis import images as pictures
+from flatout.analysis.check import FEW_IMAGES
+from flatout.analysis.images import (
+    EXTREME,
+    Headers,
+    format_sizes,
+    label_figures,
+    label_of,
+    name_of,
+    survey,
+    thumbnails,
+    tile,
+)
+from flatout.analysis.output import check_free, make_folder
 from flatout.console import Console, in_notebook
-from flatout.data.check import FEW_IMAGES, label_of, name_of, numbers_of, sizes_of
+from flatout.data.batches import Samples, measure
 from flatout.data.source import DataRef, Source, describe
-from flatout.data.survey import EXTREME, Survey, survey
-from flatout.explore import images as pictures
+from flatout.numerics import pixels
 from flatout.numerics.random import Stream, permutation
 from flatout.recipe import Recipe
-from flatout.report.html import SMOOTH_FROM_PIXELS, framed, page, thumbnail, write_page
-from flatout.report.run_files import write_json
+from flatout.report.html import framed, page, write_page
+from flatout.report.run_files import visible, write_json
 from flatout.settings import in_python
+from flatout.style import shorten
 from flatout.tasks import with_task
 from flatout.train.fit_arguments import join_data, recipe_changes
 from flatout.train.recipes import resolve
@@ -30,8 +45,11 @@ CLASSES_SHOWN, IMAGES_OF_CLASS, ROWS_SHOWN = 20, 8, 20
 # Numbers are shown in so many ranges of equally many images.
 RANGES = 5
 OUTLIERS_SHOWN, UNREADABLE_SHOWN, SHAPES_SHOWN = 24, 100, 8
-SEEN, AUGMENTED, VIEWS = 8, 6, 8
+# Images as the model sees them, augmented images, and views of each; images decoded to find readable ones.
+SEEN, AUGMENTED, VIEWS, TRIED = 8, 6, 8, 32
 BINS = 24
+# The picture: rows of classes and of views, and the size of an image.
+PICTURE_ROWS, PICTURE_VIEWS, CELL_PIXELS, CELL_INCHES = 12, 4, 96, 0.72
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,49 +62,34 @@ class Group:
 
 
 class Look:
-    """A data set looked at: `show()` it in a notebook, `save(DIR)` it, or read `figures` and `survey`.
+    """A data set looked at: `show()` it in a notebook, `save(DIR)` it, or read `figures` and `remarks()`.
 
-    Attributes:
-        source: the data.
-        survey: what the headers of all images say.
-        recipe: the one that the images are shown for.
-        reasons: why a generated recipe is as it is; empty for one that the user named.
+    Images are shown for a recipe; `reasons` tell why a generated one is as it is.
     """
 
-    def __init__(self, source: Source, found: Survey, recipe: Recipe, reasons: Sequence[str] = ()) -> None:
-        self.source, self.survey, self.recipe, self.reasons = source, found, recipe, tuple(reasons)
-        self.made = datetime.now().astimezone()
+    def __init__(
+        self, source: Source, headers: Headers, blank: list[int], recipe: Recipe, reasons: Sequence[str] = ()
+    ) -> None:
+        self.source, self.headers, self.recipe, self.reasons = source, headers, recipe, tuple(reasons)
+        self._outliers = {"extreme": headers.extreme().tolist(), "blank": blank}
+        self.title = describe(source.kind, source.classes, source.splits, source.task)
 
     def __repr__(self) -> str:
-        return f"<Look: {describe(self.source.kind, self.source.classes, self.source.splits, self.source.task)}>"
-
-    def name(self, index: int) -> str:
-        """Return the name of an image: its file, or split[position] in an array."""
-        return name_of(self.source, index, self.source.split_of(index))
+        return f"<Look: {self.title}>"
 
     @cached_property
     def figures(self) -> dict[str, Any]:
         """Counts, sizes and outliers as plain values, as in look.json."""
-        source, found = self.source, self.survey
-        readable = found.widths > 0
-        sides = {"widths": found.widths[readable], "heights": found.heights[readable]}
-        shapes, counts = np.unique(
-            np.stack([found.heights, found.widths], axis=1)[readable], axis=0, return_counts=True
-        )
-        order = np.argsort(-counts, kind="stable")[:SHAPES_SHOWN]
+        source, sizes = self.source, self.headers.figures()
         return {
             "kind": source.kind,
             "path": None if source.path is None else str(source.path),
             "task": source.task,
-            "images": {split: stop - start for split, (start, stop) in source.splits.items()},
-            "numbers": numbers_of(source) if source.task == "regression" else {},
-            "counts": {split: source.class_counts(split) for split in source.splits},
-            **{name: asdict(sizes) if (sizes := sizes_of(values)) else None for name, values in sides.items()},
-            "shapes": {f"{shapes[i][0]}x{shapes[i][1]}": int(counts[i]) for i in order},
-            "modes": found.modes,
-            "unreadable": {self.name(i): reason for i, reason in found.unreadable.items()},
-            "extreme": [self.name(i) for i in found.extreme.tolist()],
-            "blank": [self.name(i) for i in found.blank.tolist()],
+            **label_figures(source),
+            **sizes,
+            "shapes": dict(list(sizes["shapes"].items())[:SHAPES_SHOWN]),
+            "unreadable": {name_of(source, i): reason for i, reason in self.headers.unreadable.items()},
+            **{key: [name_of(source, i) for i in indices] for key, indices in self._outliers.items()},
             "recipe": self.recipe.flat(),
             "notes": list(source.notes),
         }
@@ -105,24 +108,12 @@ class Look:
         if counts and max(counts.values()) >= 3 * max(1, min(counts.values())):
             most, least = max(counts, key=lambda name: counts[name]), min(counts, key=lambda name: counts[name])
             remarks.append(f"Classes are unbalanced: {counts[most]:,} images of {most}, {counts[least]:,} of {least}.")
-        for key, text in (("unreadable", "cannot be read"), ("blank", "show nothing")):
-            if count := len(figures[key]):
-                remarks.append(f"{count:,} images {text}.")
-        if count := len(figures["extreme"]):
-            remarks.append(
-                f"{count:,} images have a side {EXTREME:g} times the other, or are {EXTREME:g} times as large or small "
-                "as usual."
-            )
-        return remarks
-
-    def lines(self) -> list[str]:
-        """Return the main figures as lines of text."""
-        source, figures = self.source, self.figures
-        lines = [describe(source.kind, source.classes, source.splits, source.task)]
-        for name, spread in (("width: ", figures["widths"]), ("height:", figures["heights"])):
-            if spread:
-                lines.append(f"{name} {spread['smallest']} to {spread['largest']} pixels, median {spread['median']}")
-        return [*lines, *self.remarks()]
+        problems = {
+            "unreadable": "cannot be read",
+            "blank": "are blank",
+            "extreme": f"have a side {EXTREME:g} times the other, or are {EXTREME:g} times as large or small as usual",
+        }
+        return [*remarks, *(f"{len(figures[key]):,} images {text}." for key, text in problems.items() if figures[key])]
 
     def groups(self) -> list[Group]:
         """Return the classes that are shown with pictures: all, or some from the largest to the smallest."""
@@ -139,11 +130,11 @@ class Look:
             order = order[np.linspace(0, len(order) - 1, CLASSES_SHOWN).round().astype(int)]
         else:
             order = np.sort(order)
-        found = []
+        groups = []
         for k in order.tolist():
             rows = np.flatnonzero(labels[:, k] > 0 if labels.ndim == 2 else labels == k)
-            found.append(self._group(source.classes[k], start + rows, k))
-        return found
+            groups.append(self._group(source.classes[k], start + rows, k))
+        return groups
 
     def _group(self, name: str, rows: np.ndarray, number: int) -> Group:
         chosen = rows[permutation(self.recipe.seed, Stream.PICTURES, number + 1, len(rows))[:IMAGES_OF_CLASS]]
@@ -151,83 +142,85 @@ class Look:
 
     @cached_property
     def shown(self) -> dict[str, Any]:
-        """The images of the page and the picture: of groups, as the model sees them, and augmented."""
+        """The images of the page and the picture.
+
+        `groups`; `thumbnails` by index; indices of some readable images (`kept`), and the first of these as the model
+        sees them in evaluation (`seen`) and in training (`views`).
+        """
         groups = self.groups()
         every = [index for group in groups for index in group.chosen]
-        thumbs = dict(zip(every, pictures.thumbnails(self.source, every), strict=True))
         # One of each group first, so that the few that are shown differ.
         turns = [group.chosen[i] for i in range(IMAGES_OF_CLASS) for group in groups if i < len(group.chosen)]
-        some = list(dict.fromkeys(turns))[: 4 * SEEN]
-        stored, kept = pictures.stored(self.source, some, self.recipe)
-        recipe = pictures.with_statistics(self.recipe, stored)
-        seen = pictures.as_evaluated(stored[:SEEN], recipe)
+        stored, kept = pictures.stored(self.source, list(dict.fromkeys(turns))[:TRIED], self.recipe)
         views = np.empty((0, 0, 1, 1, 1), np.uint8)
-        if recipe.augment.is_random and len(kept):
+        if self.recipe.augment.is_random and len(kept):
+            recipe = _with_statistics(self.recipe, stored)
             views = pictures.augmented(self.source, kept[:AUGMENTED], recipe, range(VIEWS))
-        return {"groups": groups, "thumbs": thumbs, "kept": kept, "seen": seen, "views": views}
+        return {
+            "groups": groups,
+            "thumbnails": dict(zip(every, thumbnails(self.source, every), strict=True)),
+            "kept": kept.tolist(),
+            "seen": visible(pixels.centre(stored[:SEEN], *self.recipe.eval_sides)),
+            "views": views,
+        }
 
     def _tile(self, index: int, image: np.ndarray | None, text: str = "", quiet: str = "") -> dict[str, Any]:
-        return {
-            "image": "" if image is None else thumbnail(image),
-            "tiny": image is not None and max(image.shape[:2]) < SMOOTH_FROM_PIXELS,
-            "title": f"{self.name(index)}: {label_of(self.source, index)}",
-            "text": text,
-            "quiet": quiet,
-        }
+        title = f"{name_of(self.source, index)}: {label_of(self.source, index)}"
+        return {**tile(image), "title": title, "text": text, "quiet": quiet}
+
+    def _outlier_tiles(self, indices: list[int]) -> list[dict[str, Any]]:
+        sizes = [f"{self.headers.widths[i]} × {self.headers.heights[i]}" for i in indices]
+        return [
+            self._tile(i, image, name_of(self.source, i), size)
+            for i, image, size in zip(indices, thumbnails(self.source, indices), sizes, strict=True)
+        ]
 
     def content(self) -> dict[str, Any]:
         """Return everything that the page shows, by name."""
-        figures, found, shown = self.figures, self.survey, self.shown
-        thumbs, kept = shown["thumbs"], shown["kept"].tolist()
-        outliers = {"extreme": found.extreme.tolist(), "blank": found.blank.tolist()}
-        readable = found.widths > 0
-        sizes = np.sqrt(found.widths[readable].astype(float) * found.heights[readable])
+        figures, source, shown = self.figures, self.source, self.shown
+        readable = self.headers.widths > 0
+        widths, heights = (sides[readable].astype(float) for sides in (self.headers.widths, self.headers.heights))
         rows = _class_rows(figures)
         return {
-            "name": (self.source.path.name if self.source.path else "") or self.source.kind,
-            "date": f"{self.made:%Y-%m-%d %H:%M}",
+            "name": (source.path.name if source.path else "") or source.kind,
+            "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M}",
             "total": sum(figures["images"].values()),
-            "facts": _facts(figures, self.source),
+            "facts": _facts(figures, source),
             "remarks": self.remarks(),
-            "task": self.source.task,
+            "task": source.task,
             "groups": [
-                (group.name, group.count, [self._tile(i, thumbs[i]) for i in group.chosen]) for group in shown["groups"]
+                (group.name, group.count, [self._tile(i, shown["thumbnails"][i]) for i in group.chosen])
+                for group in shown["groups"]
             ],
-            "classes": len(self.source.classes),
+            "classes": len(source.classes),
             "columns": ["class", *figures["images"], "share of train"],
             "rows": rows[:ROWS_SHOWN],
             "all_rows": sorted(rows) if len(rows) > ROWS_SHOWN else [],
             "numbers": [(split, *map(_number, values)) for split, values in figures["numbers"].items()],
-            "labels": _histogram(self.source.labels) if self.source.task == "regression" else [],
+            "labels": _histogram(source.labels) if source.task == "regression" else [],
             "histograms": {
-                "size: root of width × height, in pixels": _histogram(sizes),
-                "width / height": _histogram(found.widths[readable] / found.heights[readable]),
+                "size: root of width × height, in pixels": _histogram(np.sqrt(widths * heights)),
+                "width / height": _histogram(widths / heights),
             },
             "shapes": [(" × ".join(reversed(shape.split("x"))), n) for shape, n in figures["shapes"].items()],
-            "modes": list(found.modes.items()),
+            "modes": list(figures["modes"].items()),
             "limit": f"{EXTREME:g}",
-            "outliers": {key: self._outliers(indices) for key, indices in outliers.items()},
-            "outlier_counts": {key: len(indices) for key, indices in outliers.items()},
+            "outliers": {key: self._outlier_tiles(found[:OUTLIERS_SHOWN]) for key, found in self._outliers.items()},
+            "outlier_counts": {key: len(found) for key, found in self._outliers.items()},
             "unreadable": list(figures["unreadable"].items())[:UNREADABLE_SHOWN],
             "unreadable_count": len(figures["unreadable"]),
             "seen": [
-                (self._tile(i, thumbs[i], label_of(self.source, i)), self._tile(i, image))
-                for i, image in zip(kept, shown["seen"], strict=False)
+                (self._tile(i, shown["thumbnails"][i], label_of(source, i)), self._tile(i, image))
+                for i, image in zip(shown["kept"], shown["seen"], strict=False)
             ],
             "views": [
-                (self._tile(i, shown["seen"][n]), [self._tile(i, view) for view in views])
-                for n, (i, views) in enumerate(zip(kept, shown["views"], strict=False))
+                (self._tile(i, seen), [self._tile(i, view) for view in views])
+                for i, seen, views in zip(shown["kept"], shown["seen"], shown["views"], strict=False)
             ],
             "reasons": list(self.reasons),
             "job": self.recipe.job,
             "recipe": self.recipe.to_toml().strip().split("\n\n"),
         }
-
-    def _outliers(self, indices: list[int]) -> list[dict[str, Any]]:
-        shown, found = indices[:OUTLIERS_SHOWN], self.survey
-        images = pictures.thumbnails(self.source, shown)
-        sizes = [f"{found.widths[i]} × {found.heights[i]}" for i in shown]
-        return [self._tile(i, image, self.name(i), size) for i, image, size in zip(shown, images, sizes, strict=True)]
 
     def save(self, out: str | Path) -> Path:
         """Write look.html, look.png and look.json into a new or empty folder, and return the page.
@@ -235,31 +228,27 @@ class Look:
         Raises:
             InputError: the folder holds something, or cannot be written.
         """
-        from flatout.explore.picture import draw
-        from flatout.scale.scale import check_free, make_folder
-
         check_free(Path(out))
         folder = make_folder(Path(out), "look")
         write_page(folder / PAGE, "look.html.j2", self.content())
-        draw(folder / PICTURE, self)
+        _draw(folder / PICTURE, self.title, self.shown)
         write_json(folder / FIGURES, self.figures)
         return folder / PAGE
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame, for notebooks."""
         return framed(page("look.html.j2", self.content()))
 
     def show(self) -> Any:
         """Show the page: in a notebook in the cell, else the main figures are printed."""
         if not in_notebook():
-            return print("\n".join(self.lines()))
+            return print("\n".join(format_look(self)))
         from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
 
         return display(HTML(self._repr_html_()))
 
 
 def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console) -> Look:
-    """Return the look at what `resolve` finds for a job, data and changes; nothing is downloaded but the data.
+    """Look at what `resolve` finds for a job, data and changes; nothing is downloaded but the data.
 
     Raises:
         InputError: as `resolve`.
@@ -277,9 +266,9 @@ def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console) -
         fetch=False,
     )
     source = found.read() if isinstance(found, DataRef) else found
-    looked = survey(source, console)
+    headers, blank = survey(source, console)
     console.finish()
-    return Look(source, looked, with_task(recipe, source.task), reasons)
+    return Look(source, headers, blank, with_task(recipe, source.task), reasons)
 
 
 @in_python
@@ -303,6 +292,19 @@ def look(data: Any = None, labels: Any = None, *, job: Any = None, quiet: bool =
         console.close()
 
 
+def format_look(look: Look) -> list[str]:
+    """Return the main figures and the remarks as lines of text."""
+    return [look.title, *format_sizes(look.figures), *look.remarks()]
+
+
+def _with_statistics(recipe: Recipe, images_MHWC: np.ndarray) -> Recipe:
+    if recipe.data.mean:
+        return recipe
+    count = len(images_MHWC)
+    mean, std = measure(Samples(images=images_MHWC, rows=np.arange(count), labels=np.zeros(count, np.int64)))
+    return recipe.override({"data.mean": mean, "data.std": std})
+
+
 def _facts(figures: Mapping[str, Any], source: Source) -> list[tuple[str, str]]:
     facts = [(f"{split} images", f"{count:,}") for split, count in figures["images"].items()]
     facts.append(("task", source.task) if source.task == "regression" else ("classes", f"{len(source.classes):,}"))
@@ -312,11 +314,9 @@ def _facts(figures: Mapping[str, Any], source: Source) -> list[tuple[str, str]]:
 
 
 def _class_rows(figures: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return a row for each class: its name, its images in each split, and its share; the largest first."""
     counts = figures["counts"]
     total = max(1, figures["images"]["train"])
-    names = list(counts["train"])
-    rows = [(name, *(of[name] for of in counts.values()), counts["train"][name] / total) for name in names]
+    rows = [(name, *(of[name] for of in counts.values()), n / total) for name, n in counts["train"].items()]
     return sorted(rows, key=lambda row: -row[1])
 
 
@@ -335,3 +335,38 @@ def _histogram(values: np.ndarray) -> list[tuple[float, str]]:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _draw(path: Path, title: str, shown: Mapping[str, Any]) -> None:
+    """Write a row of images for each class, up to 12, and a row of views for up to 4 images."""
+    rows = [
+        (f"{shorten(group.name, 22)}\n{group.count:,}", [shown["thumbnails"][i] for i in group.chosen])
+        for group in shown["groups"][:PICTURE_ROWS]
+    ]
+    rows += [("augmented", list(views)) for views in shown["views"][:PICTURE_VIEWS]]
+    cell, label = CELL_PIXELS + 4, 1.8
+    montage = np.full((cell * len(rows), cell * IMAGES_OF_CLASS, 3), 255, np.uint8)
+    for row, (_, images) in enumerate(rows):
+        for column, image in enumerate(images[:IMAGES_OF_CLASS]):
+            if image is not None:
+                top, left = cell * row, cell * column
+                montage[top : top + CELL_PIXELS, left : left + CELL_PIXELS] = _square(image)
+    width, height = IMAGES_OF_CLASS * CELL_INCHES + label + 0.2, CELL_INCHES * len(rows) + 0.5
+    figure = style.new_figure(width, height, layout=None, title=shorten(title, 90))
+    axes = figure.add_axes((label / width, 0.05 / height, 1 - (label + 0.2) / width, 1 - 0.5 / height))
+    axes.set_axis_off()
+    axes.imshow(montage, aspect="auto", interpolation="nearest")
+    for row, (name, _) in enumerate(rows):
+        text = {"fontsize": 8, "color": style.INK, "family": style.families(), "parse_math": False}
+        axes.text(-10, cell * row + CELL_PIXELS / 2, name, ha="right", va="center", **text)
+    style.write_png(figure, path)
+
+
+def _square(image_HWC: np.ndarray) -> np.ndarray:
+    """Return an image fitted into a square on white; the pixels of tiny ones stay visible."""
+    from PIL import Image, ImageOps
+
+    image = Image.fromarray(image_HWC[..., 0] if image_HWC.shape[-1] == 1 else image_HWC).convert("RGB")
+    is_tiny = 2 * max(image.size) <= CELL_PIXELS
+    how = Image.Resampling.NEAREST if is_tiny else Image.Resampling.BILINEAR
+    return np.asarray(ImageOps.pad(image, (CELL_PIXELS, CELL_PIXELS), how, color="white"))

@@ -173,8 +173,8 @@ export class RunCurves {
     this.charts.metric.share = /accuracy|map|precision/i.test(metric);
   }
 
-  addLive({ lines, replace }) {
-    if (replace) this.live = [];
+  setLive(lines) {
+    this.live = [];
     for (const line of lines) {
       // A run that was resumed goes on from an earlier step.
       while (this.live.length && this.live.at(-1).epoch >= line.epoch) this.live.pop();

@@ -31,6 +31,7 @@ export const onRuns = listener => { listeners.add(listener); return () => listen
 
 function take(changes) {
   state.version = changes.version;
+  if (changes.is_whole) state.runs.clear();
   for (const key of ["complete", "exists", "notes", "charts", "folder"]) if (key in changes) state[key] = changes[key];
   for (const run of changes.runs) state.runs.set(run.id, run);
   for (const id of changes.removed) state.runs.delete(id);

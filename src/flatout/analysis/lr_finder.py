@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout import __version__
+from flatout import __version__, style
+from flatout.analysis.output import check_free, default_folder
+from flatout.analysis.throughput import endless_epochs
 from flatout.console import Console, aligned
 from flatout.errors import TrainingFailed
-from flatout.lr.chart import CHART, RESULT, draw_rates
 from flatout.numerics.schedule import scaled_rate
 from flatout.recipe import Recipe
 from flatout.report.run_files import write_json
-from flatout.scale.scale import check_free
-from flatout.scale.steps import endless_epochs
+from flatout.style import shorten
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run import place, run_on_all_ranks, set_up
 
@@ -31,13 +31,18 @@ if TYPE_CHECKING:
     from flatout.dist.world import World
     from flatout.engine.base import DeviceSplit, Engine
 
-# The rate rises by so many decades in so many steps, to a lower end for Adam, whose steps do not shrink with gradients.
+LR_RESULT, LR_CHART = "lr.json", "lr.png"
+# The rate rises by so many decades in so many steps; to a lower end for optimizers whose steps do not shrink with the
+# gradients, as those of Adam and its relatives.
 DECADES, STEPS = 7, 140
-HIGHEST = {"sgd": 10.0, "momentum": 10.0, "adagrad": 10.0, "adam": 1.0, "adamw": 1.0}
+HIGHEST, HIGHEST_ADAPTIVE = 10.0, 1.0
+PROPORTIONAL = ("sgd", "momentum", "adagrad")
 # The weight of the past in the smoothed loss, and the multiple of its minimum at which the test ends.
 SMOOTHING, DIVERGED = 0.9, 4.0
-# Less than this relative decrease of the smoothed loss is no learning.
-LEAST_DECREASE = 0.02
+# Less than this relative decrease of the smoothed loss is not learning.
+MIN_DECREASE = 0.02
+# A loss above this multiple of the first one would flatten the rest of the curve.
+MAX_LOSS_SHOWN = 1.25
 
 
 def find_rate(recipe: Recipe, data: "DataRef | Source", options: Options, console: Console) -> dict[str, Any]:
@@ -58,7 +63,7 @@ def find_rate(recipe: Recipe, data: "DataRef | Source", options: Options, consol
         TrainingFailed: not even the first loss is finite, or a rank was lost.
     """
     check_free(options.out)
-    out = options.out or Path("runs") / f"lr-{recipe.job}-{datetime.now():%Y%m%d-%H%M%S}"
+    out = options.out or default_folder(f"lr-{recipe.job}")
     # The devices that suit one epoch suit this test, which is about as short.
     request = TrainRequest(recipe=recipe.override({"epochs": 1}), data=data, options=replace(options, out=out))
     return run_on_all_ranks(request, console, _test)
@@ -66,13 +71,11 @@ def find_rate(recipe: Recipe, data: "DataRef | Source", options: Options, consol
 
 def _test(console: Console, world: "World", request: TrainRequest) -> dict[str, Any]:
     """Test on one of the ranks; all return the same, and the main one writes the files."""
-
     with set_up(console, world, request) as context:
         recipe = context.recipe
         train = place(context, only_train=True)["train"]
         points, diverged = _measure(context.engine, train, recipe, world, console)
-        rate = suggest(*zip(*points, strict=True))
-        current = scaled_rate(recipe)
+        rate, current = suggest(*zip(*points, strict=True)), scaled_rate(recipe)
         result = {
             **{key: getattr(recipe, key) for key in ("job", "model", "batch_size")},
             "optimizer": recipe.optimizer.name,
@@ -88,16 +91,15 @@ def _test(console: Console, world: "World", request: TrainRequest) -> dict[str, 
             "out": str(context.run_dir),
         }
         if world.is_main:
-            write_json(context.run_dir / RESULT, result)
-            draw_rates(context.run_dir / CHART, result)
+            write_json(context.run_dir / LR_RESULT, result)
+            _draw(context.run_dir / LR_CHART, result)
         return result
 
 
 def _measure(
     engine: "Engine", train: "DeviceSplit", recipe: Recipe, world: "World", console: Console
 ) -> tuple[list[tuple[float, float, float]], float | None]:
-    """Return (rate, loss, smoothed loss) of each step, and the rate at which training diverged, if it did."""
-    highest = HIGHEST[recipe.optimizer.name]
+    highest = HIGHEST if recipe.optimizer.name in PROPORTIONAL else HIGHEST_ADAPTIVE
     rates = np.geomspace(highest / 10**DECADES, highest, STEPS).tolist()
     points: list[tuple[float, float, float]] = []
     average, least = 0.0, math.inf
@@ -130,17 +132,12 @@ def suggest(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[
     single steps, and the middle of the longest descent ("valley") lies several times lower here.
 
     Losses that differ by less than their noise are the same: where the loss stays low over decades, its lowest point
-    is anywhere.
-
-    Args:
-        rates: of each step, rising.
-        losses: of each step.
-        smoothed: the losses, smoothed.
+    is anywhere. All arguments have a value for each step; the rates rise.
     """
     least = int(np.argmin(smoothed))
     # The first tenth of the steps changes next to nothing: its median is the loss before training.
     before = float(np.median(smoothed[: max(1, STEPS // 10)]))
-    if not smoothed[least] < (1 - LEAST_DECREASE) * before:
+    if not smoothed[least] < (1 - MIN_DECREASE) * before:
         return None
     of_a_step = np.std(np.subtract(losses, smoothed)[: least + 1])
     # The variance of an exponential average of independent numbers.
@@ -148,7 +145,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[
     return rates[np.flatnonzero(np.array(smoothed) <= smoothed[least] + 2 * noise)[-1]] / 10
 
 
-def lines_of(result: Mapping[str, Any]) -> list[str]:
+def format_lr(result: Mapping[str, Any]) -> list[str]:
     """Return a table of the findings, as lines; `result` is what `find_rate` returned."""
     rates, _, smoothed = zip(*result["points"], strict=True)
     lowest = int(np.argmin(smoothed))
@@ -159,8 +156,32 @@ def lines_of(result: Mapping[str, Any]) -> list[str]:
         ["last step", f"{rates[-1]:.2g}", f"{smoothed[-1]:.4f}", *["diverged"] * bool(result["diverged"])],
         ["recipe", f"{result['recipe_rate']:.2g}"],
     ]
-    files = f"{result['out']}: {RESULT}, {CHART}"
+    files = f"{result['out']}: {LR_RESULT}, {LR_CHART}"
     if result["rate"] is None:
         fix = "check the labels, the images and the optimizer"
         return [*aligned(table), "", f"no suggestion: the loss fell at no learning rate; {fix}", files]
     return [*aligned([*table, ["suggested", f"{result['rate']:.2g}"]]), "", files]
+
+
+def _draw(path: Path, result: Mapping[str, Any]) -> None:
+    rates, losses, smoothed = zip(*result["points"], strict=True)
+    job = shorten(result["job"], 40)
+    title = f"{job}: learning-rate range test, {result['optimizer']}, batch {result['batch_size']:,}"
+    figure = style.new_figure(7.2, 3.9, title=title)
+    axes = figure.add_subplot()
+    style.style_panel(axes, "", "learning rate")
+    axes.set_ylabel("training loss", fontsize=8, color=style.MUTED)
+    axes.set_xscale("log")
+    axes.minorticks_off()
+    axes.plot(rates, losses, color=style.FAINT, linewidth=1.0, label="loss of a step")
+    axes.plot(rates, smoothed, color=style.RIGHT, linewidth=1.8, label="smoothed")
+    lines = {"diverged": style.WRONG, "recipe_rate": style.MUTED, "rate": style.ORANGE}
+    names = {"recipe_rate": "recipe", "rate": "suggested"}
+    for key, colour in lines.items():
+        if result[key]:
+            label = f"{names.get(key, key)}: {result[key]:.2g}"
+            axes.axvline(result[key], color=colour, linewidth=1.2, linestyle=(0, (4, 2)), label=label)
+    low, high = min(losses), min(max(losses), MAX_LOSS_SHOWN * smoothed[0])
+    axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    style.add_legend(axes, loc="lower left")
+    style.write_png(figure, path)

@@ -52,10 +52,9 @@ export function runView(main, id, tab = "curves") {
 
   function news(found) {
     if (found.metrics) curves.lines = found.metrics;
-    if (found.live) curves.addLive(found.live);
+    if (found.live) curves.setLive(found.live);
     if (found.log) {
-      if (found.log.replace) log.lines = [];
-      log.lines = log.lines.concat(found.log.lines).slice(-LOG_LINES);
+      log.lines = found.log.slice(-LOG_LINES);
       if (opened === "log") drawLog();
     }
     draw();

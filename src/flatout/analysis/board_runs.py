@@ -1,0 +1,559 @@
+"""The runs below a folder for the board, read again only where something has changed; nothing is written.
+
+Every file of a run is replaced by renaming, which changes the time of its folder. So a look at all runs lists the
+folders, and reads the files of those with another time.
+
+Shape letters: N samples, K classes, H height, W width, C channels.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatout import __version__
+from flatout.analysis.lr_finder import LR_CHART, LR_RESULT
+from flatout.analysis.plan import PLAN_CHART, PLAN_RESULT
+from flatout.analysis.scale import SCALE_CHART, SCALE_RESULT
+from flatout.data.pack import open_pack
+from flatout.data.recognise import DIGITS
+from flatout.errors import InputError
+from flatout.report import html, run_files
+from flatout.report.page import SPLIT_NAMES
+from flatout.report.run_files import METRICS, PREDICTIONS, RECIPE, SUMMARY, WEIGHTS, Predictions, RunFiles, visible
+from flatout.style import finite
+from flatout.tasks import task_named
+from flatout.tasks.base import Task
+from flatout.tasks.single_label import confusion
+from flatout.train.claim import Holder, holder
+
+# Runs are found so many folders deep, among so many folders.
+MAX_DEPTH, MAX_FOLDERS = 5, 20_000
+# A run on another host, whose process cannot be asked, is taken to live while it writes something at least so often.
+SILENT_SECONDS = 120.0
+# A folder that changed so recently may change again without another time.
+CLOCK_SECONDS = 0.1
+SPARK_POINTS = 32
+# Charts of other commands, with their figures: kind, file of figures, picture.
+CHARTS = (
+    ("scaling", SCALE_RESULT, SCALE_CHART),
+    ("plan", PLAN_RESULT, PLAN_CHART),
+    ("learning rate", LR_RESULT, LR_CHART),
+)
+_OF_A_RUN = {METRICS, SUMMARY, WEIGHTS}
+_NOT_RUNS = {run_files.CHECKPOINTS, run_files.LOGS}
+# Figures of a run that its page shows, except for the main metric.
+FIGURES = (
+    *("test_loss", "valid_loss", "test_count", "valid_count", "train_images", "images_trained", "best_epoch"),
+    *("kept_epoch", "input_wait_fraction", "communication_fraction", "peak_rss_bytes", "peak_device_bytes"),
+    *("setup_seconds", "precision", "batch_size", "runs_on", "verdict", "notes", "machine", "versions"),
+)
+# The end of logs and of figures within epochs that a page gets.
+TAIL_BYTES = 2**19
+# Runs whose predictions are kept, images of an answer, the size of a single image, and the orders of a gallery.
+KEPT_RUNS, MAX_AT_ONCE, FULL_PIXELS = 4, 500, 2048
+ORDERS = ("confident", "unsure", "data")
+
+
+# --- all runs ---------------------------------------------------------------------------------------------------------
+
+
+class RunStore:
+    """The runs below a folder and their charts, as plain values. Every change gets a version number.
+
+    Versions are larger than those of boards that were started earlier, for pages that stay open.
+
+    Attributes:
+        root: the folder; it may appear later.
+        version: that of the last change.
+        is_complete: whether all folders have been read once.
+        notes: sentences about the folder as a whole.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.version = self._first = time.time_ns() // 1000
+        self.is_complete = False
+        self.notes: list[str] = []
+        self._times: dict[Path, int | None] = {}
+        self._runs: dict[str, dict[str, Any]] = {}
+        self._charts: dict[str, list[dict[str, Any]]] = {}
+        self._versions: dict[str, int] = {}
+        self._removed: dict[str, int] = {}
+        self._charts_version = self._first
+        self._lock = threading.Lock()
+
+    def path_of(self, run: str) -> Path:
+        """Return the folder of a run or a chart. Raises InputError for an unknown name."""
+        if run not in self._runs and run not in self._charts:
+            raise InputError(f"{run}: there is no such run in {self.root}")
+        return self.root / run
+
+    def since(self, version: int) -> dict[str, Any]:
+        """Return the changes after a version: `runs`, names in `removed`, and `charts` if one of them has changed.
+
+        After a version of an earlier board everything is returned (`is_whole`), and replaces what a page has.
+        """
+        with self._lock:
+            is_whole = version < self._first
+            changes = {
+                "version": self.version,
+                "is_whole": is_whole,
+                "complete": self.is_complete,
+                "exists": self.root.is_dir(),
+                "notes": list(self.notes),
+                "runs": [self._runs[name] for name, v in self._versions.items() if v > version],
+                "removed": [name for name, v in self._removed.items() if v > version],
+            }
+            if is_whole or self._charts_version > version:
+                changes["charts"] = [chart for charts in self._charts.values() for chart in charts]
+            return changes
+
+    def refresh(self) -> None:
+        """Look for changes."""
+        found = {path: (changed, files) for path, changed, files in self._folders()}
+        self.notes = []
+        if len(found) >= MAX_FOLDERS:
+            self.notes.append(f"Only the first {MAX_FOLDERS:,} folders are read; name a folder that holds only runs.")
+        now = time.time_ns()
+        # The newest come first: they are at the top of the page while the rest is read.
+        for path, (changed, files) in sorted(found.items(), key=lambda item: -item[1][0]):
+            if self._times.get(path) != changed or self._has_died(path):
+                self._read(path, files)
+                self._times[path] = changed if now - changed > CLOCK_SECONDS * 1e9 else None
+        for path in self._times.keys() - found.keys():
+            del self._times[path]
+            self._keep(self._name(path), None, [])
+        if not self.is_complete:
+            self.is_complete, self.version = True, self.version + 1
+
+    def _folders(self) -> Iterator[tuple[Path, int, set[str]]]:
+        """Yield every folder with its time in nanoseconds and the names of its files."""
+        waiting, count = [(self.root, 0)], 0
+        while waiting and count < MAX_FOLDERS:
+            path, depth = waiting.pop()
+            count += 1
+            try:
+                changed = path.stat().st_mtime_ns
+                with os.scandir(path) as entries:
+                    visible = [(entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith(".")]
+            except OSError:
+                continue
+            files = {name for name, is_folder in visible if not is_folder}
+            yield path, changed, files
+            skipped = _NOT_RUNS if files & {RECIPE, *_OF_A_RUN} else ()
+            if depth < MAX_DEPTH:
+                waiting += [(path / n, depth + 1) for n, is_folder in visible if is_folder and n not in skipped]
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+    def _has_died(self, path: Path) -> bool:
+        row = self._runs.get(self._name(path))
+        return row is not None and row["status"] == "running" and not _is_alive(path, holder(path))
+
+    def _read(self, path: Path, files: set[str]) -> None:
+        name = self._name(path)
+        charts = [
+            _chart(name, path, kind, result, picture if picture in files else None)
+            for kind, result, picture in CHARTS
+            if result in files
+        ]
+        is_run = bool(files & _OF_A_RUN) or (RECIPE in files and not charts)
+        self._keep(name, _row(name, path) if is_run else None, charts)
+
+    def _keep(self, name: str, row: dict[str, Any] | None, charts: list[dict[str, Any]]) -> None:
+        with self._lock:
+            if charts != self._charts.get(name, []):
+                self.version += 1
+                self._charts_version = self.version
+                self._charts[name] = charts
+            if row == self._runs.get(name):
+                return
+            self.version += 1
+            if row is not None:
+                self._runs[name], self._versions[name] = row, self.version
+                self._removed.pop(name, None)
+            else:
+                del self._runs[name], self._versions[name]
+                self._removed[name] = self.version
+
+
+def _chart(name: str, path: Path, kind: str, result: str, picture: str | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"id": name, "kind": kind, "figures": result, "picture": picture}
+    try:
+        content = json.loads((path / result).read_text(encoding="utf-8"))
+        found |= {key: content.get(key) for key in ("job", "model", "date", "ended")}
+        found["findings"] = [str(sentence) for sentence in content.get("findings") or ()]
+    except (OSError, ValueError, AttributeError) as error:
+        found["problem"] = f"{result} cannot be read: {error}."
+    return found
+
+
+def _row(name: str, path: Path) -> dict[str, Any]:
+    """Return the figures of a run for the table; `problems` are sentences about missing and damaged files."""
+    row: dict[str, Any] = {"id": name, "name": path.name or path.resolve().name, "problems": [], "job": "", "model": ""}
+    process = holder(path)
+    try:
+        files = run_files.read_run(path, predictions=False)
+    except (InputError, OSError) as error:
+        return row | _unreadable(path, error, is_running=_is_alive(path, process))
+    summary, recipe, status = files.summary, files.recipe, _status(files, process)
+    last = files.metrics[-1] if files.metrics else {}
+    copied = ("parameters", "devices", "world_size", "engine", "wall_seconds", "train_seconds", "images_per_second")
+    row |= {key: summary.get(key) for key in copied}
+    row["images_per_second"] = row["images_per_second"] or last.get("images_per_second")
+    row["train_seconds"] = row["train_seconds"] or sum(finite(line.get("seconds")) or 0.0 for line in files.metrics)
+    row |= {
+        **_result(files),
+        "status": status,
+        "problems": _problems(files, status),
+        **{key: summary.get(key) or recipe.get(key) or "" for key in ("job", "task")},
+        "model": recipe.get("model") or "",
+        "note": summary.get("stopped") or "",
+        "date": _time_of(summary, path),
+        "epochs": recipe.get("epochs") or summary.get("epochs"),
+        "epochs_trained": len(files.metrics),
+        "seed": recipe.get("seed"),
+        "folds": len(summary.get("folds") or ()),
+    }
+    return run_files.plain(row)
+
+
+def _unreadable(path: Path, error: Exception, *, is_running: bool) -> dict[str, Any]:
+    recipe = run_files.read_recipe(path)[1]
+    # The path is on the page already.
+    problem = str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/")
+    problem = f"It {problem}" if problem.startswith("has ") else problem
+    has_epochs = (path / METRICS).exists() or (path / SUMMARY).exists()
+    return {
+        **{key: recipe[key] for key in ("job", "model", "task", "epochs") if isinstance(recipe.get(key), str | int)},
+        "status": "running" if is_running else "broken" if has_epochs else "incomplete",
+        "problems": [f"{problem}."] if has_epochs or not is_running else [],
+        "date": path.stat().st_mtime,
+        "epochs_trained": 0,
+        "spark": [],
+    }
+
+
+def _result(files: RunFiles) -> dict[str, Any]:
+    """Return the main metric: of the test images, else the validation images, else the last epoch's; and its course."""
+    task = task_named(files.summary.get("task") or files.recipe.get("task"))
+    metric = task.metric_names[0]
+    found: dict[str, Any] = {"metric": task.metric_title.lower(), "score": None, "split": "", "loss": None, "spark": []}
+    for split, values in (
+        (split, values) for split in ("test", "valid") for values in (files.summary, *files.metrics[-1:])
+    ):
+        if (score := finite(values.get(f"{split}_{metric}"))) is not None:
+            found |= {"score": score, "split": split, "loss": finite(values.get(f"{split}_loss"))}
+            break
+    for key in (f"valid_{metric}", f"test_{metric}", f"train_{task.step_metric}"):
+        course = [value for line in files.metrics if (value := finite(line.get(key))) is not None]
+        if course:
+            found["spark"] = [round(value, 4) for value in course[:: max(1, len(course) // SPARK_POINTS)]]
+            break
+    return found
+
+
+def _status(files: RunFiles, process: Holder | None) -> str:
+    """Return "running", "finished", "failed", "stopped", "broken" or "incomplete"."""
+    if _is_alive(files.run, process):
+        return "running"
+    if not files.summary:
+        return "broken" if (files.run / SUMMARY).is_file() else "incomplete"
+    ended = files.summary.get("stopped") or ""
+    if ended.startswith("failed"):
+        return "failed"
+    return "finished" if not ended or ended.startswith("early stopping") else "stopped"
+
+
+def _is_alive(run: Path, process: Holder | None) -> bool:
+    if process is None:
+        return False
+    if (is_alive := process.is_alive()) is not None:
+        return is_alive
+    files = (METRICS, run_files.LIVE, RECIPE, f"{run_files.LOGS}/rank-0.log")
+    written = [path.stat().st_mtime for name in files if (path := run / name).exists()]
+    return bool(written) and time.time() - max(written) < SILENT_SECONDS
+
+
+def _problems(files: RunFiles, status: str) -> list[str]:
+    """Return sentences about absent and damaged files, and about a version that this one does not know."""
+    missing = dict(files.missing)
+    if status == "running":
+        missing = {name: why for name, why in missing.items() if (files.run / name).is_file() and name != METRICS}
+    if files.summary.get("folds"):
+        missing.pop(METRICS, None)  # its folds have them
+    problems = list(missing.values())
+    if not files.recipe:
+        problems.append("recipe.toml is damaged: it is not valid TOML.")
+    version = (files.summary.get("versions") or {}).get("flatout") or ""
+    if _numbers(version) > _numbers(__version__):
+        problems.append(f"Written by flatout {version}, which is newer than this one ({__version__}): update flatout.")
+    return problems
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split("+")[0].split(".") if part.isdecimal()]
+
+
+def _time_of(summary: dict[str, Any], path: Path) -> float:
+    try:
+        return datetime.fromisoformat(summary.get("date") or "").timestamp()
+    except ValueError:
+        return path.stat().st_mtime
+
+
+# --- one run, and several ---------------------------------------------------------------------------------------------
+
+
+def run_details(path: Path) -> dict[str, Any]:
+    """Return recipe, figures and verdict of a run. A run without an epoch has only its recipe."""
+    text, recipe = run_files.read_recipe(path)
+    try:
+        summary = run_files.read_run(path, predictions=False).summary
+    except InputError:
+        summary = {}
+    return {
+        "folder": str(path.resolve()),
+        "recipe": text,
+        "flat": run_files.plain(_flat(recipe)),
+        "figures": {key: run_files.plain(value) for key in FIGURES if (value := summary.get(key)) is not None},
+        "logs": sorted(log.name for log in (path / run_files.LOGS).glob("rank-*.log")),
+        "pictures": [name for name in (*run_files.PICTURES, run_files.REPORT) if (path / name).is_file()],
+    }
+
+
+def _flat(recipe: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in recipe.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def compare_runs(paths: dict[str, Path]) -> dict[str, Any]:
+    """Return the metrics of several runs by epoch, and the recipe keys that differ, with their values."""
+    recipes, metrics = {}, {}
+    for name, path in paths.items():
+        try:
+            files = run_files.read_run(path, predictions=False)
+            recipes[name], metrics[name] = run_files.plain(_flat(files.recipe)), run_files.plain(files.metrics)
+        except InputError:
+            recipes[name], metrics[name] = {}, []
+    keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
+    rows = [{"key": key, "values": [recipe.get(key) for recipe in recipes.values()]} for key in keys]
+    differences = [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+    return {"metrics": metrics, "differences": differences}
+
+
+class Watch:
+    """The files of a run whose page is open."""
+
+    def __init__(self, run: Path, log: str = "rank-0.log") -> None:
+        self._run = run
+        self._files = {"metrics": run / METRICS, "live": run / run_files.LIVE, "log": run / run_files.LOGS / log}
+        self._seen: dict[str, tuple[int, int, int]] = {}
+
+    def news(self) -> dict[str, Any]:
+        """Return the lines of those files that have changed: all `metrics`, and the last ones of `live` and `log`."""
+        found: dict[str, Any] = {}
+        for name, path in self._files.items():
+            try:
+                status = path.stat()
+                state = (status.st_ino, status.st_mtime_ns, status.st_size)
+                if self._seen.get(name) != state:
+                    found[name] = _last_lines(path)
+                    self._seen[name] = state
+            except OSError:
+                continue
+        if "metrics" in found:
+            found["metrics"] = run_files.read_metrics(self._run, {})
+        if "live" in found:
+            found["live"] = [line for text in found["live"] if (line := _object(text))]
+        return run_files.plain(found)
+
+
+def _last_lines(path: Path) -> list[str]:
+    """Return the whole lines at the end of a file that grows."""
+    with path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+        file.seek(start)
+        lines = file.read(TAIL_BYTES).decode("utf-8", errors="replace").split("\n")
+    return lines[1 if start else 0 : -1]
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) else None
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoredPredictions:
+    """The predictions of a run on test or validation images, with these images.
+
+    Attributes:
+        images: those of the pack, [P, H, W, C]; None without a pack.
+        why: the reason, as a sentence; empty if there is one.
+        white: the pixel that is shown as white.
+        right, confidence: of each prediction, bool [N] and float [N]; `right` is None in regression.
+    """
+
+    stored: Predictions
+    task: Task
+    classes: list[str]
+    images: np.ndarray | None
+    why: str
+    white: int
+    right: np.ndarray | None
+    confidence: np.ndarray
+
+    def summary(self) -> dict[str, Any]:
+        """Return classes, counts and, where each image has one class, the cells of the confusion matrix."""
+        stored, K = self.stored, len(self.classes)
+        shape = (stored.images if self.images is None else self.images).shape[1:3]
+        found: dict[str, Any] = {
+            "split": SPLIT_NAMES.get(stored.split, stored.split),
+            "classes": self.classes,
+            "count": len(stored.labels),
+            "wrong": None if self.right is None else int((~self.right).sum()),
+            "images": "" if self.images is not None else self.why,
+            "tiny": max(shape) < html.SMOOTH_FROM_PIXELS,
+            "shape": shape,
+        }
+        if stored.labels.ndim == 1 and self.right is not None:
+            matrix_KK = confusion(stored.predicted, stored.labels, K)
+            rows, columns = np.nonzero(matrix_KK)
+            found["cells"] = np.stack([rows, columns, matrix_KK[rows, columns]], axis=1).tolist()
+            found["totals"] = np.bincount(stored.labels, minlength=K).tolist()
+        elif stored.labels.ndim == 2:
+            found["totals"] = stored.labels.astype(bool).sum(axis=0).tolist()
+        return found
+
+    def samples(
+        self, *, actual: int | None, predicted: int | None, show: str, order: str, offset: int, limit: int
+    ) -> dict[str, Any]:
+        """Return a page of the images of a class, a prediction, or both; `show` is "all", "wrong" or "right"."""
+        stored = self.stored
+        is_wanted = np.ones(len(stored.labels), bool)
+        for wanted, labels in ((actual, stored.labels), (predicted, stored.predicted)):
+            if wanted is not None:
+                is_wanted &= labels == wanted if labels.ndim == 1 else labels[:, wanted] > 0
+        if show != "all" and self.right is not None:
+            is_wanted &= self.right == (show == "right")
+        found = np.flatnonzero(is_wanted)
+        if order != "data":
+            keys = self.confidence[found]
+            found = found[np.argsort(-keys if order == "confident" else keys, kind="stable")]
+        page = found[offset : offset + min(limit, MAX_AT_ONCE)]
+        return {"total": len(found), "offset": offset, "samples": [self._sample(int(i)) for i in page]}
+
+    def _sample(self, i: int) -> dict[str, Any]:
+        stored, task = self.stored, self.task
+        confidence = task.confidence(stored.predicted[i], stored.probabilities[i])
+        return {
+            "i": i,
+            "actual": task.text(stored.labels[i], self.classes),
+            "predicted": task.text(stored.predicted[i], self.classes),
+            "right": None if self.right is None else bool(self.right[i]),
+            "confidence": None if confidence is None else round(confidence, 4),
+            "image": self.images is not None or bool((stored.sample == i).any()),
+        }
+
+    def sample(self, i: int) -> dict[str, Any]:
+        """Return an image's prediction with its most probable classes. Raises InputError for an unknown image."""
+        self._check(i)
+        answer = self.task.answer(self.stored.probabilities[i], self.classes, 5)
+        return {**self._sample(i), "answer": run_files.plain(answer)}
+
+    def image(self, i: int, *, full: bool = False) -> tuple[str, bytes]:
+        """Return type and content of an image, as PNG or JPEG. Raises InputError without it."""
+        self._check(i)
+        stored = self.stored
+        if self.images is not None and stored.row is not None:
+            image_HWC = visible(np.asarray(self.images[stored.row[i]]), self.white)
+        else:
+            place = np.flatnonzero(stored.sample == i)
+            if not len(place):
+                raise InputError(self.why)
+            image_HWC = stored.images[place[0]]
+        return html.encode(image_HWC, pixels=FULL_PIXELS if full else html.THUMBNAIL_PIXELS)
+
+    def _check(self, i: int) -> None:
+        if not 0 <= i < len(self.stored.labels):
+            raise InputError(f"there is no image {i}: there are {len(self.stored.labels):,}")
+
+
+# A run is read once, however many images of it are asked for at the same time.
+_reading = threading.Lock()
+
+
+def read_stored(run: Path) -> StoredPredictions:
+    """Return the predictions of a run, read again when the file changes. Raises InputError where it has none."""
+    path = run / PREDICTIONS
+    with _reading:
+        return _read_stored(run, path.stat().st_mtime_ns if path.is_file() else 0)
+
+
+@lru_cache(KEPT_RUNS)
+def _read_stored(run: Path, changed: int) -> StoredPredictions:
+    missing: dict[str, str] = {}
+    files = run_files.read_run(run, predictions=False)
+    stored = run_files.read_predictions(run, files.summary, missing)
+    if stored is None:
+        raise InputError(missing[PREDICTIONS])
+    task = task_named(files.summary.get("task") or files.recipe.get("task"))
+    images, why = _pack_images(run, files, stored)
+    right = task.is_right(stored.predicted, stored.labels)
+    if right is None:
+        # The largest errors are what the most confident mistakes are elsewhere.
+        confidence = np.abs(stored.predicted - stored.labels)
+    elif stored.labels.ndim == 2:
+        confidence = np.abs(stored.probabilities - 0.5).mean(axis=1)
+    else:
+        confidence = np.nan_to_num(stored.probabilities.max(axis=1))
+    is_wide = images is not None and images.dtype != np.uint8
+    return StoredPredictions(
+        stored=stored,
+        task=task,
+        classes=files.summary.get("classes") or [],
+        images=images,
+        why=why,
+        white=int(images[:: max(1, len(images) // 64)].max()) if images is not None and is_wide else 255,
+        right=right,
+        confidence=confidence,
+    )
+
+
+def _pack_images(run: Path, files: RunFiles, stored: Predictions) -> tuple[np.ndarray | None, str]:
+    """Return the images of the pack that the run names, and "" or the reason why there are none."""
+    summary, path = files.summary, (files.recipe.get("data") or {}).get("path")
+    why = (
+        f"Only the {len(stored.sample)} images of the report can be shown: the decoded images of this run are not in "
+        f"the cache; flatout evaluate {run} decodes them again."
+    )
+    if stored.row is None:
+        return None, why
+    if not summary.get("pack") and path == DIGITS:
+        from flatout.data.formats.npy import load_digits_source
+
+        return load_digits_source().images, ""
+    try:
+        pack = open_pack(Path(summary.get("pack") or ""), verify=False)
+    except (InputError, OSError):
+        return None, why
+    is_same = pack.fingerprint == summary.get("pack_fingerprint") and stored.row.max(initial=-1) < len(pack.images)
+    return (pack.images, "") if is_same else (None, why)

@@ -1,0 +1,35 @@
+"""What several analyses write: new folders, and figures with their spread."""
+
+import statistics
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+
+from flatout.errors import InputError
+
+
+def check_free(out: Path | None) -> None:
+    """Raise InputError where a folder to write to holds something already."""
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out}: exists and is not an empty folder; choose another --out")
+
+
+def default_folder(name: str) -> Path:
+    """Return a new name under `runs/`."""
+    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def make_folder(out: Path | None, name: str) -> Path:
+    """Make the folder `out`, or a new one under `runs/`; raise InputError where it cannot be written."""
+    out = out or default_folder(name)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{out}: cannot be written: {error.strerror}; choose another --out") from None
+    return out
+
+
+def spread(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Return {median, min, max} of the values that were measured; None if there are none."""
+    known = [value for value in values if value is not None]
+    return {"median": statistics.median(known), "min": min(known), "max": max(known)} if known else None

@@ -1,0 +1,487 @@
+"""`flatout plan`: whether a job fits into memory, how fast it runs, and what it costs, before it is trained.
+
+Steps are compiled for hardware that is not here, or measured on devices of this machine; see docs/plan.md.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout import style
+from flatout.analysis.output import check_free, make_folder, spread
+from flatout.analysis.roofline import Work, estimate
+from flatout.analysis.tpu import compiler_versions, parse_topologies, tpu_compiler
+from flatout.console import Console, aligned, counted, duration
+from flatout.errors import InputError
+from flatout.jobs import PUBLISHED, builtin_jobs, load_job
+from flatout.recipe import Recipe, load_recipe
+from flatout.report.run_files import write_json
+from flatout.style import shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from flatout.data.batches import Samples
+    from flatout.dist.world import World
+    from flatout.engine.base import Engine
+    from flatout.engine.devices import Devices
+
+PLAN_RESULT, PLAN_CHART = "plan.json", "plan.png"
+# The random images to measure with: at least this many batches, and more up to this many bytes.
+MIN_BATCHES, SAMPLE_BYTES = 4, 2**26
+# The number of measurements, the duration of each, and the duration after which no other one begins.
+REPEATS, REPEAT_SECONDS, LIMIT_SECONDS = 5, 1.5, 12.0
+# If one batch takes longer, frozen layers included, only one batch is measured.
+SLOW_SECONDS = 3.0
+# The limits of a step: their names and colours.
+LIMITS = {
+    "compute": ("compute", style.RIGHT),
+    "memory": ("memory", style.ORANGE),
+    "interconnect": ("links", style.PURPLE),
+}
+
+Row = Mapping[str, Any]
+
+
+def plan(
+    job: str,
+    data: str | None,
+    changes: Mapping[str, Any],
+    *,
+    topologies: str | None,
+    devices: str | None,
+    engine: str = "auto",
+    images: int | None = None,
+    classes: int | None = None,
+    price: float | None = None,
+    largest_batch: bool = False,
+    allow_code: bool = False,
+    out: Path | None = None,
+    console: Console,
+) -> dict[str, Any]:
+    """Plan a job for topologies or for devices; write plan.json and plan.png; return the former's content.
+
+    Args:
+        topologies, devices: TPUs to compile for, such as `v5e:2x4,v5e:4x4`; or SPECs of devices to measure.
+        images, classes: of the training data; None counts them, or takes the published figures of a built-in job.
+        price: of one chip for an hour, in any currency.
+        largest_batch: search for the largest batch that fits, even if the job's batch does.
+        job, data, changes, allow_code, out: as for training.
+
+    Raises:
+        InputError: an argument is wrong, or the model cannot be compiled.
+        TrainingFailed: the devices or the compiler failed, or memory was insufficient.
+    """
+    _check_flags(topologies, devices, engine, price, largest_batch)
+    check_free(out)
+    if topologies is not None:
+        chosen = parse_topologies(topologies)
+        work = find_work(job, data, changes, images, classes, accelerated=True, console=console)
+        with tpu_compiler(work, allow_code, console) as compile_step:
+            planned = estimate(work, chosen, compile_step, price, largest_batch=largest_batch)
+    else:
+        from flatout.engine.devices import machine
+
+        specs = parse_specs(devices or "", engine)
+        accelerated = all(spec.is_accelerated for spec in specs.values())
+        work = find_work(job, data, changes, images, classes, accelerated=accelerated, console=console)
+        rows = [_measure(work, spec, devices.engine, allow_code, console) for spec, devices in specs.items()]
+        planned = {"estimate": False, "devices": rows, "machine": machine()}
+    recipe = work.recipe
+    result = {
+        "job": recipe.job,
+        "model": recipe.model,
+        "batch_size": work.batch,
+        "epochs": recipe.epochs,
+        "images": work.images,
+        "classes": work.classes,
+        "data": work.about,
+        **planned,
+        "versions": compiler_versions(),
+    }
+    out = make_folder(out, f"plan-{recipe.job}")
+    write_json(out / PLAN_RESULT, result)
+    draw_plan(out / PLAN_CHART, result)
+    return {**result, "out": str(out)}
+
+
+def _check_flags(
+    topologies: str | None, devices: str | None, engine: str, price: float | None, largest_batch: bool
+) -> None:
+    if topologies is None and devices is None:
+        raise InputError(
+            "plan needs --topology or --devices: --topology v5e:2x4 compiles the job for TPUs that you don't have, "
+            "--devices cpu measures a few steps on this machine"
+        )
+    if topologies is not None and devices is not None:
+        raise InputError("--topology compiles, --devices measures: give one of them")
+    if price is not None and not (price > 0 and math.isfinite(price)):
+        raise InputError(f"--price {price:g}: must be greater than 0")
+    if devices is not None and (price is not None or largest_batch):
+        raise InputError(f"{'--largest-batch' if price is None else '--price'}: requires --topology")
+    if topologies is not None and engine == "torch":
+        raise InputError("--engine torch: not available with --topology, which compiles with XLA")
+
+
+# --- the work of a job ------------------------------------------------------------------------------------------------
+
+
+def find_work(
+    job: str,
+    data: str | None,
+    changes: Mapping[str, Any],
+    images: int | None,
+    classes: int | None,
+    *,
+    accelerated: bool,
+    console: Console,
+) -> Work:
+    """Return the recipe and the size of its data: given, counted in the data, or published.
+
+    Raises:
+        InputError: the size is unknown; or as `resolve`.
+    """
+    for flag, value in (("--images", images), ("--classes", classes)):
+        if value is not None and value < 1:
+            raise InputError(f"{flag} {value}: must be at least 1")
+    recipe = None
+    if job in builtin_jobs():
+        recipe = load_job(job).override(changes)
+    elif Path(job).suffix == ".toml":
+        recipe = load_recipe(Path(job)).override(changes)
+    if recipe is None or data is not None or (recipe.data.path and None in (images, classes)):
+        recipe, *sizes, about = _count(job, data, changes, accelerated, console)
+    elif images is not None and classes is not None:
+        sizes, about = (images, classes), "as given"
+    elif job in PUBLISHED:
+        sizes, about = PUBLISHED[job], "as published"
+    else:
+        raise InputError(f"{job}: the size of its data is unknown; give --images N and --classes K, or --data PATH")
+    if not recipe.data.mean:
+        # The values do not affect speed.
+        recipe = recipe.override({"data.mean": [0.5] * recipe.channels, "data.std": [0.5] * recipe.channels})
+    return Work(recipe=recipe, images=images or sizes[0], classes=classes or sizes[1], about=about)
+
+
+def _count(
+    job: str, data: str | None, changes: Mapping[str, Any], accelerated: bool, console: Console
+) -> tuple[Recipe, int, int, str]:
+    from flatout.data.build import bits_of
+    from flatout.data.source import Source
+    from flatout.tasks import with_task
+    from flatout.train.recipes import resolve
+
+    recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
+    source = found if isinstance(found, Source) else found.read()
+    recipe = recipe.override({"data.bits": recipe.data.bits or bits_of(source)})
+    start, stop = source.splits["train"]
+    share = 0.0 if "valid" in source.splits else recipe.data.valid_fraction
+    # A test split is taken from the training images only where there is neither.
+    share += recipe.data.test_fraction if len(source.splits) == 1 else 0.0
+    images = stop - start - round((stop - start) * share)
+    return with_task(recipe, source.task), images, len(source.classes) or 1, str(source.path or source.kind)
+
+
+# --- measured steps ---------------------------------------------------------------------------------------------------
+
+
+def parse_specs(devices: str, engine: str) -> "dict[str, Devices]":
+    """Return the devices of each SPEC of a list such as `cpu,2xcpu`. Raises InputError."""
+    from flatout.analysis.scale import split_specs
+    from flatout.engine.devices import engine_for, parse_devices
+
+    return {spec: parse_devices(spec, engine_for(spec, engine)) for spec in split_specs(devices)}
+
+
+def _measure(work: Work, spec: str, engine: str, allow_code: bool, console: Console) -> dict[str, Any]:
+    """Return the row of a SPEC, measured in new processes; see docs/plan.md.
+
+    Images are random, since the time of a step does not depend on them.
+    """
+    from flatout.engine.factory import choose_processes
+    from flatout.models.load import build_model
+    from flatout.run.launch import check_batch, run_on_devices
+
+    recipe = work.recipe
+    chosen = choose_processes(
+        spec, recipe, work.images, lambda: build_model(recipe, work.classes, allow_code=allow_code), engine
+    )
+    if chosen.reason:
+        console.note(chosen.reason)
+    ranks = chosen.devices.ranks
+    check_batch(work.batch, len(ranks.names))
+    console.note(f"{spec}: measuring steps of {work.batch:,} images")
+    measured = run_on_devices(
+        _measure_on_rank,
+        (work, str(chosen.devices), engine, allow_code, REPEAT_SECONDS),
+        spec=str(chosen.devices),
+        engine=engine,
+        threads=chosen.threads,
+        console=console,
+        own_process=True,
+    )
+    once = measured["once_seconds"] * work.images
+    jobs = [once + seconds * work.steps for seconds in measured["step_seconds"]]
+    return {
+        "devices": spec,
+        "kind": chosen.devices.kind,
+        "engine": engine,
+        "processes": len(ranks.names),
+        **measured,
+        "step_seconds": spread(measured["step_seconds"]),
+        "images_per_second": spread(work.images_trained / seconds for seconds in jobs),
+        "job_seconds": spread(jobs),
+        "once_seconds": once,
+        "repeats": len(jobs),
+        "image_bytes": _image_bytes(work) * work.images,
+    }
+
+
+def _measure_on_rank(
+    console: Console, world: "World", work: Work, devices: str, engine: str, allow_code: bool, repeat_seconds: float
+) -> dict[str, Any]:
+    """Warm up and measure on one of the ranks; all take the same steps and return the same."""
+    from flatout.engine.devices import spec_of
+    from flatout.engine.factory import make_engine
+    from flatout.host import peak_rss_bytes
+    from flatout.models.load import build_model
+
+    began = time.perf_counter()
+    model = build_model(work.recipe, work.classes, allow_code=allow_code)
+    made = make_engine(model, work.recipe, engine=engine, devices=devices, world=world, report=console.note)
+    try:
+        images = work.batch
+        once, timed = _warm_up(work, made, world, images)
+        if once + timed.seconds(1) < SLOW_SECONDS:
+            timed.close()
+            images = min(work.images, work.batch * max(MIN_BATCHES, SAMPLE_BYTES // (work.batch * _image_bytes(work))))
+            once, timed = _warm_up(work, made, world, images)
+        steps = timed.steps_in(repeat_seconds)
+        warmup_seconds = time.perf_counter() - began
+        found: list[float] = []
+        while len(found) < REPEATS and steps * sum(found) < LIMIT_SECONDS:
+            found.append(timed.seconds(steps))
+        gather = world.all_gather_object
+        return {
+            "threads_per_process": made.threads,
+            "runs_on": spec_of([name for names in gather(made.device_names) for name in names]),
+            "step_seconds": found,
+            "steps_each": steps,
+            "once_seconds": once / images,
+            "warmup_seconds": warmup_seconds,
+            "images_measured": images,
+            "peak_rss_bytes": sum(gather(peak_rss_bytes())),
+            "peak_device_bytes": max(gather(made.peak_memory_bytes() or 0)) or None,
+        }
+    finally:
+        made.close()
+
+
+def _warm_up(work: Work, engine: "Engine", world: "World", images: int) -> tuple[float, Any]:
+    """Place images and take a step; return the seconds of the engine's work that is done only once, and its steps."""
+    from flatout.analysis.throughput import Timed, training
+
+    def seconds_to_begin(epoch: int) -> float:
+        began = time.perf_counter()
+        placed.begin_epoch(epoch)
+        engine.counts()
+        return time.perf_counter() - began
+
+    placed = engine.place(_random_samples(work, images))
+    # The output of frozen layers is cached for each view when an epoch begins with it for the first time.
+    views = range(min(max(1, work.recipe.augment.views), work.recipe.epochs))
+    first, again = (sum(map(seconds_to_begin, views)) for _ in range(2))
+    placed.compile()
+    timed = Timed(training(placed, engine, world, work.recipe), engine, world)
+    timed.seconds(1)
+    return world.broadcast_object(max(0.0, first - again)), timed
+
+
+def _image_bytes(work: Work) -> int:
+    return math.prod(work.recipe.stored_sides) * work.recipe.channels * (work.recipe.data.bits or 8) // 8
+
+
+def _random_samples(work: Work, images: int) -> "Samples":
+    from flatout.data.batches import Samples
+    from flatout.tasks import task_of
+
+    recipe, rng = work.recipe, np.random.default_rng(work.recipe.seed)
+    shape, bits = (images, *recipe.stored_sides, recipe.channels), recipe.data.bits or 8
+    return Samples(
+        images=rng.integers(0, 2**bits, shape, dtype=np.uint16 if bits == 16 else np.uint8),
+        rows=np.arange(images),
+        labels=task_of(work.recipe).random_labels(rng, images, work.classes),
+    )
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def format_plan(result: Row) -> list[str]:
+    """Return a plan as lines for people; `result` is what `plan` returned."""
+    head = (
+        f"{result['job']}: {result['model']}, batch {result['batch_size']:,}, {counted(result['epochs'], 'epoch')} of "
+        f"{result['images']:,} images of {result['classes']} classes ({result['data']})"
+    )
+    lines = _format_estimate(result) if result["estimate"] else _format_measured(result)
+    return [head, "", *lines, f"{result['out']}: {PLAN_RESULT}, {PLAN_CHART}"]
+
+
+def _format_estimate(result: Row) -> list[str]:
+    with_cost = result["price_per_chip_hour"] is not None
+    head = ["topology", "chips", "memory of each", *(name for name, _ in LIMITS.values()), "step", "images/s", "job"]
+    table = [[*head, *["cost"] * with_cost]]
+    for row in result["topologies"]:
+        needed = _bytes(row["needed_bytes"]) if row["needed_bytes"] else "?"
+        cells = [row["topology"], str(row["chips"]), f"{needed} of {_bytes(row['memory_bytes'])}"]
+        if row["fits"]:
+            times = row["seconds"]
+            cells += [f"{_short(times[name])}{'*' if name == row['limit'] else ' '}" for name in LIMITS]
+            cells += [_short(times["step"]), f"≤ {style.plain(row['images_per_second'])}", _span(row["job_seconds"])]
+            if with_cost:
+                cells.append(f"{row['cost']:,.2f}" if row["cost"] >= 0.1 else f"{row['cost']:.2g}")
+        else:
+            cells.append("does not fit")
+        table.append(cells)
+    lines = [
+        *aligned(table),
+        "",
+        "* limits the step. All figures are upper bounds of the speed: the compiler's counts at the chip's peak rates.",
+        "  Real steps take longer; reading images, starting steps and evaluation are not included: docs/plan.md.",
+    ]
+    for row in result["topologies"]:
+        lines += [f"{row['topology']}: {remark}." for remark in _remarks(result, row)]
+    if result["scaling"]:
+        shown = [row for row in result["scaling"] if row["chips"] in (1, 4, 16, 64, 256)]
+        parts = ", ".join(f"{row['chips']}: {row['efficiency']:.0%}" for row in shown)
+        kind = result["scaling_of"].partition(":")[0]
+        lines.append(f"Efficiency of the same batch by number of {kind} chips: {parts}.")
+    return lines
+
+
+def _remarks(result: Row, row: Row) -> list[str]:
+    found, batch, largest = [], f"{result['batch_size']:,}", row.get("largest_batch")
+    if "largest_batch" in row and largest is None:
+        found.append("no batch was found to fit; try a generation with more memory, or --set shard=full")
+    elif largest is not None and row["fits"]:
+        found.append(f"the largest batch that fits is about {largest:,}")
+    elif largest is not None:
+        found.append(f"a batch of {batch} does not fit; the largest that does is about {largest:,}")
+    if row["padding_fraction"] > 0:
+        found.append(
+            f"{row['devices']} devices cannot share a batch of {batch} evenly; {row['padding_fraction']:.1%} of the"
+            f" work is padding. A batch of {row['batch_padded']:,} costs the same"
+        )
+    if row["host_transfers"]:
+        found.append(f"the program waits for the host {len(row['host_transfers'])} times in each step")
+    return found
+
+
+def _format_measured(result: Row) -> list[str]:
+    head = ["devices", "processes x threads", "memory", "step", "images/s", "least to most", "job", "least to most"]
+    table, remarks = [head], []
+    for row in result["devices"]:
+        rate, job = row["images_per_second"], row["job_seconds"]
+        cells = [row["devices"], f"{row['processes']} x {row['threads_per_process']}"]
+        cells += [_bytes(row["peak_device_bytes"] or row["peak_rss_bytes"]), _short(row["step_seconds"]["median"])]
+        for figure, text in ((rate, style.plain), (job, _span)):
+            cells += [text(figure["median"]), f"{text(figure['min'])} to {text(figure['max'])}"]
+        table.append(cells)
+        held, every = row["images_measured"], result["images"]
+        rest = f"; all {every:,} take {_bytes(row['image_bytes'])}" if held < every else ""
+        whose = "the device with the most" if row["peak_device_bytes"] else "all processes"
+        remarks.append(
+            f"{row['devices']}: {row['repeats']} times {counted(row['steps_each'], 'step')}, after "
+            f"{_span(row['warmup_seconds'])} of start and warm-up; memory of {whose}, with {held:,} images{rest}."
+        )
+        if row["once_seconds"] > 0.01 * job["median"]:
+            once = _span(row["once_seconds"])
+            remarks.append(f"{row['devices']}: {once} of the job is the frozen layers, computed once and cached.")
+    note = "Training steps on random images; reading and decoding, evaluation and reports are not included."
+    return [*aligned(table), "", note, *remarks]
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB" if count < 1000 else f"{count / 1024:.3g} TiB"
+
+
+def _span(seconds: float) -> str:
+    return duration(seconds) if seconds >= 1 else _short(seconds)
+
+
+def _short(seconds: float) -> str:
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if factor * seconds < 999.5:
+            return f"{factor * seconds:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
+
+
+# --- chart ------------------------------------------------------------------------------------------------------------
+
+
+def draw_plan(path: Path, result: Row) -> None:
+    """Write the chart of plan.json as a PNG; an estimate is labelled as an upper bound."""
+    how = "estimate, upper bound" if result["estimate"] else "measured"
+    title = f"{shorten(result['job'], 40)}: {how}, global batch {result['batch_size']:,}"
+    figure = style.new_figure(9.0, 3.9, title=title)
+    left, right = figure.subplots(1, 2)
+    if result["estimate"]:
+        style.style_panel(left, "Images per second, upper bound", "chips")
+        style.style_panel(right, "Step time by limit; the longest decides")
+        if fitting := [row for row in result["topologies"] if row["fits"]]:
+            _draw_throughput(left, fitting, result["scaling"])
+            _draw_steps(right, fitting)
+        else:
+            for axes in (left, right):
+                style.add_message(axes, "does not fit")
+    else:
+        rows = result["devices"]
+        names = [row["devices"] for row in rows]
+        style.style_panel(left, f"Images per second, median of {max(row['repeats'] for row in rows)} (least and most)")
+        style.style_panel(right, f"Time of {counted(result['epochs'], 'epoch')}, seconds")
+        style.draw_bars(left, names, [row["images_per_second"] for row in rows], style.plain)
+        style.draw_bars(right, names, [row["job_seconds"] for row in rows], _span)
+        for axes in (left, right):
+            style.start_at_zero(axes, headroom=0.1)
+    style.write_png(figure, path)
+
+
+def _draw_throughput(axes: "Axes", fitting: Sequence[Row], curve: Sequence[Row]) -> None:
+    chips = sorted({row["chips"] for row in curve or fitting})
+    if curve:
+        rates = [row["images_per_second"] for row in curve]
+        ideal = [rates[0] * row["chips"] / curve[0]["chips"] for row in curve]
+        axes.plot(chips, ideal, color=style.MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="ideal")
+        axes.plot(chips, rates, color=style.RIGHT, linewidth=1.8)
+    for marker, row in zip(cycle("os^Dv"), fitting, strict=False):
+        # Values are in the legend: labels at the points would hide the curve.
+        label = f"{row['topology']}  ≤ {style.plain(row['images_per_second'])}"
+        axes.plot(row["chips"], row["images_per_second"], marker, color=style.RIGHT, markersize=5.5, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(chips, [str(n) for n in chips])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    style.add_legend(axes, loc="upper left")
+
+
+def _draw_steps(axes: "Axes", fitting: Sequence[Row]) -> None:
+    times = [row["seconds"] for row in fitting]
+    unit, factor = ("ms", 1e3) if max(seconds["step"] for seconds in times) >= 1e-3 else ("µs", 1e6)
+    for side, (limit, (name, colour)) in zip((-1, 0, 1), LIMITS.items(), strict=True):
+        places = [index + 0.25 * side for index in range(len(fitting))]
+        bars = axes.bar(places, [factor * s[limit] for s in times], width=0.22, color=colour, label=name)
+        axes.bar_label(bars, fmt="{:,.3g}", fontsize=7.5, color=style.INK, padding=2)
+    style.name_ticks(axes, [row["topology"] for row in fitting])
+    axes.set_ylabel(unit, fontsize=8, color=style.MUTED)
+    style.start_at_zero(axes, headroom=0.2)
+    style.add_legend(axes, loc="upper left", ncols=3)

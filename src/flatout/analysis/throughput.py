@@ -1,0 +1,251 @@
+"""`flatout bench`: how fast the input path, the step and training are, and what limits the job.
+
+The steps that are timed are those of the training loop; `flatout plan` and `flatout lr` take them too.
+"""
+
+import contextlib
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from itertools import count, cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout import __version__
+from flatout.analysis.output import spread
+from flatout.console import Console, aligned
+from flatout.data.batches import epoch_batches, steps_per_epoch
+from flatout.recipe import Recipe
+from flatout.train.request import Options, TrainRequest
+from flatout.train.run import place, run_on_all_ranks, set_up
+
+if TYPE_CHECKING:
+    from flatout.data.source import DataRef, Source
+    from flatout.dist.world import World
+    from flatout.engine.base import DeviceSplit, Engine
+
+# The shortest measurement that determines the number of steps of the others, in seconds.
+RELIABLE_SECONDS = 0.3
+# Batches that a feed has ready after a pause. They are taken first, without the clock; and as many are measured.
+READ_AHEAD = 4
+# How often each rate is measured, in turn with the others; the seconds of each measurement; and the seconds after which
+# no other round begins.
+ROUNDS, SECONDS, LIMIT_SECONDS = 5, 1.0, 30.0
+# The batches on which the step alone is timed: at most this many, and this many bytes of images.
+MAX_BATCHES, MAX_BYTES = 64, 1 << 28
+# Training below this share of its limit is worth a sentence.
+EFFICIENT = 0.9
+RATES = {"input": "the input path alone", "compute": "the step alone", "training": "training"}
+
+Steps = Generator[None, None, None]
+
+
+class Timed:
+    """Times some of endless steps; all processes take the same ones.
+
+    Args:
+        engine: runs them; it is waited for.
+    """
+
+    def __init__(self, steps: Steps, engine: "Engine", world: "World") -> None:
+        self._steps, self._engine, self._world = steps, engine, world
+
+    def seconds(self, steps: int) -> float:
+        """Take some steps, wait for them, and return the time of one in the slowest process."""
+        began = time.perf_counter()
+        self._take(steps)
+        return max(self._world.all_gather_object((time.perf_counter() - began) / steps))
+
+    def steady_seconds(self, steps: int) -> float:
+        """Return `seconds` after the batches that were read ahead during a pause."""
+        self._take(READ_AHEAD)
+        return self.seconds(steps)
+
+    def steps_in(self, seconds: float) -> int:
+        """Return the number of steps that takes about so long, at least one; found by taking some."""
+        steps, one = 1, self.seconds(1)
+        while steps * one < min(RELIABLE_SECONDS, seconds):
+            steps *= 2
+            one = self.seconds(steps)
+        return max(1, round(seconds / one))
+
+    def close(self) -> None:
+        """End the threads that read ahead."""
+        self._steps.close()
+
+    def _take(self, steps: int) -> None:
+        for _ in islice(self._steps, steps):
+            pass
+        self._engine.counts()
+
+
+def endless_epochs(split: "DeviceSplit", recipe: Recipe) -> Iterator[Iterator[Any]]:
+    """Begin one epoch after the other, and yield the inputs of its training steps."""
+    for epoch in count():
+        split.begin_epoch(epoch)
+        yield split.feed(epoch_batches(recipe, split.samples, epoch))
+
+
+def training(split: "DeviceSplit", engine: "Engine", world: "World", recipe: Recipe) -> Steps:
+    """Train epoch by epoch as the training loop does, at a learning rate of 0.
+
+    That keeps the weights: random labels could make them diverge.
+    """
+    for epoch in endless_epochs(split, recipe):
+        for number, inputs in enumerate(epoch):
+            _step(split, world, inputs, number)
+            yield
+        engine.counts()
+
+
+def _training_on(inputs: Sequence[Any], split: "DeviceSplit", world: "World") -> Steps:
+    for number, one in enumerate(cycle(inputs)):
+        _step(split, world, one, number)
+        yield
+
+
+def _preparing(split: "DeviceSplit", world: "World", recipe: Recipe) -> Steps:
+    for epoch in endless_epochs(split, recipe):
+        for _ in epoch:
+            world.heartbeat.keep_alive()
+            yield
+
+
+def _step(split: "DeviceSplit", world: "World", inputs: Any, number: int) -> None:
+    split.train_step(inputs, 0.0, number)
+    world.control.received()
+    world.heartbeat.report_step(0, number + 1)
+
+
+def bench(recipe: Recipe, data: "DataRef | Source", options: Options, console: Console) -> dict[str, Any]:
+    """Measure a job; nothing is written.
+
+    Args:
+        recipe, data: as `resolve` returns them.
+
+    Returns:
+        `input_images_per_second`: batches ordered, read and copied to the devices, without a step.
+        `compute_images_per_second`: steps on the same few batches, which need no input. Augmentation is part of a step.
+        `images_per_second`: both, as in a run. All three are medians; `spread` has the least and the most.
+        `efficiency`: the last by the lower of the first two. `limit`: which one that is, `input` or `compute`.
+        `decode_images_per_second`: when the pack was built, once. `verdict`: sentences.
+
+    Raises:
+        InputError: the data, the recipe or the devices are wrong.
+        TrainingFailed: a process was lost.
+    """
+    with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
+        # The devices that suit one epoch suit this measurement, which is about as short.
+        recipe = recipe.override({"epochs": 1})
+        options = replace(options, out=Path(folder) / "run")
+        return run_on_all_ranks(TrainRequest(recipe=recipe, data=data, options=options), console, _bench_on_rank)
+
+
+def _bench_on_rank(console: Console, world: "World", request: TrainRequest) -> dict[str, Any]:
+    from flatout.engine.devices import machine
+
+    with set_up(console, world, request) as context, contextlib.ExitStack() as stack:
+        recipe, engine, pack = context.recipe, context.engine, context.pack
+        train = place(context, only_train=True)["train"]
+        console.note("measuring for about 20 s")
+        timed = _timed_rates(train, engine, world, recipe)
+        for steps, _ in timed.values():
+            stack.callback(steps.close)
+        rates, communication = _measure_in_turn(timed, engine)
+        spreads = {name: spread(found) for name, found in rates.items()}
+        medians = {name: statistics.median(found) for name, found in rates.items()}
+        limit = "input" if medians["input"] < medians["compute"] else "compute"
+        # Of the same round: a machine that slows down affects both alike.
+        shares = [both / alone for both, alone in zip(rates["training"], rates[limit], strict=True)]
+        result = {
+            **{key: getattr(recipe, key) for key in ("job", "model", "batch_size", "image_size", "precision")},
+            "devices": context.devices,
+            "engine": request.options.engine,
+            "world_size": world.size,
+            "train_images": len(train.samples),
+            "input_images_per_second": medians["input"],
+            "compute_images_per_second": medians["compute"],
+            "images_per_second": medians["training"],
+            "spread": spreads,
+            "limit": limit,
+            "efficiency": statistics.median(shares),
+            "communication_fraction": communication,
+            "decode_images_per_second": len(pack.labels) / pack.build_seconds if pack.build_seconds else None,
+            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "machine": machine(),
+            "version": __version__,
+        }
+        return {**result, "verdict": _verdict(result)}
+
+
+def _timed_rates(
+    train: "DeviceSplit", engine: "Engine", world: "World", recipe: Recipe
+) -> dict[str, tuple[Timed, float]]:
+    images, batch = len(train.samples), recipe.batch_size
+    steps = steps_per_epoch(images, batch, recipe.drop_last)
+    mean = batch if recipe.drop_last and images >= batch else images / steps
+    kept = min(MAX_BATCHES, max(1, MAX_BYTES // (batch * max(1, train.samples.nbytes // images))))
+    train.begin_epoch(0)
+    batches = list(islice(epoch_batches(recipe, train.samples, 0), kept))
+    inputs = list(train.feed(batches))
+    return {
+        "input": (Timed(_preparing(train, world, recipe), engine, world), mean),
+        "compute": (
+            Timed(_training_on(inputs, train, world), engine, world),
+            sum(batch.count for batch in batches) / len(batches),
+        ),
+        "training": (Timed(training(train, engine, world, recipe), engine, world), mean),
+    }
+
+
+def _measure_in_turn(
+    timed: Mapping[str, tuple[Timed, float]], engine: "Engine"
+) -> tuple[dict[str, list[float]], float | None]:
+    steps = {name: max(READ_AHEAD, one.steps_in(SECONDS)) for name, (one, _) in timed.items()}
+    rates: dict[str, list[float]] = {name: [] for name in timed}
+    spent = dict.fromkeys(timed, 0.0)
+    communication = 0.0
+    engine.communication_seconds()
+    while len(rates["training"]) < ROUNDS and sum(spent.values()) < LIMIT_SECONDS:
+        for name, (one, images) in timed.items():
+            seconds = one.steady_seconds(steps[name])
+            rates[name].append(images / seconds)
+            spent[name] += seconds * steps[name]
+            communicated = engine.communication_seconds()
+            communication += communicated if name == "training" else 0.0
+    return rates, communication / spent["training"] if math.isfinite(communication) else None
+
+
+def _verdict(result: Mapping[str, Any]) -> list[str]:
+    prepared, computed = result["input_images_per_second"], result["compute_images_per_second"]
+    ratio = max(prepared, computed) / min(prepared, computed)
+    times = f"{ratio:,.1f}" if ratio < 10 else f"{ratio:,.0f}"
+    if result["limit"] == "compute":
+        found = [f"limited by compute: the input path could feed {times} times as many images"]
+        found.append("more devices, bf16 or a cheaper model are faster; a faster disk is not")
+    else:
+        found = [f"limited by input: the step could train {times} times as many images"]
+        found.append("memory that holds all images, a faster disk or smaller images are faster; more devices are not")
+    efficiency, communication = result["efficiency"], result["communication_fraction"] or 0.0
+    reached = f"training reaches {min(efficiency, 1):.0%} of the limit"
+    found.append(reached if efficiency >= EFFICIENT else f"{reached}: input and step wait for each other or for cores")
+    if communication >= 1 - EFFICIENT:
+        found.append(
+            f"the exchange of gradients takes {communication:.0%} of the time; a larger batch needs fewer of them"
+        )
+    return found
+
+
+def format_bench(result: Mapping[str, Any]) -> list[str]:
+    """Return the table and the verdict, as lines; `result` is what `bench` returned."""
+    table = [[f"images per second on {result['devices']}", "median", "least", "most"]]
+    for name, what in RATES.items():
+        found = result["spread"][name]
+        table.append([what, *(f"{found[key]:,.0f}" for key in ("median", "min", "max"))])
+    if result["decode_images_per_second"]:
+        table.append(["decoding, once", f"{result['decode_images_per_second']:,.0f}"])
+    return [*aligned(table), "", *result["verdict"]]

@@ -1,1 +1,0 @@
-"""Understanding data: looking at it before training, and finding wrong labels."""

@@ -1,1 +1,0 @@
-"""Estimate speed and memory on devices that are not there."""

@@ -1,1 +1,0 @@
-"""Throughput against the number of devices."""
