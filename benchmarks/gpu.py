@@ -37,7 +37,7 @@ from flatout.engine.devices import machine, parse_devices
 from flatout.engine.eager.accelerator import accelerator_of
 from flatout.engine.factory import join, make_engine
 from flatout.jobs import load_job
-from flatout.models.load import build_model
+from flatout.models.build import build_model
 from flatout.recipe import Augment, Momentum, Recipe
 from flatout.run.loop import Callbacks, train
 from flatout.run.progress import Progress

@@ -23,7 +23,7 @@ from flatout.dist.world import World
 from flatout.engine.eager.engine import TorchEngine
 from flatout.engine.factory import join
 from flatout.jobs import load_job
-from flatout.models.load import build_model
+from flatout.models.build import build_model
 from flatout.recipe import Recipe
 from flatout.run.loop import Callbacks, train
 from flatout.run.progress import EpochRecord, Progress

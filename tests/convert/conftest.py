@@ -1,7 +1,6 @@
 """What tests of weights share."""
 
 import pytest
-
 from flatout.convert import keras_arrays
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.convert.find import find_file
-from flatout.models.convert import Shape, convert
-from flatout.models.load import build_model
+from flatout.models.build import build_model
+from flatout.models.convert.convert import Shape, convert
+from flatout.models.convert.readers import find_file
 from flatout.models.pretrained import load_pretrained
 from flatout.models.weights import read_weights
 from flatout.recipe import Recipe

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 from flatout.convert import keras_arrays
-from flatout.convert.find import find_file
 from flatout.convert.table import masked
+
 from flatout.errors import InputError
+from flatout.models.convert.readers import find_file
 from flatout.models.pretrained import read_file
 from tests.convert.networks import FIXTURES
 from tests.data.damage import read_damaged

@@ -14,10 +14,10 @@ import h5py
 import numpy as np
 import pytest
 import torch
-
 from flatout.convert import keras_arrays
-from flatout.convert.find import find_file
+
 from flatout.errors import InputError
+from flatout.models.convert.readers import find_file
 from flatout.models.pretrained import read_file
 from tests.convert.networks import FIXTURES
 

@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from flatout.engine.eager.engine import TorchEngine
 from flatout.models.features import compact
-from flatout.models.frozen_prefix import cut_frozen_prefix
-from flatout.models.layers import freeze, head_modules, set_train_mode
+from flatout.models.layers import cut_frozen_prefix, freeze, head_modules, set_train_mode
 from flatout.recipe import Recipe
 from tests.engine.engines import make_engine
 from tests.engine.test_against_plain_loop import engine_weights, make_net, make_recipe, make_samples

@@ -13,7 +13,7 @@ from flatout.engine.eager import cuda_graph
 from flatout.engine.eager.engine import TorchEngine
 from flatout.engine.eager.split import Inputs
 from flatout.jobs import builtin_jobs, load_job
-from flatout.models.load import build_model
+from flatout.models.build import build_model
 from flatout.numerics import optim
 from flatout.recipe import Recipe
 from flatout.run.loop import train

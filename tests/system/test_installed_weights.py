@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from flatout.cli import main
 from flatout.errors import InputError, WeightsUnavailable
 from flatout.models import hub as weights_hub
-from flatout.models.hub import find_weights
-from flatout.models.installed import InstalledBackbone, find_installed, installed_backbones
+from flatout.models.hub import InstalledBackbone, find_installed, find_weights, installed_backbones
 from flatout.models.pretrained import load_pretrained
 from flatout.recipe import Recipe
 from tests.hubs import set_endpoint, using_hub

@@ -18,7 +18,7 @@ from PIL import Image
 
 from flatout.cli import main
 from flatout.jobs import load_job
-from flatout.models.load import build_model
+from flatout.models.build import build_model
 
 HAS_COMPILER = all(importlib.util.find_spec(name) for name in ("jax", "libtpu", "torchax", "optax"))
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs the TPU compiler: pip install 'flatout[tpu]'")
@@ -253,7 +253,7 @@ import dataclasses, jax, json, numpy as np
 from flatout.engine.xla import devices
 devices.require()
 from flatout.jobs import load_job
-from flatout.models.load import build_model
+from flatout.models.build import build_model
 from flatout.plan import topology
 from flatout.plan.chips import parse_topology
 chips = topology.devices_of(parse_topology("v5e:2x4"))

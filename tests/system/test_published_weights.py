@@ -25,8 +25,7 @@ from torch import nn
 from flatout.errors import InputError, WeightsUnavailable
 from flatout.models import hub as weights_hub
 from flatout.models import nets
-from flatout.models.hub import find_weights
-from flatout.models.installed import InstalledBackbone
+from flatout.models.hub import InstalledBackbone, find_weights
 from flatout.models.pretrained import load_pretrained
 from flatout.recipe import Recipe
 from tests.hubs import set_endpoint, using_hub

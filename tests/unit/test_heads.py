@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.models.build import create_timm, seeded
 from flatout.models.heads import FeatureNetwork, Head, HeadNetwork, find_head, set_head
-from flatout.models.load import create_timm, seeded
 from flatout.recipe import Recipe
 from tests.nets import build
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flatout.errors import InputError
-from flatout.models.load import build_model, list_names
+from flatout.models.build import build_model, list_names
 from flatout.recipe import Recipe
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from flatout.errors import InputError
+from flatout.models.build import build_model, list_names
 from flatout.models.layers import freeze, head_modules
-from flatout.models.load import build_model, list_names
 from flatout.recipe import Recipe
 from tests.nets import build
 
@@ -276,7 +276,7 @@ def test_missing_module_is_named():
 
 
 def test_names_are_listed_without_importing_torch():
-    code = "import sys; from flatout.models.load import list_names; list_names(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from flatout.models.build import list_names; list_names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

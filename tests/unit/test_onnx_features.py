@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flatout.models import onnx_features
-from flatout.models.onnx_features import frozen_network
+from flatout.models.features import frozen_network
 
 
 class Unknown(nn.Module):

@@ -160,7 +160,7 @@ def serve(descriptor: int) -> None:
         topology, batch = requests.recv()
         try:
             # Before JAX is started, which takes seconds: a model that cannot be built is reported without it.
-            from flatout.models.load import build_model
+            from flatout.models.build import build_model
 
             model = model or build_model(work.recipe, work.classes, allow_code=allow_code)
             from flatout.engine.xla.devices import require

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.console import Console
-from flatout.models.load import build_model
+from flatout.models.build import build_model
 from flatout.plan.roofline import Work
 from flatout.scale.scale import split_specs, spread
 from flatout.scale.steps import Timed, training

@@ -99,8 +99,8 @@ def fit(
     from flatout.dist.env import launched
     from flatout.engine.devices import engine_for, parse_devices
     from flatout.engine.factory import speeds_on
+    from flatout.models.build import copied
     from flatout.models.keras import KerasModule, is_keras
-    from flatout.models.load import copied
     from flatout.run import claim
     from flatout.run.arguments import check_names, is_own_loss, join_data, loader_batch_size, recipe_changes
     from flatout.run.own import own_functions

@@ -108,7 +108,7 @@ def start_of(job: str | Path | Recipe | None, changes: Mapping[str, Any]) -> tup
 
 def _with_full_name(changes: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the changes with `timm:` before the name of a model that is timm's and not ours."""
-    from flatout.models.load import check_name, list_names
+    from flatout.models.build import check_name, list_names
 
     name = changes.get("model")
     if not isinstance(name, str) or name in list_names():

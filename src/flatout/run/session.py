@@ -225,7 +225,7 @@ class Session:
 
     def build_model(self, pack: "Pack", report: Callable[[str], None] = lambda sentence: None) -> "nn.Module":
         """Return the model with fresh weights; one given in Python as a copy."""
-        from flatout.models.load import build_model
+        from flatout.models.build import build_model
 
         return build_model(
             self.recipe,

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from flatout.engine.eager.split import Inputs, Source
 from flatout.errors import InputError
-from flatout.models.frozen_prefix import Cut
+from flatout.models.layers import Cut
 from flatout.numerics import augment
 from flatout.recipe import Recipe
 

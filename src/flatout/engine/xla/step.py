@@ -23,9 +23,8 @@ from flatout.engine.xla.heads import averaged, example, head_of, to_array
 from flatout.engine.xla.keras import KerasFunction
 from flatout.engine.xla.lowerings import SampleMask
 from flatout.models.features import caught
-from flatout.models.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.models.keras import KerasModule
-from flatout.models.layers import learning_rate_scales, set_train_mode
+from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
 from flatout.numerics import augment, pixels
 from flatout.recipe import Recipe
 from flatout.tasks import task_of
