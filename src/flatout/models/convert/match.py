@@ -114,7 +114,7 @@ def trace(model: nn.Module, channels: int, height: int, width: int) -> Trace:
     Of a model that fails, only the order of registration is known.
     """
     owners = dict.fromkeys(name.rpartition(".")[0] for name in model.state_dict())
-    registered = {name: _kind_of(model.get_submodule(name)) for name in owners}
+    registered: dict[str, Kind] = {name: _kind_of(model.get_submodule(name)) for name in owners}
     names = {model.get_submodule(name): name for name in registered}
     watch = _Watch(names)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeGuard
 
 import numpy as np
 import torch
@@ -234,7 +234,7 @@ def _read_paddle(path: Path) -> SourceCheckpoint:
         content = path.read_bytes()
         for opcode, argument, _ in pickletools.genops(content):
             # Python's unpickler takes memory for all entries of the memo up to this one.
-            if opcode.name == "LONG_BINPUT" and argument > len(content):
+            if opcode.name == "LONG_BINPUT" and int(argument or 0) > len(content):
                 raise ValueError("it has a memo larger than the file")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old names of NumPy's modules
@@ -393,7 +393,7 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _is_shape(shape: Any) -> bool:
+def _is_shape(shape: Any) -> TypeGuard[list[int]]:
     is_list = isinstance(shape, list) and len(shape) == 4
     return is_list and all(type(size) is int and 0 < size < 100_000 for size in shape[1:])
 
