@@ -17,7 +17,6 @@ LAYERS = (
         "numerics",
         "data",
         "tasks",
-        "convert",
         "models",
         "dist",
         "engine",

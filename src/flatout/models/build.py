@@ -43,8 +43,6 @@ _NETS = {
 }
 # `usable_size` tries so many multiples of the stride below the wanted size, and above it.
 _SIZE_TRIALS = 4
-# Networks that the meta device cannot compute are tried with numbers, up to this many parameters.
-_MAX_TRIED_PARAMETERS = 150_000_000
 
 
 def list_names() -> list[str]:
@@ -288,20 +286,12 @@ class _SizeTrials:
     """
 
     def __init__(self, name: str, channels: int) -> None:
-        self._name, self._channels, self._device = name, channels, "meta"
+        self._name, self._channels = name, channels
         self._classes, self.published, self._published_channels = default_shape(name)
         least = getattr(_published_config(name), "min_input_size", None) or (3, 1, 1)
         self._least = least[1], least[2]
-        self.is_fixed, parameters = False, 0
-        with contextlib.suppress(Exception):
-            self._model, self._is_sized = self._build(self.published, self._published_channels)
-            parameters = sum(p.numel() for p in self._model.parameters())
-            if self._computes(self._model, sides(self.published), self._published_channels):
-                return
-        if parameters > _MAX_TRIED_PARAMETERS:
-            raise ValueError("too large to be tried")
-        self._device = "cpu"
         self._model, self._is_sized = self._build(self.published, self._published_channels)
+        self.is_fixed = False
 
     def near(self, size: tuple[int, int]) -> Iterator[tuple[int, int]]:
         """Yield sizes of about this ratio: this one, smaller ones, larger ones, the nearest first."""
@@ -358,16 +348,16 @@ class _SizeTrials:
 
         recipe = Recipe(model=self._name, image_size=1, channels=3, epochs=1, batch_size=1)
         recipe = recipe.override({"image_size": size, "channels": channels})
-        with seeded(0), torch.device(self._device):
+        with seeded(0), torch.device("meta"):
             model, options = _create_timm(recipe, self._classes, weights)
-        return model.to(self._device).eval(), "img_size" in options
+        return model.to("meta").eval(), "img_size" in options
 
     def _computes(self, model: "nn.Module", size: tuple[int, int], channels: int) -> bool:
         import torch
 
         try:
             with torch.no_grad():
-                model(torch.zeros(2, channels, *size, device=self._device))
+                model(torch.zeros(2, channels, *size, device="meta"))
         except Exception:  # timm's code may raise anything
             return False
         return True
