@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from flatout.errors import InputError, first_line
 from flatout.models.keras import KerasModule
-from flatout.models.layers import Cut, head_modules, keep_modes
+from flatout.models.layers import Cut, head_modules, keep_modes, submodule
 from flatout.recipe import Recipe
 from flatout.settings import Size, shown, sides
 
@@ -197,12 +197,7 @@ class HeadNetwork(nn.Module):
         names = (*head.layers, *head.silent)
         for name, layer in zip(names, _layers(model, names), strict=True):
             *path, last = name.split(".")
-            module: nn.Module = self
-            for part in path:
-                if part not in dict(module.named_children()):
-                    module.add_module(part, nn.Module())
-                module = module.get_submodule(part)
-            module.add_module(last, layer)
+            submodule(self, path).add_module(last, layer)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Return the logits."""

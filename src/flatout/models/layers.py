@@ -184,6 +184,15 @@ def set_train_mode(model: nn.Module, norm: str = "global") -> None:
                 module.eval()
 
 
+def submodule(root: nn.Module, path: list[str]) -> nn.Module:
+    """Return a submodule by the parts of its name; parts that are missing are created."""
+    for part in path:
+        if part not in dict(root.named_children()):
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    return root
+
+
 @contextlib.contextmanager
 def keep_modes(model: nn.Module) -> Iterator[None]:
     """Restore the training or evaluation mode of each module after the block."""
