@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,6 @@ import torch
 from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from torch import nn
-from torch.nn import functional as F
 
 from flatout.cli import main
 from flatout.errors import InputError, WeightsUnavailable
@@ -95,48 +94,6 @@ def test_another_head_and_grey_images():
     load_pretrained(grey, recipe, sentences.append)
     summed = model.get_parameter("conv_stem.weight").sum(1, keepdim=True)
     assert torch.allclose(grey.get_parameter("conv_stem.weight"), summed, atol=1e-6)
-
-
-def same(x: torch.Tensor, weight: torch.Tensor, stride: int = 1, groups: int = 1) -> torch.Tensor:
-    """Return a convolution with TensorFlow's padding "same": more at the right and bottom, if it is odd."""
-    totals = [max((-(-side // stride) - 1) * stride + weight.shape[-1] - side, 0) for side in x.shape[-2:]]
-    (top, bottom), (left, right) = ((total // 2, total - total // 2) for total in totals)
-    return F.conv2d(F.pad(x, (left, right, top, bottom)), weight, stride=stride, groups=groups)
-
-
-def logits_of(file: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return the logits of EfficientNet-Lite (Tan and Le, arXiv 1905.11946, without squeeze-and-excite)."""
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        mean, var, weight, bias = (file[f"{name}.{part}"] for part in ("running_mean", "running_var", "weight", "bias"))
-        return F.batch_norm(x, mean, var, weight, bias, eps=1e-3)
-
-    x = F.relu6(norm(same(x, file["_conv_stem.weight"], 2), "_bn0"))
-    stage, blocks = -1, 1 + max(int(name.split(".")[1]) for name in file if name.startswith("_blocks"))
-    for block in (f"_blocks.{number}" for number in range(blocks)):
-        before, project = x, file[f"{block}._project_conv.weight"]
-        stage += len(project) != x.shape[1]  # each has another number of channels
-        stride = (1, 2, 2, 2, 1, 2, 1)[stage] if len(project) != x.shape[1] else 1
-        if f"{block}._expand_conv.weight" in file:
-            x = F.relu6(norm(F.conv2d(x, file[f"{block}._expand_conv.weight"]), f"{block}._bn0"))
-        depthwise = file[f"{block}._depthwise_conv.weight"]
-        x = F.relu6(norm(same(x, depthwise, stride, len(depthwise)), f"{block}._bn1"))
-        x = norm(F.conv2d(x, project), f"{block}._bn2")
-        x = x + before if x.shape == before.shape else x
-    x = F.relu6(norm(F.conv2d(x, file["_conv_head.weight"]), "_bn1"))
-    return F.linear(x.mean((2, 3)), file["_fc.weight"], file["_fc.bias"])
-
-
-@needs_packages
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_are_those_of_the_published_network(name: str):
-    """Strides, the padding, which timm's networks without `tf_` have otherwise, activations and epsilon."""
-    file = torch.load(installed(name).path, weights_only=True)
-    images = torch.randn(2, 3, 96, 96, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = logits_of(file, images)
-        found = load(name, size=96)[0].eval()(images)
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @needs_packages

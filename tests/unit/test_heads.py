@@ -10,7 +10,6 @@ from torch import nn
 from flatout.models.build import create_timm, seeded
 from flatout.models.heads import FeatureNetwork, Head, HeadNetwork, find_head, set_head
 from flatout.recipe import Recipe
-from tests.nets import build
 
 CLASSES = 5
 # Each with the size that it takes, the layers of its head, and why it is here.
@@ -134,7 +133,3 @@ def test_a_head_without_a_bias_takes_none() -> None:
     assert torch.equal(layer.weight, weight)
     with pytest.raises(AssertionError, match="the head has no bias"):
         set_head(model, head, weight, torch.ones(4))
-
-
-def test_our_own_nets_have_heads() -> None:
-    assert found(build("fashion-cnn", num_classes=4, image_size=32, channels=3, seed=1), 32).layers == ("classifier.2",)

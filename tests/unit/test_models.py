@@ -102,34 +102,34 @@ def test_the_smaller_side_must_be_enough():
         other_shape("keras-cnn", (8, 64), 1)
 
 
-def spread(weight: torch.Tensor) -> tuple[float, float]:
-    return weight.std().item(), weight.abs().max().item()
+def uniform(fan: float) -> tuple[float, float]:
+    """Return deviation and largest value of a uniform distribution, as He's and Glorot's are."""
+    return (2 / fan) ** 0.5, (6 / fan) ** 0.5
 
 
-def test_first_weights_follow_the_described_distributions():
-    cats = build("cats-dogs-cnn", num_classes=2, image_size=64, channels=3, seed=3)
-    conv, linear = cats.get_parameter("features.3.weight"), cats.get_parameter("classifier.0.weight")
-    he, glorot = (6 / (32 * 9)) ** 0.5, (6 / (8192 + 256)) ** 0.5
-    assert spread(conv) == pytest.approx((he / 3**0.5, he), rel=0.02)
-    assert spread(linear) == pytest.approx((glorot / 3**0.5, glorot), rel=0.02)
-
-    parallel = build("parallel-cnn", num_classes=10, image_size=28, channels=1, seed=3)
-    assert parallel.get_parameter("features.3.weight").std().item() == pytest.approx((2 / 500) ** 0.5, rel=0.03)
-    glorot = (6 / (980 + 10)) ** 0.5
-    assert spread(parallel.get_parameter("classifier.0.weight")) == pytest.approx((glorot / 3**0.5, glorot), rel=0.02)
-
-    keras = build("keras-cnn", num_classes=10, image_size=28, channels=1, seed=3)
-    he = (6 / (9 * 64)) ** 0.5
-    assert spread(keras.get_parameter("features.6.weight")) == pytest.approx((he / 3**0.5, he), rel=0.02)
-
-    caltech = build("caltech-cnn", num_classes=101, image_size=32, channels=3, seed=3)
-    conv = caltech.get_parameter("features.3.weight")
-    assert conv.std().item() == pytest.approx((2 / (9 * (32 + 64))) ** 0.5, rel=0.03)
-    assert conv.abs().max() > 3 * conv.std()
-    assert caltech.get_parameter("classifier.0.weight").std().item() == pytest.approx(0.01, rel=0.02)
-
-    for model in (cats, parallel, keras, caltech):
-        assert all((p == 0).all() for name, p in model.named_parameters() if name.endswith("bias"))
+@pytest.mark.parametrize(
+    ("name", "size", "channels", "parameter", "deviation", "largest"),
+    [
+        ("cats-dogs-cnn", 64, 3, "features.3.weight", *uniform(32 * 9)),
+        ("cats-dogs-cnn", 64, 3, "classifier.0.weight", *uniform(8192 + 256)),
+        ("parallel-cnn", 28, 1, "features.3.weight", (2 / 500) ** 0.5, None),
+        ("parallel-cnn", 28, 1, "classifier.0.weight", *uniform(980 + 10)),
+        ("keras-cnn", 28, 1, "features.6.weight", *uniform(9 * 64)),
+        ("caltech-cnn", 32, 3, "features.3.weight", (2 / (9 * (32 + 64))) ** 0.5, None),
+        ("caltech-cnn", 32, 3, "classifier.0.weight", 0.01, None),
+    ],
+)
+def test_first_weights_follow_the_described_distributions(
+    name: str, size: int, channels: int, parameter: str, deviation: float, largest: float | None
+):
+    model = build(name, num_classes=2 if "dogs" in name else 10, image_size=size, channels=channels, seed=3)
+    weight = model.get_parameter(parameter)
+    assert weight.std().item() == pytest.approx(deviation, rel=0.03)
+    if largest:
+        assert weight.abs().max().item() == pytest.approx(largest, rel=0.02)
+    else:
+        assert weight.abs().max() > 3 * weight.std()  # normal
+    assert all((p == 0).all() for name, p in model.named_parameters() if name.endswith("bias"))
 
 
 @pytest.mark.parametrize("name", ["fashion-cnn", "cats-dogs-cnn", "fast-cnn-16", "timm:test_resnet"])

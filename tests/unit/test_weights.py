@@ -96,21 +96,6 @@ def test_any_flipped_bit_is_noticed(tmp_path: Path):
             read_weights(path)
 
 
-def test_swapped_tensors_and_edited_metadata_are_noticed(tmp_path: Path):
-    path = tmp_path / "w.safetensors"
-    zeros, ones = torch.zeros(2), torch.ones(2)
-    save_tensors(path, {"x": zeros, "y": ones}, {"classes": "cat,dog"})
-    digest = path.read_bytes().partition(b'"blake2b":"')[2][:32].decode()
-    for tensors, classes in (
-        ({"x": ones, "y": zeros}, "cat,dog"),
-        ({"x": zeros}, "cat,dog"),
-        ({"x": zeros, "y": ones}, "dog,cat"),
-    ):
-        save_file(tensors, path, {"classes": classes, "blake2b": digest})
-        with pytest.raises(InputError, match="is damaged"):
-            read_weights(path)
-
-
 def test_a_file_that_cannot_be_written_is_named_and_leaves_the_old_one_alone(tmp_path: Path):
     path = tmp_path / "w.safetensors"
     save_tensors(path, make(seed=1).state_dict(), {})
