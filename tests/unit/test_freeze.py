@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from timm.optim import param_groups_layer_decay
+from timm.optim import param_groups_layer_decay  # pyright: ignore[reportPrivateImportUsage]
 from torch import nn
 
 from flatout.errors import InputError

@@ -61,7 +61,8 @@ def _name_of(cls: type) -> str:
     if getattr(torch.optim, cls.__name__, None) is cls:
         return name if (name := cls.__name__.lower()) in OPTIMIZERS else f"torch:{cls.__name__}"
     if cls.__module__.startswith("timm."):
-        from timm.optim import get_optimizer_class, list_optimizers
+        # timm lacks the aliases that mark re-exports.
+        from timm.optim import get_optimizer_class, list_optimizers  # pyright: ignore[reportPrivateImportUsage]
 
         for name in map(str, list_optimizers(exclude_filters=["fused*", "bnb*"])):
             if get_optimizer_class(name) is cls:
