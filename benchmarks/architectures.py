@@ -45,11 +45,10 @@ from flatout.console import duration
 from flatout.data.batches import Samples
 from flatout.dist.world import World
 from flatout.engine.torch.engine import TorchEngine
+from flatout.models.build import build_model, quiet, usable_size
 from flatout.models.heads import FeatureNetwork, find_head, set_head
 from flatout.models.layers import head_modules
-from flatout.models.load import build_model, quiet
 from flatout.models.pretrained import load_pretrained
-from flatout.models.sizes import usable_size
 from flatout.models.weights import load_exactly, read_weights, save_tensors
 from flatout.recipe import Recipe, from_dict
 from flatout.train.loop import LoopHooks, run_loop

@@ -16,7 +16,7 @@ from typing import Any
 
 from about import about
 from flatout.errors import InputError
-from flatout.models.convert import Shape, convert
+from flatout.models.convert.convert import Shape, convert
 
 FORMATS = {
     "saved": "SavedModel (Keras {keras})",

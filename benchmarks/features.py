@@ -32,7 +32,7 @@ from torch import nn
 from torchvision import transforms
 
 from about import about
-from flatout.models.onnx_features import frozen_network
+from flatout.models.features import frozen_network
 
 MODELS = ("tf_efficientnet_lite0", "resnet18", "mobilenetv4_conv_small", "hgnetv2_b2", "convnext_nano")
 SIZE, DECODED_BATCH = 224, 32

@@ -36,7 +36,7 @@ from flatout.engine.devices import machine, parse_devices
 from flatout.engine.factory import join, make_engine
 from flatout.engine.torch.accelerator import accelerator_of
 from flatout.jobs import load_job
-from flatout.models.load import build_model
+from flatout.models.build import build_model
 from flatout.recipe import Augment, Momentum, Recipe
 from flatout.train.loop import LoopHooks, run_loop
 from flatout.train.progress import Progress

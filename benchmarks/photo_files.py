@@ -13,7 +13,7 @@ from typing import Any
 import timm
 import torch
 
-from flatout.convert.families import in_timms_names
+from flatout.models.convert.match import to_timm_names
 
 Split = list[tuple[str, int]]
 
@@ -69,7 +69,7 @@ def timm_name(network: str) -> str:
 def timm_weights(network: str, folder: Path | None) -> dict[str, torch.Tensor]:
     """Return the published weights by the names of timm's network."""
     model = timm.create_model(timm_name(network))
-    return in_timms_names(model, torch.load(weights_file(network, folder), weights_only=True))
+    return to_timm_names(model, torch.load(weights_file(network, folder), weights_only=True))
 
 
 def create_network(network: str, folder: Path | None) -> Any:

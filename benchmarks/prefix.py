@@ -23,7 +23,7 @@ from flatout.dist.world import World
 from flatout.engine.factory import join
 from flatout.engine.torch.engine import TorchEngine
 from flatout.jobs import load_job
-from flatout.models.load import build_model
+from flatout.models.build import build_model
 from flatout.recipe import Recipe
 from flatout.train.loop import LoopHooks, run_loop
 from flatout.train.progress import EpochRecord, Progress

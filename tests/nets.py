@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from flatout.models.load import build_model
+from flatout.models.build import build_model
 from flatout.recipe import Recipe
 
 

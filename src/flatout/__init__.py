@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from flatout.analysis.look import Look, look
     from flatout.errors import InputError, TrainingFailed
     from flatout.recipe import SGD, Adagrad, Adam, AdamW, Augment, Data, Momentum, Optimizer, Recipe, Schedule
-    from flatout.run.folder import Ensemble, Prediction, Run, load
+    from flatout.run.folder import Ensemble, Run, load
+    from flatout.run.predict import Prediction
     from flatout.train.callbacks import Callback, RunInfo
     from flatout.train.fit import fit
     from flatout.train.trackers import MLflow, TensorBoard, Trackio, WandB

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flatout.data.decode import BadImage, decode_image
+from flatout.data.decode import decode_image
+from flatout.data.pixels import BadImage
 
 
 def smooth_picture(width: int, height: int) -> Image.Image:

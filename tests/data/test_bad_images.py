@@ -16,7 +16,8 @@ import pytest
 import simplejpeg
 from PIL import Image, ImageFile
 
-from flatout.data.decode import MAX_PIXELS, BadImage, decode_image, read_header
+from flatout.data.decode import MAX_PIXELS, decode_image, read_header
+from flatout.data.pixels import BadImage
 from flatout.data.recognise import recognise
 from flatout.errors import InputError
 from tests.data import containers as c

@@ -17,8 +17,9 @@ import pytest
 from PIL import Image
 
 from flatout.data.build import build_pack
-from flatout.data.decode import BadImage, decode_image, read_header
+from flatout.data.decode import decode_image, read_header
 from flatout.data.pack import PackSettings
+from flatout.data.pixels import BadImage
 from flatout.data.recognise import recognise
 from flatout.errors import InputError
 from flatout.recipe import Data

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from timm.optim._optim_factory import list_optimizers
+from timm.optim import list_optimizers  # pyright: ignore[reportPrivateImportUsage]
 from timm.optim.lamb import Lamb
 from timm.optim.lion import Lion
 from torch import nn

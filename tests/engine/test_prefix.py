@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.features import compact
-from flatout.models.frozen_prefix import cut_frozen_prefix
-from flatout.models.layers import freeze, head_modules, set_train_mode
+from flatout.models.layers import cut_frozen_prefix, freeze, head_modules, set_train_mode
 from flatout.recipe import Recipe
 from tests.engine.engines import make_engine
 from tests.engine.test_against_plain_loop import engine_weights, make_net, make_recipe, make_samples
@@ -128,6 +127,18 @@ def test_dropout_ends_the_prefix() -> None:
     cut = cut_frozen_prefix(net)
     assert cut is not None
     assert cut.at == "stem"
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_batch_norm_that_moves_ends_the_prefix(affine: bool) -> None:
+    """One without weights cannot be frozen, so its statistics move in training."""
+    norm = nn.BatchNorm2d(4, affine=affine)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 5))
+    freeze(net, "0.*,1.*,2.*" if affine else "0.*,2.*")
+    set_train_mode(net)
+    cut = cut_frozen_prefix(net)
+    assert cut is not None
+    assert cut.layers == (3 if affine else 1)
 
 
 def test_vgg16_keeps_block_five(tmp_path: Path) -> None:

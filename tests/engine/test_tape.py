@@ -13,7 +13,7 @@ from flatout.engine.torch import step as cuda_graph
 from flatout.engine.torch.batches import Inputs
 from flatout.engine.torch.engine import TorchEngine
 from flatout.jobs import builtin_jobs, load_job
-from flatout.models.load import build_model
+from flatout.models.build import build_model
 from flatout.numerics import optim
 from flatout.recipe import Recipe
 from flatout.train.loop import run_loop

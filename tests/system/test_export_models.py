@@ -18,7 +18,7 @@ import flatout
 from flatout.cli import main
 from flatout.export import export
 from flatout.export.write import FORMATS
-from flatout.models.load import list_names
+from flatout.models.build import list_names
 from tests.system.test_export import IMAGES
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs ONNX: pip install 'flatout[onnx]'")

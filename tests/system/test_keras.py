@@ -172,22 +172,6 @@ def test_a_model_that_rescales_gets_pixels_that_are_not_normalised(tmp_path: Pat
     np.testing.assert_allclose(run.probabilities(images), calibrated(run, scores), atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("first", "top"),
-    [
-        (layers.Rescaling(1 / 255), 255),
-        (layers.Rescaling(2.0, offset=-1), 1),
-        (keras.Sequential([keras.Input((12, 12, 1)), layers.Rescaling(1 / 255)]), 255),
-    ],
-)
-def test_the_range_of_pixels_follows_from_the_scale(first: Any, top: int) -> None:
-    model = beginning(first, layers.Flatten(), layers.Dense(5))
-    said: list[str] = []
-    keys = KerasModule(model).conventions(said.append)
-    assert keys == {"data.mean": (0.0,), "data.std": (1 / top,)}
-    assert f"pixels in 0..{top}, not normalised" in said[0]
-
-
 @pytest.mark.slow
 def test_dropout_goes_by_the_seed(tmp_path: Path) -> None:
     """Not by Keras's, nor by how many devices there are, nor by where a run stopped."""
@@ -208,25 +192,6 @@ def test_dropout_draws_from_the_key() -> None:
     np.testing.assert_array_equal(y, again)
     assert len(set(y.ravel())) == 4, "each image loses pixels of its own"
     assert not np.array_equal(y, other)
-
-
-@pytest.mark.slow
-def test_real_images(shared_data: Path, tmp_path: Path) -> None:
-    """The second system's job, its augmentation included, on small images."""
-    run = flatout.fit(
-        pets_net(32, 3, dropout=0.2),
-        shared_data / "cats-dogs",
-        job="cats-dogs",
-        image_size=32,
-        epochs=1,
-        devices="8xcpu",
-        out=tmp_path / "run",
-        quiet=True,
-    )
-    assert run.summary["engine"] == "xla"
-    assert np.isfinite(run.summary["test_loss"])
-    assert 0.35 < run.summary["test_accuracy"] < 1
-    assert run.summary["images_trained"] == run.summary["train_images"]
 
 
 def test_names_tell_nothing_of_the_process() -> None:

@@ -22,7 +22,7 @@ from flatout.analysis.tpu import GENERATIONS, Topology, collectives, host_transf
 from flatout.cli import main
 from flatout.console import Console
 from flatout.jobs import load_job
-from flatout.models.load import build_model
+from flatout.models.build import build_model
 
 HAS_COMPILER = all(importlib.util.find_spec(name) for name in ("jax", "libtpu", "torchax", "optax"))
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs the TPU compiler: pip install 'flatout[tpu]'")
@@ -395,7 +395,7 @@ def test_the_compilers_text_is_understood() -> None:
 import jax, json, numpy as np
 from flatout.analysis import tpu
 from flatout.jobs import load_job
-from flatout.models.load import build_model
+from flatout.models.build import build_model
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 chips = tpu.devices_of(tpu.parse_topologies("v5e:2x4")[0])
 cut, whole = (NamedSharding(Mesh(np.array(chips), ("batch",)), PartitionSpec(*axes)) for axes in (["batch"], []))

@@ -11,7 +11,7 @@ import flatout
 from flatout.data.source import Source
 from flatout.engine.factory import Speeds
 from flatout.errors import InputError, WeightsUnavailable
-from flatout.models import hub, installed
+from flatout.models import hub
 from flatout.recipe import Recipe
 from flatout.train.auto_recipe import advise
 from flatout.train.recipes import resolve
@@ -55,7 +55,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "unreachable", lambda: "the hub cannot be reached")
     monkeypatch.setattr(hub, "is_cached", lambda name: False)
     monkeypatch.setattr(hub, "find_weights", fail)
-    monkeypatch.setattr(installed, "installed_backbones", list)
+    monkeypatch.setattr(hub, "installed_backbones", list)
 
 
 def test_photos_start_from_published_weights(published: list[str]) -> None:

@@ -7,7 +7,7 @@ import timm
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from flatout.models.backbones import BACKBONES, Backbone
+from flatout.models.hub import BACKBONES, Backbone
 
 
 @pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.model)

@@ -1,11 +1,12 @@
-"""Freezing: which parameters stop, which modules then run in evaluation mode, and what is refused."""
+"""Freezing: which parameters stop, which modules run in evaluation mode, learning rates by layer, and dropout."""
 
 import pytest
 import torch
+from timm.optim import param_groups_layer_decay  # pyright: ignore[reportPrivateImportUsage]
 from torch import nn
 
 from flatout.errors import InputError
-from flatout.models.layers import freeze, frozen_modules, learning_rate_scales, set_train_mode
+from flatout.models.layers import freeze, frozen_modules, learning_rate_scales, set_dropout, set_train_mode
 from tests.nets import build
 
 
@@ -17,55 +18,34 @@ def training(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad]
 
 
-def test_empty_spec_freezes_nothing():
-    model = make("caltech-cnn")
-    assert freeze(model, "") == []
-    assert len(training(model)) == len(list(model.parameters()))
+def both(*layers: str) -> list[str]:
+    return [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
 
 
-def test_last_four_of_vgg16_are_block_five_and_its_pool():
-    model = make("vgg16")
-    frozen = freeze(model, "all-but-last-4")
-    block5 = [f"features.{n}.{kind}" for n in (24, 26, 28) for kind in ("weight", "bias")]
-    assert training(model) == [*block5, "classifier.weight", "classifier.bias"]
-    assert frozen == [f"features.{n}.{k}" for n in (0, 2, 5, 7, 10, 12, 14, 17, 19, 21) for k in ("weight", "bias")]
-
-
-def test_last_none_leaves_the_head():
-    model = make("vgg16")
-    freeze(model, "all-but-last-0")
-    assert training(model) == ["classifier.weight", "classifier.bias"]
-
-
-def test_layers_inside_the_classifier_count_but_dropout_does_not():
-    model = make("cats-dogs-cnn")
-    freeze(model, "all-but-last-3")  # linear 128, linear 256, the last pool
-    assert training(model) == [f"classifier.{n}.{kind}" for n in (0, 3, 6) for kind in ("weight", "bias")]
-
-
-def test_norms_count_in_timm_models_and_so_do_parameters_outside_layers():
-    resnet = make("timm:resnet18")
-    freeze(resnet, "all-but-last-3")  # the global pool, the last norm and the last convolution
-    last = ["layer4.1.conv2.weight", "layer4.1.bn2.weight", "layer4.1.bn2.bias"]
-    assert training(resnet) == [*last, "fc.weight", "fc.bias"]
-    vit = make("timm:vit_tiny_patch16_224")
-    assert {"cls_token", "pos_embed"} <= set(freeze(vit, "all-but-last-1"))
-    assert training(vit) == ["norm.weight", "norm.bias", "head.weight", "head.bias"]
-
-
-def test_patterns_name_parameters():
-    model = make("caltech-cnn")
-    assert freeze(model, "features.*, classifier.0.weight") == [
-        "features.0.weight",
-        "features.0.bias",
-        "features.3.weight",
-        "features.3.bias",
-        "classifier.0.weight",
-    ]
-    assert training(model) == [
-        "classifier.0.bias",
-        *(f"classifier.{n}.{k}" for n in (2, 4) for k in ("weight", "bias")),
-    ]
+@pytest.mark.parametrize(
+    ("name", "spec", "trained"),
+    [
+        # Block five and its pool.
+        ("vgg16", "all-but-last-4", both("features.24", "features.26", "features.28", "classifier")),
+        ("vgg16", "all-but-last-0", both("classifier")),
+        # Linear layers count, dropout does not: linear 128, linear 256, the last pool.
+        ("cats-dogs-cnn", "all-but-last-3", both("classifier.0", "classifier.3", "classifier.6")),
+        # The global pool, the last norm and the last convolution.
+        ("timm:resnet18", "all-but-last-3", ["layer4.1.conv2.weight", *both("layer4.1.bn2", "fc")]),
+        # Parameters outside of layers are frozen, too.
+        ("timm:vit_tiny_patch16_224", "all-but-last-1", both("norm", "head")),
+        (
+            *("caltech-cnn", "features.*, classifier.0.weight"),
+            ["classifier.0.bias", *both("classifier.2", "classifier.4")],
+        ),
+        ("caltech-cnn", "", both("features.0", "features.3", "classifier.0", "classifier.2", "classifier.4")),
+    ],
+)
+def test_what_is_not_frozen_trains(name: str, spec: str, trained: list[str]):
+    model = make(name)
+    frozen = freeze(model, spec)
+    assert training(model) == trained
+    assert frozen == [name for name, _ in model.named_parameters() if name not in trained]
 
 
 @pytest.mark.parametrize(
@@ -94,18 +74,10 @@ def test_a_model_without_parameters_is_refused():
         freeze(nn.Sequential(nn.Flatten()), "all-but-last-0")
 
 
-def test_frozen_modules_have_parameters_and_none_that_trains():
-    model = make("fashion-cnn", 28)
-    freeze(model, "features.*")
-    features = model.get_submodule("features")
-    expected = [features, *(features.get_submodule(str(n)) for n in (0, 3, 4, 7))]
-    assert frozen_modules(model) == expected
-    assert frozen_modules(make("fashion-cnn", 28)) == []
-
-
 def test_frozen_batch_norm_keeps_its_statistics_and_the_others_move():
     model = make("fashion-cnn", 28)
     freeze(model, "features.0.*,features.3.*")
+    assert frozen_modules(model) == [model.get_submodule(f"features.{n}") for n in (0, 3)]
     set_train_mode(model)
     for _ in range(2):
         model(torch.rand(4, 3, 28, 28))
@@ -113,26 +85,25 @@ def test_frozen_batch_norm_keeps_its_statistics_and_the_others_move():
     assert torch.equal(model.get_buffer("features.3.running_mean"), torch.zeros(10))
     assert model.get_buffer("features.7.num_batches_tracked") == 2
     assert model.training
+    set_train_mode(model, "frozen")
+    assert not model.get_submodule("features.7").training
 
 
 def test_a_frozen_block_computes_the_same_every_time_in_training():
     block = nn.Sequential(nn.Linear(50, 50), nn.Dropout(0.5))
     model = nn.Sequential(block, nn.Linear(50, 2))
     freeze(model, "0.*")
-    model.eval()
     set_train_mode(model)
     x = torch.rand(3, 50)
     assert torch.equal(block(x), block(x))
     assert model[1].training
 
 
-# --- layer-wise learning-rate decay -----------------------------------------------------------------------------------
+# --- learning rates ---
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_efficientnet"])
 def test_timm_models_have_the_rates_of_timm(name: str):
-    from timm.optim._param_groups import param_groups_layer_decay
-
     model = make(f"timm:{name}")
     names = {id(p): name for name, p in model.named_parameters()}
     groups = param_groups_layer_decay(model, layer_decay=0.7)
@@ -140,19 +111,37 @@ def test_timm_models_have_the_rates_of_timm(name: str):
     assert learning_rate_scales(model, 0.7) == pytest.approx(expected)
 
 
-def test_a_norm_and_its_convolution_have_one_rate():
+def test_a_norm_and_its_convolution_have_one_rate_frozen_or_not():
     model = nn.Sequential(
         nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4, 2)
     )
-    scales = learning_rate_scales(model, 0.5)
     by_layer = {0: 0.125, 1: 0.25, 2: 0.25, 3: 0.5, 5: 1.0}
-    assert scales == {f"{layer}.{kind}": scale for layer, scale in by_layer.items() for kind in ("weight", "bias")}
+    expected = {f"{layer}.{kind}": scale for layer, scale in by_layer.items() for kind in ("weight", "bias")}
+    assert learning_rate_scales(model, 0.5) == expected
+    freeze(model, "0.*,1.*")
+    assert learning_rate_scales(model, 0.5) == expected
 
 
-def test_frozen_layers_count_for_the_rates():
-    model = make("vgg16")
-    scales = learning_rate_scales(model, 0.5)
-    freeze(model, "all-but-last-4")
-    assert learning_rate_scales(model, 0.5) == scales
-    assert [scales[f"features.{n}.weight"] for n in (24, 26, 28)] == [0.125, 0.25, 0.5]
-    assert scales["classifier.bias"] == 1.0
+# --- dropout ---
+
+
+@pytest.mark.parametrize(("name", "size"), [("cats-dogs-cnn", 64), ("timm:vit_tiny_patch16_224", 32)])
+def test_layers_drop_the_given_share(name: str, size: int) -> None:
+    model, images = make(name, size).train(), torch.rand(4, 3, size, size)
+    set_dropout(model, 0.0)
+    assert torch.equal(model(images), model(images))
+    set_dropout(model, 0.5)
+    assert not torch.equal(model(images), model(images))
+    set_dropout(model, -1)
+    assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.5}
+
+
+def test_layers_of_all_kinds_are_found_and_no_others() -> None:
+    kinds = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    others = (nn.RReLU(), nn.PairwiseDistance(p=2.0))
+    model = nn.Sequential(*(kind(0.1) for kind in kinds), *others)
+    set_dropout(model, 0.4)
+    assert [getattr(module, "p", None) for module in model] == [0.4] * len(kinds) + [None, None]
+    with pytest.raises(InputError, match=r"dropout = 0\.5: CaltechCNN has no dropout layer"):
+        set_dropout(make("caltech-cnn"), 0.5)
+    set_dropout(make("caltech-cnn"), 0.0)

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.models.build import create_timm, seeded
 from flatout.models.heads import FeatureNetwork, Head, HeadNetwork, find_head, set_head
-from flatout.models.load import create_timm, seeded
 from flatout.recipe import Recipe
-from tests.nets import build
 
 CLASSES = 5
 # Each with the size that it takes, the layers of its head, and why it is here.
@@ -84,15 +83,7 @@ def test_a_model_is_its_features_and_its_head(name: str, size: int, layers: tupl
     assert_close(model(images)[:, [0, 2, 4]], logits[:, [0, 2, 4]])
 
 
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("ghostnet_050", 32),
-        ("deit_tiny_distilled_patch16_224", 32),
-        pytest.param("levit_128s", 224, marks=pytest.mark.slow),
-        pytest.param("swin_tiny_patch4_window7_224", 64, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "size"), [("ghostnet_050", 32), ("deit_tiny_distilled_patch16_224", 32)])
 @torch.no_grad()
 def test_features_can_be_traced(name: str, size: int) -> None:
     """As exports do; for any number of images."""
@@ -142,7 +133,3 @@ def test_a_head_without_a_bias_takes_none() -> None:
     assert torch.equal(layer.weight, weight)
     with pytest.raises(AssertionError, match="the head has no bias"):
         set_head(model, head, weight, torch.ones(4))
-
-
-def test_our_own_nets_have_heads() -> None:
-    assert found(build("fashion-cnn", num_classes=4, image_size=32, channels=3, seed=1), 32).layers == ("classifier.2",)

@@ -13,7 +13,7 @@ ROOT = Path(flatout.__file__).parent
 # From the bottom to the top: a module imports from its own entry and from those to the left of it.
 LAYERS = (
     *("errors", "host", "files", "settings", "console", "style", "recipe", "jobs"),
-    *("numerics", "data", "tasks", "convert", "models", "dist", "engine", "report"),
+    *("numerics", "data", "tasks", "models", "dist", "engine", "report"),
     *("run", "train", "export", "hub", "analysis"),
     *("commands", "parser", "cli", "__main__"),
 )

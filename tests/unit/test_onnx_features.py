@@ -1,11 +1,10 @@
-"""Networks that no longer change, through ONNX Runtime: the values of torch, and what is prepared once."""
+"""Frozen networks through ONNX Runtime: the values of torch, prepared once."""
 
 import pytest
 import torch
 from torch import nn
 
-from flatout.models import onnx_features
-from flatout.models.onnx_features import frozen_network
+from flatout.models.features import frozen_network
 
 
 class Unknown(nn.Module):
@@ -35,23 +34,29 @@ def test_features_are_those_of_torch_for_any_number_of_images(images: torch.Tens
 
 
 def test_the_run_uses_what_a_measurement_has_prepared(images: torch.Tensor) -> None:
-    """Also where other networks were measured after the one that is chosen; then they are forgotten."""
+    """Also where other networks were measured after the chosen one; then they are forgotten."""
     first, second = frozen_network(network(1), images, 2), frozen_network(network(2), images, 2)
     assert frozen_network(network(1), images, 2) is first
     assert frozen_network(network(2), images, 2) is not second
 
 
-def test_functions_of_many_networks_are_not_kept(images: torch.Tensor) -> None:
-    for seed in range(2 * onnx_features.KEPT):
-        frozen_network(network(seed), images, 1)
-    assert len(onnx_features._kept) == onnx_features.KEPT
-
-
 def test_a_network_that_onnx_runtime_cannot_compute_is_its_own_function(
     images: torch.Tensor, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The reason is reported, and torch prints nothing beside it."""
+    """The reason is reported, and torch prints nothing."""
     own, sentences = Unknown(), list[str]()
     assert frozen_network(own, images, 2, sentences.append) is own
     assert len(sentences) == 1 and "adaptive_avg_pool2d" in sentences[0]
     assert capfd.readouterr() == ("", "")
+
+
+def test_other_values_than_torchs_are_not_used(images: torch.Tensor) -> None:
+    """Here the output is random, so the first images already differ."""
+
+    class Noise(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mean((2, 3)) + torch.rand_like(x).mean((2, 3))
+
+    own, sentences = Noise().eval(), list[str]()
+    assert frozen_network(own, images, 2, sentences.append) is own
+    assert "features are computed by torch" in sentences[0]

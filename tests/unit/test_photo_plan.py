@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flatout.models.backbones import BACKBONES
+from flatout.models.hub import BACKBONES
 from flatout.train import photo_plan
 from flatout.train.photo_plan import PhotoPlan, plan_photos
 

@@ -6,8 +6,7 @@ import pytest
 import timm
 import torch
 
-from flatout.models.load import create_timm
-from flatout.models.sizes import usable_size
+from flatout.models.build import create_timm, usable_size
 from flatout.recipe import Recipe
 
 

@@ -1,4 +1,4 @@
-"""Weights in and out of models and files: what loads, what is said, what is refused, and that damage is noticed."""
+"""Weights in and out of models and files: what loads, what is reported, what is refused, and that damage is noticed."""
 
 import os
 import pickle
@@ -16,13 +16,7 @@ from flatout.models.weights import read_weights, save_tensors
 from flatout.recipe import Recipe
 from tests.nets import build
 
-METADATA = {
-    "model": "fashion-cnn",
-    "classes": '["cat", "dog"]',
-    "image_size": "28",
-    "channels": "1",
-    "mean": "[0.1307]",
-}
+METADATA = {"model": "fashion-cnn", "classes": '["cat", "dog"]', "image_size": "28", "channels": "1"}
 
 
 def make(
@@ -32,11 +26,11 @@ def make(
 
 
 def load(model: nn.Module, weights: Path | str, *, name: str = "fashion-cnn", size: int = 28, channels: int = 1) -> str:
-    said: list[str] = []
+    sentences: list[str] = []
     shape = {"image_size": size, "channels": channels}
     recipe = Recipe(model=name, epochs=1, batch_size=1, weights=str(weights), **shape)  # pyright: ignore
-    load_pretrained(model, recipe, said.append)
-    (loaded,) = said
+    load_pretrained(model, recipe, sentences.append)
+    (loaded,) = sentences
     return loaded
 
 
@@ -46,29 +40,36 @@ def assert_equal_state(a: nn.Module, b: nn.Module) -> None:
     assert all(torch.equal(tensor, other[name]) for name, tensor in a.state_dict().items())
 
 
-def differing(a: nn.Module, b: nn.Module) -> set[str]:
-    return {name for name, tensor in a.state_dict().items() if not torch.equal(tensor, b.state_dict()[name])}
+def assert_small(model: nn.Module, layer: str) -> None:
+    """Assert that a layer starts near zero: networks differ in the size of their features, and in their fresh heads."""
+    weight = model.get_parameter(f"{layer}.weight")
+    assert 0.008 < weight.std() < 0.012
+    assert abs(weight.mean()) < 0.004
+    assert not model.get_parameter(f"{layer}.bias").any()
 
 
 # --- files ---
 
 
-def test_saved_weights_come_back_with_their_metadata(tmp_path: Path):
-    model = make().to(memory_format=torch.channels_last)
-    save_tensors(tmp_path / "weights.safetensors", model.state_dict(), METADATA)
-    tensors, metadata = read_weights(tmp_path / "weights.safetensors")
+def test_every_kind_of_tensor_survives_with_the_metadata(tmp_path: Path):
+    shared, path = torch.rand(4, 4), tmp_path / "t.safetensors"
+    tensors = {
+        "a": shared,
+        "b": shared,
+        "part": shared[:, 1],
+        "scalar": torch.tensor(7),
+        "empty": torch.zeros(0, 3),
+        "half": torch.rand(5).bfloat16(),
+        "flags": torch.tensor([True, False]),
+        "last": torch.rand(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+    }
+    save_tensors(path, {"an older": shared}, {})
+    save_tensors(path, tensors, METADATA)
+    read, metadata = read_weights(path)
     assert metadata == METADATA
-    assert tensors.keys() == model.state_dict().keys()
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in tensors.items())
-    assert load_file(tmp_path / "weights.safetensors").keys() == tensors.keys()  # plain safetensors for everyone else
-    assert [p.name for p in tmp_path.iterdir()] == ["weights.safetensors"]
-
-
-def test_saving_replaces_the_older_file(tmp_path: Path):
-    path = tmp_path / "weights.safetensors"
-    save_tensors(path, make(seed=1).state_dict(), {})
-    save_tensors(path, make(seed=2).state_dict(), {})
-    assert torch.equal(read_weights(path)[0]["classifier.2.weight"], make(seed=2).get_parameter("classifier.2.weight"))
+    assert read.keys() == tensors.keys() == load_file(path).keys()  # plain safetensors for everyone else
+    assert all(read[name].dtype == t.dtype and torch.equal(read[name], t) for name, t in tensors.items())
+    assert [p.name for p in tmp_path.iterdir()] == ["t.safetensors"]
 
 
 def test_equal_weights_are_equal_files(tmp_path: Path):
@@ -79,23 +80,6 @@ def test_equal_weights_are_equal_files(tmp_path: Path):
     assert first == (tmp_path / "b").read_bytes()
     keys = [part.split('"')[0] for part in first.decode(errors="replace").split('"key ')[1:]]
     assert keys == sorted(keys)
-
-
-def test_every_kind_of_tensor_survives(tmp_path: Path):
-    shared = torch.rand(4, 4)
-    tensors = {
-        "a": shared,
-        "b": shared,
-        "part": shared[:, 1],
-        "scalar": torch.tensor(7),
-        "empty": torch.zeros(0, 3),
-        "half": torch.rand(5).bfloat16(),
-        "flags": torch.tensor([True, False]),
-    }
-    save_tensors(tmp_path / "t.safetensors", tensors, {})
-    read, _ = read_weights(tmp_path / "t.safetensors")
-    assert read.keys() == tensors.keys()
-    assert all(read[name].dtype == t.dtype and torch.equal(read[name], t) for name, t in tensors.items())
 
 
 def test_any_flipped_bit_is_noticed(tmp_path: Path):
@@ -112,33 +96,7 @@ def test_any_flipped_bit_is_noticed(tmp_path: Path):
             read_weights(path)
 
 
-def test_swapped_tensors_and_edited_metadata_are_noticed(tmp_path: Path):
-    path = tmp_path / "w.safetensors"
-    save_tensors(path, {"x": torch.zeros(2), "y": torch.ones(2)}, {"classes": "cat,dog"})
-    digest = path.read_bytes().partition(b'"blake2b":"')[2][:32].decode()
-    zeros, ones = torch.zeros(2), torch.ones(2)
-    save_file({"x": zeros, "y": ones}, path, {"classes": "cat,dog", "blake2b": digest})
-    read_weights(path)
-    for tensors, classes in (
-        ({"x": ones, "y": zeros}, "cat,dog"),
-        ({"x": zeros}, "cat,dog"),
-        ({"x": zeros, "y": ones}, "dog,cat"),
-    ):
-        save_file(tensors, path, {"classes": classes, "blake2b": digest})
-        with pytest.raises(InputError, match="is damaged"):
-            read_weights(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"hello", b"\xff" * 64])
-def test_other_files_are_no_safetensors(tmp_path: Path, content: bytes):
-    (tmp_path / "w.safetensors").write_bytes(content)
-    with pytest.raises(InputError, match=r"w\.safetensors: cannot be read as safetensors"):
-        read_weights(tmp_path / "w.safetensors")
-    with pytest.raises(InputError, match=r"none\.safetensors: cannot be read"):
-        read_weights(tmp_path / "none.safetensors")
-
-
-def test_full_disk_is_named_and_leaves_the_old_file_alone(tmp_path: Path):
+def test_a_file_that_cannot_be_written_is_named_and_leaves_the_old_one_alone(tmp_path: Path):
     path = tmp_path / "w.safetensors"
     save_tensors(path, make(seed=1).state_dict(), {})
     before = path.read_bytes()
@@ -151,23 +109,23 @@ def test_full_disk_is_named_and_leaves_the_old_file_alone(tmp_path: Path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["w.safetensors"]
-
-
-def test_missing_folder_is_named(tmp_path: Path):
     with pytest.raises(InputError, match="gone"):
-        save_tensors(tmp_path / "gone" / "w.safetensors", make().state_dict(), {})
+        save_tensors(tmp_path / "gone" / "w.safetensors", {}, {})
 
 
 # --- into models ---
 
 
-@pytest.mark.parametrize("layout", ["run folder", "safetensors", "checkpoint", "state_dict", "model", "bin folder"])
+@pytest.mark.parametrize(
+    "layout",
+    ["run folder", "safetensors", "checkpoint", "state_dict", "model", "bin folder", "Lightning", "before 0.4.1"],
+)
 def test_local_weights_load_whole(tmp_path: Path, layout: str):
     trained, model = make(seed=8), make(seed=9)
     state = trained.state_dict()
     path = tmp_path / "w.pt"
     if layout == "run folder":
-        save_tensors(tmp_path / "weights.safetensors", trained.state_dict(), METADATA)
+        save_tensors(tmp_path / "weights.safetensors", state, METADATA)
         path = tmp_path
     elif layout == "safetensors":
         path = tmp_path / "w.safetensors"
@@ -175,12 +133,17 @@ def test_local_weights_load_whole(tmp_path: Path, layout: str):
     elif layout == "bin folder":
         torch.save(state, tmp_path / "pytorch_model.bin")
         path = tmp_path
+    elif layout == "Lightning":
+        inner = {"loss.weight": torch.ones(10), **{f"model.{name}": tensor for name, tensor in state.items()}}
+        torch.save({"epoch": 3, "pytorch-lightning_version": "2.6.0", "state_dict": inner}, path)
+    elif layout == "before 0.4.1":
+        torch.save({name: t for name, t in state.items() if not name.endswith("num_batches_tracked")}, path)
     else:
         torch.save(state if layout == "checkpoint" else {"epoch": 3, layout: state}, path)
-    said = load(model, path)
+    sentence = load(model, path)
     assert_equal_state(model, trained)
-    assert "18 tensors" in said
-    assert "the head included" in said
+    assert layout == "before 0.4.1" or "18 tensors" in sentence
+    assert "the head included" in sentence
 
 
 PREFIXES = ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.", "net.", "model._orig_mod."]
@@ -194,43 +157,29 @@ def test_wrapper_prefixes_are_stripped(tmp_path: Path, prefix: str):
     assert_equal_state(model, trained)
 
 
-def test_a_lightning_checkpoint_loads_without_its_other_tensors(tmp_path: Path):
-    trained, model = make(seed=8), make(seed=9)
-    state = {f"model.{name}": tensor for name, tensor in trained.state_dict().items()}
-    content = {"epoch": 3, "pytorch-lightning_version": "2.6.0", "state_dict": {**state, "loss.weight": torch.ones(10)}}
-    torch.save(content, tmp_path / "epoch=3.ckpt")
-    load(model, tmp_path / "epoch=3.ckpt")
-    assert_equal_state(model, trained)
-
-
 def test_model_with_a_submodule_called_module_keeps_its_names(tmp_path: Path):
-    def wrapped() -> nn.Module:
-        return nn.ModuleDict({"module": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
-
-    trained, model = wrapped(), wrapped()
+    trained, model = (nn.ModuleDict({"module": nn.Linear(2, 2), "head": nn.Linear(2, 2)}) for _ in range(2))
     torch.save(trained.state_dict(), tmp_path / "w.pt")
     load(model, tmp_path / "w.pt", name="mine:wrapped")
     assert_equal_state(model, trained)
 
 
-def test_head_of_another_size_starts_fresh_and_is_said(tmp_path: Path):
+def test_a_head_of_another_size_starts_fresh_and_small(tmp_path: Path):
     trained, model, again = make(classes=10, seed=8), make(classes=3, seed=9), make(classes=3, seed=10)
     save_tensors(tmp_path / "w.safetensors", trained.state_dict(), {})
-    said = load(model, tmp_path / "w.safetensors")
-    assert "the head (classifier.2) starts fresh" in said
+    assert "the head (classifier.2) starts fresh" in load(model, tmp_path / "w.safetensors")
     body = {name for name in model.state_dict() if not name.startswith("classifier.2.")}
     assert all(torch.equal(model.state_dict()[name], trained.state_dict()[name]) for name in body)
     assert_small(model, "classifier.2")
     load(again, tmp_path / "w.safetensors")
-    assert not differing(model, again)  # the head is a function of the seed
-
-
-def assert_small(model: nn.Module, layer: str) -> None:
-    """Assert that a layer starts near zero: networks differ in the size of their features, and in their fresh heads."""
-    weight = model.get_parameter(f"{layer}.weight")
-    assert 0.008 < weight.std() < 0.012
-    assert abs(weight.mean()) < 0.004
-    assert not model.get_parameter(f"{layer}.bias").any()
+    assert_equal_state(model, again)  # the head is a function of the seed
+    # Some of timm's heads start large.
+    name = "timm:tf_efficientnet_lite0"
+    model = make(name, classes=5, size=32, channels=3)
+    assert model.get_parameter("classifier.weight").std() > 0.1
+    save_tensors(tmp_path / "w.safetensors", make(name, classes=10, size=32, channels=3).state_dict(), {})
+    load(model, tmp_path / "w.safetensors", name=name, size=32, channels=3)
+    assert_small(model, "classifier")
 
 
 class Layers(nn.Module):
@@ -266,32 +215,31 @@ def test_position_embeddings_are_resized(size: int, classes: int, tmp_path: Path
     trained = make("timm:test_vit", classes=10, size=160, channels=3)
     nn.init.normal_(trained.get_parameter("head.bias"))
     save_file({f"model.{name}": tensor for name, tensor in trained.state_dict().items()}, tmp_path / "w.safetensors")
-    model = make("timm:test_vit", classes=classes, size=size, channels=3, seed=2)
+    model, fresh = (make("timm:test_vit", classes=classes, size=size, channels=3, seed=2) for _ in range(2))
     load(model, tmp_path / "w.safetensors", name="timm:test_vit", size=size, channels=3)
     assert model.get_parameter("pos_embed").shape == (1, (size // 16) ** 2 + 1, 64)
-    fresh = make("timm:test_vit", classes=classes, size=size, channels=3, seed=2)
-    assert "pos_embed" in differing(model, fresh)
+    assert not torch.equal(model.get_parameter("pos_embed"), fresh.get_parameter("pos_embed"))
     others = {name for name, tensor in trained.state_dict().items() if tensor.shape == model.state_dict()[name].shape}
     assert all(torch.equal(trained.state_dict()[name], model.state_dict()[name]) for name in others)
     assert ("head.bias" in others) == (classes == 10)
 
 
-def test_another_network_of_timms_is_refused_at_another_size(tmp_path: Path):
-    save_tensors(tmp_path / "w.safetensors", make("timm:test_vit2", size=160, channels=3).state_dict(), {})
-    with pytest.raises(InputError, match=r"do not fit the model: .* missing"):
-        load(make("timm:test_vit", size=64, channels=3), tmp_path / "w.safetensors", name="timm:test_vit", size=64)
+def test_torchvisions_vgg16_gives_equal_features(tmp_path: Path):
+    from torchvision.models import vgg16
+
+    theirs, ours = vgg16(weights=None, init_weights=False).eval(), make("vgg16", classes=4, size=64, channels=3).eval()
+    theirs.classifier = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1000))  # the real top is 500 MB
+    torch.save(theirs.state_dict(), tmp_path / "vgg16.pth")
+    assert "26 tensors" in load(ours, tmp_path / "vgg16.pth", name="vgg16", size=64, channels=3)
+    images = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(ours.get_submodule("features")(images), theirs.features(images))
 
 
-def test_heads_that_timm_starts_large_start_small_on_weights(tmp_path: Path):
-    name = "timm:tf_efficientnet_lite0"
-    model = make(name, classes=5, size=32, channels=3)
-    assert model.get_parameter("classifier.weight").std() > 0.1
-    save_tensors(tmp_path / "w.safetensors", make(name, classes=10, size=32, channels=3).state_dict(), {})
-    load(model, tmp_path / "w.safetensors", name=name, size=32, channels=3)
-    assert_small(model, "classifier")
+# --- refusals ---
 
 
-def test_other_shapes_are_named_with_both_and_nothing_is_loaded(tmp_path: Path):
+def test_tensors_that_do_not_fit_are_named_and_nothing_is_loaded(tmp_path: Path):
     save_tensors(tmp_path / "w.safetensors", make(size=32, channels=3).state_dict(), {})
     model, before = make(seed=9), make(seed=9)
     with pytest.raises(InputError) as raised:
@@ -299,38 +247,25 @@ def test_other_shapes_are_named_with_both_and_nothing_is_loaded(tmp_path: Path):
     assert "classifier.0.weight is [50, 500] in the file but [50, 320] in the model" in str(raised.value)
     assert "features.0.weight is [10, 3, 5, 5] in the file but [10, 1, 5, 5] in the model" in str(raised.value)
     assert_equal_state(model, before)
-
-
-def test_missing_and_unexpected_tensors_are_named(tmp_path: Path):
     state = make().state_dict()
     state["extra.weight"] = state.pop("features.4.weight")
     torch.save(state, tmp_path / "w.pt")
-    with pytest.raises(InputError) as raised:
+    with pytest.raises(InputError, match=r"1 missing \(features\.4\.weight \[20, 10, 5, 5\]\); 1 unexpected \(extra"):
         load(make(), tmp_path / "w.pt")
-    assert "1 missing (features.4.weight [20, 10, 5, 5])" in str(raised.value)
-    assert "1 unexpected (extra.weight [20, 10, 5, 5])" in str(raised.value)
-
-
-def test_another_models_file_is_refused_in_few_words(tmp_path: Path):
-    save_tensors(tmp_path / "w.safetensors", make().state_dict(), {})
+    # Of another network, in few words.
     with pytest.raises(InputError, match=r"and \d+ more") as raised:
         load(make("vgg16", size=32), tmp_path / "w.safetensors", name="vgg16")
     assert len(str(raised.value)) < 1000
-
-
-def test_checkpoints_older_than_the_batch_count_load(tmp_path: Path):
-    trained, model = make(seed=8), make(seed=9)
-    state = {name: t for name, t in trained.state_dict().items() if not name.endswith("num_batches_tracked")}
-    torch.save(state, tmp_path / "w.pt")
-    load(model, tmp_path / "w.pt")
-    assert_equal_state(model, trained)
+    save_tensors(tmp_path / "w.safetensors", make("timm:test_vit2", size=160, channels=3).state_dict(), {})
+    with pytest.raises(InputError, match=r"do not fit the model: .* missing"):
+        load(make("timm:test_vit", size=64, channels=3), tmp_path / "w.safetensors", name="timm:test_vit", size=64)
 
 
 class Executes:
-    def __init__(self, marker: Path):
+    def __init__(self, marker: Path) -> None:
         self.marker = marker
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         return os.mkdir, (str(self.marker),)
 
 
@@ -340,58 +275,34 @@ def test_pickle_that_executes_code_is_refused_and_not_executed(tmp_path: Path):
     with pytest.raises(InputError, match=r"w\.pt: holds code \(\w+\.mkdir\) besides tensors.*refused"):
         load(make(), tmp_path / "w.pt")
     assert not marker.exists()
-    with (tmp_path / "w.pt").open("rb") as file:  # the file does execute code where it is let
-        torch.load(file, weights_only=False)
+    torch.load(tmp_path / "w.pt", weights_only=False)  # the file does execute code where it is let
     assert marker.exists()
-
-
-def test_whole_pickled_model_is_refused(tmp_path: Path):
     torch.save(make(), tmp_path / "w.pt")
     with pytest.raises(InputError, match=r"holds code \(flatout\.models\.nets\.FashionCNN\)"):
         load(make(), tmp_path / "w.pt")
 
 
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint at all", pickle.dumps({"a": 1}, protocol=2)])
-def test_other_files_are_no_checkpoints(tmp_path: Path, content: bytes):
-    (tmp_path / "w.pt").write_bytes(content)
-    with pytest.raises(
-        InputError, match=r"w\.pt: (cannot be read as a torch checkpoint|holds no state dict)"
-    ) as raised:
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "cannot be read as a torch checkpoint"),
+        (b"not a checkpoint at all", "cannot be read as a torch checkpoint"),
+        (pickle.dumps({"a": 1}, protocol=2), "cannot be read as a torch checkpoint"),
+        (None, r"holds no state dict.*\['epoch', 'loss'\]"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: bytes | None, reason: str):
+    torch.save({"epoch": 3, "loss": 0.5}, tmp_path / "w.pt")
+    if content is not None:
+        (tmp_path / "w.pt").write_bytes(content)
+    with pytest.raises(InputError, match=rf"w\.pt: {reason}") as raised:
         load(make(), tmp_path / "w.pt")
     assert "weights_only" not in str(raised.value)
-
-
-def test_truncated_checkpoint_is_refused(tmp_path: Path):
-    torch.save(make().state_dict(), tmp_path / "w.pt")
-    whole = (tmp_path / "w.pt").read_bytes()
-    (tmp_path / "w.pt").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match=r"w\.pt: cannot be read as a torch checkpoint"):
-        load(make(), tmp_path / "w.pt")
-
-
-def test_checkpoint_without_a_state_dict_names_what_it_holds(tmp_path: Path):
-    torch.save({"epoch": 3, "loss": 0.5}, tmp_path / "w.pt")
-    with pytest.raises(InputError, match=r"holds no state dict.*\['epoch', 'loss'\]"):
-        load(make(), tmp_path / "w.pt")
-
-
-def test_paths_without_weights_are_named(tmp_path: Path):
+    (tmp_path / "w.safetensors").write_bytes(content or b"\xff" * 64)
+    with pytest.raises(InputError, match=r"w\.safetensors: cannot be read as safetensors"):
+        load(make(), tmp_path / "w.safetensors")
     with pytest.raises(InputError, match=r"no such file or folder"):
         load(make(), tmp_path / "none")
     with pytest.raises(InputError, match=r"holds none of weights\.safetensors, model\.safetensors"):
-        load(make(), tmp_path)
-
-
-def test_torchvisions_vgg16_gives_equal_features(tmp_path: Path):
-    from torchvision.models import vgg16
-
-    theirs, ours = vgg16(weights=None, init_weights=False).eval(), make("vgg16", classes=4, size=64, channels=3).eval()
-    theirs.classifier = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1000))  # the real top is 500 MB
-    torch.save(theirs.state_dict(), tmp_path / "vgg16.pth")
-    said = load(ours, tmp_path / "vgg16.pth", name="vgg16", size=64, channels=3)
-    assert "26 tensors" in said
-    assert "the head (classifier) starts fresh" in said
-    images = torch.rand(2, 3, 64, 64)
-    with torch.no_grad():
-        assert torch.equal(ours.get_submodule("features")(images), theirs.features(images))
-    assert_small(ours, "classifier")
+        (tmp_path / "empty").mkdir()
+        load(make(), tmp_path / "empty")

@@ -29,9 +29,9 @@ from flatout.analysis.images import (
     scan,
 )
 from flatout.console import aligned
+from flatout.data.cache import Progress
 from flatout.data.decode import ImageHeader, read_file, read_header
 from flatout.data.members import Encoded
-from flatout.data.pack import Progress
 from flatout.data.source import Source, describe
 from flatout.data.splits import SPLITS
 

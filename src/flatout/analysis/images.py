@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flatout.data.build import bits_of
-from flatout.data.decode import STRICT_PILLOW, BadImage, ImageHeader, decode_image, read_file, read_header
+from flatout.data.cache import Progress
+from flatout.data.decode import STRICT_PILLOW, ImageHeader, decode_image, read_file, read_header
 from flatout.data.members import Encoded
-from flatout.data.pack import Progress
-from flatout.data.pixels import resize_images
+from flatout.data.pixels import BadImage, resize_images
 from flatout.data.source import Source
 from flatout.files import printable
 from flatout.host import usable_cores

@@ -204,7 +204,7 @@ def _measure(work: Work, spec: str, engine: str, allow_code: bool, console: Cons
     Images are random, since the time of a step does not depend on them.
     """
     from flatout.engine.factory import choose_processes
-    from flatout.models.load import build_model
+    from flatout.models.build import build_model
     from flatout.run.launch import check_batch, run_on_devices
 
     recipe = work.recipe
@@ -249,7 +249,7 @@ def _measure_on_rank(
     from flatout.engine.devices import spec_of
     from flatout.engine.factory import make_engine
     from flatout.host import peak_rss_bytes
-    from flatout.models.load import build_model
+    from flatout.models.build import build_model
 
     began = time.perf_counter()
     model = build_model(work.recipe, work.classes, allow_code=allow_code)

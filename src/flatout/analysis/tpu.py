@@ -265,7 +265,7 @@ _models: "list[nn.Module]" = []
 
 
 def _compile(work: Work, allow_code: bool, topology: Topology, batch: int) -> dict[str, Any]:
-    from flatout.models.load import build_model
+    from flatout.models.build import build_model
 
     if not _models:
         # Before JAX is started, which takes seconds: a model that cannot be built is reported without it.

@@ -21,7 +21,7 @@ from flatout.errors import InputError
 )
 def do_convert(args: Namespace, console: Console) -> Output:
     """Convert weights of another framework to a model's."""
-    from flatout.models.convert import Shape, convert, lines_of
+    from flatout.models.convert.convert import Shape, convert, format_conversion
 
     for flag, value in (("classes", args.classes), ("channels", args.channels)):
         if value is not None and value < 1:
@@ -38,4 +38,4 @@ def do_convert(args: Namespace, console: Console) -> Output:
         epsilon=args.epsilon,
         report=console.note,
     )
-    return result, lines_of(result, verbose=args.verbose)
+    return result, format_conversion(result, verbose=args.verbose)

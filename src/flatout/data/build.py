@@ -28,7 +28,7 @@ from flatout.data.cache import (
     making,
     temporary_folder,
 )
-from flatout.data.decode import RESIZE_METHOD, BadImage, decode_image, read_headers
+from flatout.data.decode import RESIZE_METHOD, decode_image, read_headers
 from flatout.data.pack import (
     DESCRIPTION,
     FORMAT_VERSION,
@@ -42,7 +42,7 @@ from flatout.data.pack import (
     publish,
     write_images,
 )
-from flatout.data.pixels import resize_images, with_bits
+from flatout.data.pixels import BadImage, resize_images, with_bits
 from flatout.data.source import DataRef, Source
 from flatout.errors import DiskFull, InputError
 from flatout.files import NO_SPACE, lock, printable

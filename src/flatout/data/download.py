@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from flatout.data.cache import lock
 from flatout.data.transfer import RemoteFile, TransferError, digest_of, transfer
 from flatout.data.web import read
 from flatout.errors import DiskFull, InputError
-from flatout.files import NO_SPACE
+from flatout.files import NO_SPACE, lock
 
 
 @dataclass(frozen=True, kw_only=True)

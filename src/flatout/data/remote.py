@@ -12,16 +12,16 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from flatout.data.cache import DOWNLOAD, cache_folder, combined_digest, lock, make_room, making
+from flatout.data.cache import DOWNLOAD, cache_folder, combined_digest, make_room, making
 from flatout.data.object_stores import STORES, stored_files
 from flatout.data.shards import expand_braces
 from flatout.data.transfer import RemoteFile, SourceChanged, TransferError, transfer
 from flatout.data.web import web_file
 from flatout.errors import DiskFull, InputError
-from flatout.files import NO_SPACE, printable, write_atomically
+from flatout.files import NO_SPACE, lock, printable, write_atomically
 
 if TYPE_CHECKING:
-    from flatout.data.pack import Progress
+    from flatout.data.cache import Progress
 
 _CONNECTIONS = 16
 _INTERVAL_SECONDS = 0.1

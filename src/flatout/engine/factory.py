@@ -146,7 +146,7 @@ def speeds_on(spec: str, engine: str) -> Speeds | None:
 
     def training(recipe: Recipe, classes: int) -> float:
         from flatout.engine.torch.measure import seconds_per_image
-        from flatout.models.load import build_model
+        from flatout.models.build import build_model
 
         most = _most_ranks(devices, recipe.batch_size)
         model = build_model(recipe, classes)

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.convert.families import resnet_namer
 from flatout.errors import InputError
 from flatout.export.build import bits_of
 from flatout.export.program import quietly
 from flatout.export.verify import Answers
+from flatout.models.build import list_names, net_named
+from flatout.models.convert.match import resnet_namer
 from flatout.models.keras import KerasModule
-from flatout.models.load import list_names, net_named
 from flatout.numerics.pixels import FROM_16_BITS, centre
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from flatout.export.build import bits_of, classifier_of, metadata_of
 from flatout.export.graph import Classifier, Member, Novelty, Resize
 from flatout.export.source import closure
 from flatout.export.verify import Answers, answers_by
-from flatout.models.load import net_named, timm_call
+from flatout.models.build import net_named, timm_call
 
 if TYPE_CHECKING:
     from flatout.run.folder import Run

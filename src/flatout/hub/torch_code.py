@@ -5,7 +5,7 @@ import textwrap
 
 from flatout.export.plain import network_of
 from flatout.export.source import closure
-from flatout.models.load import list_names
+from flatout.models.build import list_names
 from flatout.recipe import Recipe
 from flatout.run.folder import Run
 

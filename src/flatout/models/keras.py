@@ -1,6 +1,6 @@
-"""Keras 3 models as torch modules, so that what flatout does with a module it does with them; XLA trains them.
+"""Keras 3 models as torch modules, trained by the XLA engine.
 
-Keras is imported only where a model of it is at hand. Shape letters: B batch, H height, W width, C channels, K outputs.
+Keras is imported only once a model of it is given. Shape letters: B batch, H height, W width, C channels, K outputs.
 """
 
 import contextlib
@@ -17,13 +17,14 @@ import torch
 from torch import nn
 
 from flatout.errors import InputError
+from flatout.models.layers import submodule
 
-# Which samples of the batch under way are real, bool [B]; None where all are.
+# The real samples of the current batch, bool [B]; None where all are.
 _counted: ContextVar[Any] = ContextVar("counted", default=None)
 
 
 def is_keras(model: object) -> bool:
-    """Return whether something is a model of Keras 3; Keras is not imported to find out."""
+    """Whether an object is a model of Keras 3; Keras is not imported to find out."""
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(model, getattr(keras, "Model", ()))
 
@@ -40,19 +41,17 @@ class Network(NamedTuple):
 
 
 class KerasModule(nn.Module):
-    """A Keras model with its weights held by torch: trainable ones as parameters, the others as buffers.
+    """A Keras model whose trainable weights are parameters of torch, and the others buffers.
 
-    The model given is copied, without its last activation (softmax or sigmoid), since flatout's losses take logits. It
-    takes images [B, C, H, W], which Keras sees as [B, H, W, C], and returns logits [B, K]. Torch runs it on the CPU, in
-    evaluation, without gradients; the XLA engine trains it.
+    The model is copied, without its last activation (softmax or sigmoid), since flatout's losses take logits. The
+    module takes images [B, C, H, W], which Keras sees as [B, H, W, C], and returns logits [B, K]. Torch runs it on the
+    CPU, in evaluation, without gradients.
 
     Weights are named after layers, numbered as Keras would number them in a new process: `conv2d_1.kernel`. So a run is
     loaded by `flatout.load(path, model=model)`, with any model of the same build.
 
-    Padding enters no statistics of a BatchNormalization layer of the model or of models nested in it; where a layer of
-    the user's own holds one, the padding of an epoch's last batch does.
-
-    Keras starts JAX as it makes the first weight, so simulated devices must be asked for before:
+    Padding does not enter the statistics of BatchNormalization layers, except in layers of the user's own that contain
+    one. Keras starts JAX with the first weight, so simulated devices must be requested before, by
     `JAX_NUM_CPU_DEVICES=8` in the environment.
 
     Raises:
@@ -66,19 +65,14 @@ class KerasModule(nn.Module):
         trained = {id(variable) for variable in model.trainable_weights}
         for name, variable in _named_weights(model).items():
             *path, last = name.split(".")
-            owner: nn.Module = self
-            for part in path:
-                if part not in owner._modules:
-                    owner.add_module(part, nn.Module())
-                owner = owner.get_submodule(part)
-            value = torch.from_numpy(np.array(variable.value))
+            owner, value = submodule(self, path), torch.from_numpy(np.array(variable.value))
             if id(variable) in trained:
                 owner.register_parameter(last, nn.Parameter(value))
             else:
                 owner.register_buffer(last, value)
 
     def conventions(self, report: Callable[[str], None]) -> dict[str, Any]:
-        """Return the recipe keys that follow from the model; `report` takes a sentence for each surprising one."""
+        """Derive recipe keys from the model; `report` takes a sentence for each surprising one."""
         model, left_out, keys = self._architecture.original, self._architecture.left_out, {}
         if model.output_shape[-1] == 1:
             keys["loss"] = "binary-cross-entropy"
@@ -111,14 +105,14 @@ class KerasModule(nn.Module):
         return self._architecture.network(frozen, precision)
 
     def logits_of(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Return the logits [B, K] of what the model that was given answers: its last activation is undone."""
+        """Undo the last activation of the original model: scores [B, K] to logits."""
         left_out = self._architecture.left_out
         if not left_out:
             return outputs
         return outputs.clamp_min(torch.finfo(torch.float32).tiny).log() if left_out == "softmax" else outputs.logit()
 
     def to_keras(self) -> Any:
-        """Return a new `keras.Model` like the one given, its last activation included, with this module's weights."""
+        """Make a `keras.Model` like the original, its last activation included, with this module's weights."""
         model = _copied(self._architecture.original)
         self.write_to(model)
         return model
@@ -132,7 +126,7 @@ class KerasModule(nn.Module):
 
 @contextlib.contextmanager
 def counting(mask_B: Any) -> Iterator[None]:
-    """Let batch statistics of the calls inside be those of the samples that `mask_B` (bool) marks; None for all."""
+    """Compute batch statistics inside the block from the samples that `mask_B` (bool) marks; None for all."""
     token = _counted.set(mask_B)
     try:
         yield
@@ -141,7 +135,7 @@ def counting(mask_B: Any) -> Iterator[None]:
 
 
 class _Architecture:
-    """What a Keras model is but for its weights; never changed, so copies of a module share it."""
+    """A Keras model apart from its weights; never changed, so copies of a module share it."""
 
     def __init__(self, model: Any) -> None:
         keras = _keras()
@@ -160,7 +154,7 @@ class _Architecture:
             raise InputError(f"model: ends in {self.left_out} over {shape[-1]} outputs; {need}")
         try:
             self.original = _copied(model)
-        except Exception as error:  # layers of the user's own may raise anything
+        except Exception as error:  # the user's own layers may raise anything
             raise InputError(f"model: {model.name} cannot be copied ({type(error).__name__}: {error})") from error
         for own, given in zip(self.original.weights, model.weights, strict=True):
             own.assign(given.value)
@@ -176,7 +170,6 @@ class _Architecture:
         return self.network((), "fp32")
 
     def network(self, frozen: Collection[str], precision: str) -> Network:
-        """Return the model without its last activation; see `KerasModule.network`."""
         last = _last_layer(self.original) if self.left_out else None
         model = _copied(self.original, functools.partial(_for_training, last=last, is_bf16=precision == "bf16"))
         names = {id(variable): name for name, variable in _named_weights(model).items()}
@@ -192,7 +185,6 @@ class _Architecture:
 
 
 def _keras() -> Any:
-    """Return Keras, which must run on JAX."""
     import keras  # pyright: ignore[reportMissingImports]
 
     if (backend := keras.backend.backend()) != "jax":
@@ -201,12 +193,12 @@ def _keras() -> Any:
 
 
 def _copied(model: Any, copied_layer: Callable[[Any], Any] | None = None) -> Any:
-    """Return a model of the same layers, or of what `copied_layer` makes of them, with fresh weights."""
+    """Copy a model, its layers by `copied_layer` if given, with fresh weights."""
     return _keras().models.clone_model(model, clone_function=copied_layer, recursive=True)
 
 
 def _for_training(layer: Any, *, last: Any, is_bf16: bool) -> Any:
-    """Return a copy of a layer, or of an operation between layers; the activation of the layer `last` is left out."""
+    """Copy a layer, or an operation between layers; the activation of the layer `last` is left out."""
     keras, config = _keras(), layer.get_config()
     if is_bf16 and isinstance(layer, keras.layers.Layer) and layer.dtype_policy.name == "float32":
         config["dtype"] = "mixed_bfloat16"
@@ -220,11 +212,11 @@ def _for_training(layer: Any, *, last: Any, is_bf16: bool) -> Any:
 
 @functools.cache
 def _own_layers() -> tuple[type, type]:
-    """Return what takes the place of BatchNormalization, and of a Softmax at the end."""
+    """Define the layers that replace BatchNormalization, and a Softmax at the end."""
     keras = _keras()
 
     class CountingBatchNormalization(keras.layers.BatchNormalization):
-        """Normalises by the samples that count; Keras itself takes a mask of every position, channels last."""
+        """Normalises by the counted samples; Keras itself takes a mask of every position, channels last."""
 
         def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
             counted, ndim = _counted.get(), len(inputs.shape)
@@ -245,13 +237,12 @@ def _own_layers() -> tuple[type, type]:
 
 
 def _leaves(model: Any) -> Iterator[Any]:
-    """Yield the layers of a model and of those nested in it."""
     for layer in model.layers:
         yield from _leaves(layer) if is_keras(layer) else [layer]
 
 
 def _rescaling(model: Any) -> float:
-    """Return the scale of the Rescaling that a model begins with, augmentation aside; 0 for none."""
+    """Find the scale of the Rescaling at the start of a model, augmentation aside; 0 for none."""
     keras = _keras()
     for layer in _leaves(model):
         if isinstance(layer, keras.layers.Rescaling):
@@ -262,14 +253,14 @@ def _rescaling(model: Any) -> float:
 
 
 def _last_layer(model: Any) -> Any:
-    """Return the layer, or the operation between layers, whose outputs are the model's."""
+    """Find the layer, or the operation between layers, that computes the model's outputs."""
     while is_keras(model):
         model = getattr(model, "operations", model.layers)[-1]
     return model
 
 
 def _activation(model: Any) -> str:
-    """Return "softmax" or "sigmoid" where a model ends in it, else nothing."""
+    """Find the activation that a model ends in: "softmax", "sigmoid" or ""."""
     keras, layer = _keras(), _last_layer(model)
     if isinstance(layer, keras.layers.Softmax):
         return "softmax"
@@ -280,7 +271,7 @@ def _activation(model: Any) -> str:
 
 
 def _named_weights(model: Any) -> dict[str, Any]:
-    """Return the weights of a model, each once, by dotted names.
+    """Name the weights of a model, each once.
 
     Keras numbers layers without a name of their own through the whole process; here they are numbered in each model.
     """

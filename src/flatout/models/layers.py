@@ -1,24 +1,37 @@
-"""A model's layers: which are its head, which train and how fast, and how much its dropout layers drop."""
+"""Layers of a model: its head, which layers train and how fast, and the frozen ones whose output can be cached."""
 
+import contextlib
+import copy
 import fnmatch
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import fx, nn
 
 from flatout.errors import InputError
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _CONTAINERS = (nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 # The source files, in torch and in timm, of the parameterless modules that are not counted as layers.
 _UNCOUNTED_SOURCES = ("activation", "drop", "flatten")
+# Modules and functions whose output is random, or depends on the rest of the batch.
+_RANDOM_MODULES = (*_DROPOUTS, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+_RANDOM_WORDS = ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multinomial", "rrelu", "batch_norm")
 
 
 def head_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the head of a classifier by module name: one module, or several where the model has several heads.
+    """Find the head of a classifier by module name: one module, or several where the model has several heads.
 
-    That is what the model's `get_classifier()` names, and the classifiers in its `pretrained_cfg` (timm's conventions);
+    It is what the model's `get_classifier()` returns, and the classifiers in its `pretrained_cfg` (timm's conventions);
     else the linear layer registered last; else the last module with parameters of its own.
+
+    Raises:
+        InputError: the model has no parameters.
     """
     modules = dict(model.named_modules())
     if callable(get_classifier := getattr(model, "get_classifier", None)):
@@ -35,7 +48,7 @@ def head_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _other_classifiers(model: nn.Module, heads: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the classifiers of timm's configuration apart from these heads, such as an auxiliary one."""
+    """Find the classifiers of timm's configuration apart from these heads, such as an auxiliary one."""
     config = getattr(model, "pretrained_cfg", None)
     names = config.get("classifier") if isinstance(config, dict) else None
     others = {}
@@ -83,9 +96,8 @@ def _all_but_last(model: nn.Module, spec: str) -> set[str]:
     count = re.fullmatch(r"all-but-last-(\d+)", spec)
     if not count:
         raise InputError(f"freeze = {spec!r}: must be all-but-last-N with a whole number N, such as all-but-last-4")
-    in_heads = {module for head in head_modules(model).values() for module in head.modules()}
     layers = layers_before_head(model)
-    training = in_heads.union(layers[max(0, len(layers) - int(count[1])) :])
+    training = _modules_of_heads(model).union(layers[max(0, len(layers) - int(count[1])) :])
     kept = {id(parameter) for module in training for parameter in module.parameters(recurse=False)}
     frozen = {name for name, parameter in model.named_parameters() if id(parameter) not in kept}
     if not frozen:
@@ -93,9 +105,13 @@ def _all_but_last(model: nn.Module, spec: str) -> set[str]:
     return frozen
 
 
+def _modules_of_heads(model: nn.Module) -> set[nn.Module]:
+    return {module for head in head_modules(model).values() for module in head.modules()}
+
+
 def layers_before_head(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a classifier before its head, as `freeze` counts them."""
-    in_heads = {module for head in head_modules(model).values() for module in head.modules()}
+    """List the layers of a classifier before its head, as `freeze` counts them."""
+    in_heads = _modules_of_heads(model)
     return [module for module in model.modules() if module not in in_heads and _is_layer(module)]
 
 
@@ -121,7 +137,7 @@ def _matching(names: list[str], spec: str) -> set[str]:
 
 
 def learning_rate_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    """Return by name what the learning rate of each parameter is multiplied by: `decay` for each group behind its own.
+    """Compute the factor on the learning rate of each parameter, by name: `decay` for each group after its own.
 
     The groups are those of `timm.optim.param_groups_layer_decay` where the model has timm's `group_matcher`. Elsewhere,
     each module with parameters of its own begins a group, unless all of them are vectors, as in a norm: these belong to
@@ -132,13 +148,12 @@ def learning_rate_scales(model: nn.Module, decay: float) -> dict[str, float]:
 
         groups: Any = group_parameters(model, group_matcher(coarse=False), reverse=True)
     else:
-        groups = _groups(model)
+        groups = _layer_groups(model)
     last = max(groups.values())
     return {name: decay ** (last - group) for name, group in groups.items()}
 
 
-def _groups(model: nn.Module) -> dict[str, int]:
-    """Return the number of each parameter's group, from the first layer to the head."""
+def _layer_groups(model: nn.Module) -> dict[str, int]:
     heads = head_modules(model)
     in_heads = [name for prefix, head in heads.items() for name, _ in head.named_parameters(prefix)]
     groups, number = {}, 0
@@ -150,7 +165,7 @@ def _groups(model: nn.Module) -> dict[str, int]:
 
 
 def frozen_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that have parameters, all of them frozen, containers as well as what they contain."""
+    """List the modules that have parameters, all of them frozen, containers as well as their content."""
     trains = {module: [p.requires_grad for p in module.parameters()] for module in model.modules()}
     return [module for module, flags in trains.items() if flags and not any(flags)]
 
@@ -158,22 +173,42 @@ def frozen_modules(model: nn.Module) -> list[nn.Module]:
 def set_train_mode(model: nn.Module, norm: str = "global") -> None:
     """Put a model in training mode, but its frozen modules in evaluation mode; all batch norms if norm = "frozen".
 
-    A frozen batch norm must not move its statistics, and what a frozen block computes must not vary with dropout.
+    A frozen batch norm must not move its statistics, and the output of a frozen block must not vary with dropout.
     """
     model.train()
     for module in frozen_modules(model):
         module.eval()
     if norm == "frozen":
         for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if isinstance(module, _BATCH_NORMS):
                 module.eval()
 
 
-def set_dropout(model: nn.Module, share: float) -> None:
-    """Let every dropout layer drop that share, 0 to 1; -1 leaves each as the model has it.
+def submodule(root: nn.Module, path: list[str]) -> nn.Module:
+    """Return a submodule by the parts of its name; parts that are missing are created."""
+    for part in path:
+        if part not in dict(root.named_children()):
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    return root
 
-    Only torch's dropout modules and those derived from them are found. What a model drops in its forward pass by
-    `nn.functional.dropout`, and stochastic depth, keep their own shares.
+
+@contextlib.contextmanager
+def keep_modes(model: nn.Module) -> Iterator[None]:
+    """Restore the training or evaluation mode of each module after the block."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def set_dropout(model: nn.Module, share: float) -> None:
+    """Let every dropout layer drop that share, 0 to 1; -1 leaves the model as it is.
+
+    Only torch's dropout modules and those derived from them are found. Calls of `nn.functional.dropout` and stochastic
+    depth keep their own shares.
     """
     if share == -1:
         return
@@ -182,3 +217,137 @@ def set_dropout(model: nn.Module, share: float) -> None:
         raise InputError(f"dropout = {share:g}: {type(model).__name__} has no dropout layer; leave the key out")
     for layer in layers:
         layer.p = share
+
+
+# ---- the frozen prefix -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A model in two parts that share its parameters: `model(x) == suffix(prefix(x))`.
+
+    Attributes:
+        prefix: frozen and deterministic, in evaluation mode.
+        train_suffix: the rest, as it computes in training.
+        eval_suffix: the rest, as it computes in evaluation.
+        at: the name of the last operation before the cut.
+    """
+
+    prefix: nn.Module
+    train_suffix: nn.Module
+    eval_suffix: nn.Module
+    at: str
+
+    @property
+    def layers(self) -> int:
+        """The number of layers with parameters in the prefix."""
+        return sum(_has_parameters(module, recurse=False) for module in self.prefix.modules())
+
+    def describe(self, views: int) -> str:
+        """Describe the cache for the log; `views` of each image are cached, 0 for the image itself."""
+        often = f"for {views} views of each image" if views else "once"
+        return f"the first {self.layers} layers are frozen: their output is computed {often} and cached"
+
+
+def cut_frozen_prefix(model: nn.Module) -> Cut | None:
+    """Cut off the longest prefix that is frozen and gives the same output every time; its output can be cached.
+
+    In torch.fx's graph, the cut is the last value that depends on nothing trained or random, and through which alone
+    all later values depend on the input (a dominator). None where there is none or the model cannot be traced.
+
+    The model must be in training mode, with its frozen modules in evaluation mode.
+    """
+    # fx traces `forward`, so hooks of the model itself would be lost.
+    if all(p.requires_grad for p in model.parameters()) or model._forward_hooks or model._forward_pre_hooks:
+        return None
+    # A copy of the module tree in evaluation mode, which shares every tensor.
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    try:
+        train_graph, eval_graph = _trace(model), _trace(copy.deepcopy(model, shared).eval())
+    except Exception:  # fx raises whatever the model's code raises on a symbolic value
+        return None
+    index = _last_frozen_cut(model, train_graph.graph)
+    if index is None:
+        return None
+    at = list(train_graph.graph.nodes)[index].name
+    eval_index = next((i for i, node in enumerate(eval_graph.graph.nodes) if node.name == at), None)
+    if eval_index is None:
+        return None
+    prefix, train_suffix = _split(train_graph, index)
+    _, eval_suffix = _split(eval_graph, eval_index)
+    return Cut(prefix=prefix.eval(), train_suffix=train_suffix, eval_suffix=eval_suffix, at=at)
+
+
+class _Tracer(fx.Tracer):
+    """Keeps modules without children whole, such as timm's padded convolutions, whose code depends on shapes.
+
+    Batch normalisation is kept whole, too, also in subclasses with children: its mode decides whether it is frozen.
+    """
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        is_whole = isinstance(m, _BATCH_NORMS) or not list(m.children())
+        return (is_whole and m is not self.root) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _trace(model: nn.Module) -> fx.GraphModule:
+    return fx.GraphModule(model, _Tracer().trace(model))
+
+
+def _last_frozen_cut(model: nn.Module, graph: fx.Graph) -> int | None:
+    """Find the position of the last node up to which everything is frozen and which alone is used later."""
+    nodes = list(graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    last_use = {node: max((position[user] for user in node.users), default=-1) for node in nodes}
+    modules = dict(model.named_modules())
+    best, has_layer, reach = None, False, -1
+    for i, node in enumerate(nodes):
+        if node.op == "output" or not _is_fixed(node, model, modules):
+            break
+        if node.op == "call_module":
+            has_layer |= _has_parameters(modules[str(node.target)])
+        elif node.op == "get_attr":
+            has_layer = True
+        # `reach` is where an earlier value is last used: if not beyond this node, the rest needs this value alone.
+        if reach <= i and has_layer and node.op != "get_attr":
+            best = i
+        reach = max(reach, last_use[node])
+    return best
+
+
+def _is_fixed(node: fx.Node, model: nn.Module, modules: dict[str, nn.Module]) -> bool:
+    if node.op == "placeholder":
+        return True
+    if node.op == "get_attr":
+        value: object = model
+        for name in str(node.target).split("."):
+            value = getattr(value, name)
+        return not (isinstance(value, torch.Tensor) and value.requires_grad)
+    if node.op == "call_module":
+        module = modules[str(node.target)]
+        trained = any(p.requires_grad for p in module.parameters())
+        moves_buffers = module.training and any(True for _ in module.buffers())
+        random = module.training and any(map(_may_be_random, module.modules()))
+        return not (trained or moves_buffers or random)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return not any(word in name for word in _RANDOM_WORDS)
+
+
+def _may_be_random(module: nn.Module) -> bool:
+    """Whether a module in training is dropout or alike, or runs code other than torch's, as stochastic depth does."""
+    is_plain = isinstance(module, (*_CONVOLUTIONS, *_BATCH_NORMS, nn.Linear))
+    is_torchs = is_plain or type(module).__module__.startswith("torch.nn")
+    return isinstance(module, _RANDOM_MODULES) or not is_torchs
+
+
+def _split(traced: fx.GraphModule, index: int) -> tuple[nn.Module, nn.Module]:
+    """Split a traced graph after the node at `index`."""
+    nodes = list(traced.graph.nodes)
+    before, after = fx.Graph(), fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in nodes[: index + 1]:
+        copies[node] = before.node_copy(node, lambda n: copies[n])
+    before.output(copies[nodes[index]])
+    copies = {nodes[index]: after.placeholder("features")}
+    for node in nodes[index + 1 :]:
+        copies[node] = after.node_copy(node, lambda n: copies[n])
+    return fx.GraphModule(traced, before), fx.GraphModule(traced, after)

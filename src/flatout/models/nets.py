@@ -1,4 +1,4 @@
-"""Our own nets: plain sequences `features -> flatten -> classifier`.
+"""Built-in networks: plain sequences `features -> flatten -> classifier`, and `FastCNN`.
 
 Each takes normalised float images `x_NCHW` of `image_size` pixels and returns logits `[N, num_outputs]`, one for
 two classes under binary cross-entropy. Biases start at 0 unless stated otherwise.
@@ -17,39 +17,24 @@ from torch.nn import functional
 from flatout.errors import InputError
 from flatout.settings import Size, shown, sides
 
-# torchvision's ImageNet weights; the eight hexadecimal digits are the start of the file's SHA-256.
-VGG16_IMAGENET_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
 
-
-def _feature_pixels(net: str, features: nn.Sequential, image_size: Size) -> int:
-    """Return the number of pixels of the output of `features` for images of `image_size` pixels."""
-    smallest = next(size for size in itertools.count(1) if _reduced(features, size) >= 1)
-    height, width = sides(image_size)
-    if min(height, width) < smallest:
-        raise InputError(
-            f"image_size = {shown(image_size)}: {net} needs images of at least {smallest}x{smallest} pixels; "
-            f"try image_size = {smallest} or another model"
-        )
-    return _reduced(features, height) * _reduced(features, width)
-
-
-def side_of_features(net: nn.Module) -> Callable[[int], int] | None:
-    """Return a function from a side of the images to that of the feature maps of one of our nets; None for others."""
-    if not isinstance(net, _Net):
-        return None
-    features = net.get_submodule("features")
-    assert isinstance(features, nn.Sequential)
-    return functools.partial(_reduced, features)
-
-
-def _reduced(features: nn.Sequential, size: int) -> int:
+def feature_side(features: nn.Sequential, side: int) -> int:
+    """Compute the side of the feature maps from the side of the images."""
     for layer in features:
         if isinstance(layer, nn.Conv2d):
             assert isinstance(layer.padding, tuple)
-            size += 2 * layer.padding[0] + 1 - layer.kernel_size[0]
+            side += 2 * layer.padding[0] + 1 - layer.kernel_size[0]
         elif isinstance(layer, nn.MaxPool2d):
-            size //= 2
-    return size
+            side //= 2
+    return side
+
+
+def _check_size(name: str, image_size: Size, smallest: int) -> None:
+    if min(sides(image_size)) < smallest:
+        raise InputError(
+            f"image_size = {shown(image_size)}: {name} needs images of at least {smallest}x{smallest} pixels; "
+            f"try image_size = {smallest} or another model"
+        )
 
 
 def _blocks(channels: int, *filters: int, kernel: int, padding: int = 0) -> Iterator[nn.Module]:
@@ -62,13 +47,14 @@ def _blocks(channels: int, *filters: int, kernel: int, padding: int = 0) -> Iter
         channels = count
 
 
-class _Net(nn.Sequential):
-    """A net; `widths` are those of its linear layers, with a ReLU, and dropout if any, between them."""
+class Net(nn.Sequential):
+    """A net whose linear layers have the given widths, with ReLU, and dropout if any, between them."""
 
     def __init__(self, name: str, image_size: Size, *layers: nn.Module, widths: tuple[int, ...], dropout: float = 0.0):
         features, classifier = nn.Sequential(*layers), []
+        _check_size(name, image_size, next(side for side in itertools.count(1) if feature_side(features, side) >= 1))
         channels = [layer.out_channels for layer in layers if isinstance(layer, nn.Conv2d)][-1]
-        inputs = channels * _feature_pixels(name, features, image_size)
+        inputs = channels * math.prod(feature_side(features, side) for side in sides(image_size))
         for width in widths:
             classifier += [nn.Linear(inputs, width), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
             inputs = width
@@ -95,7 +81,7 @@ def _he_uniform(layer: nn.Conv2d | nn.Linear) -> None:
     nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
 
 
-class FashionCNN(_Net):
+class FashionCNN(Net):
     """Two 5x5 convolutions, each pooled, rectified and normalised, and two linear layers; 22 thousand parameters.
 
     Initialised as PyTorch does by default, biases included.
@@ -107,7 +93,7 @@ class FashionCNN(_Net):
         super().__init__("fashion-cnn", image_size, *first, *second, widths=(50, num_outputs))
 
 
-class CatsDogsCNN(_Net):
+class CatsDogsCNN(Net):
     """Three blocks of a 3x3 convolution, ReLU and pooling, and three linear layers with dropout between them.
 
     Convolutions start He-uniform, linear layers Glorot-uniform (the default of Keras).
@@ -119,7 +105,7 @@ class CatsDogsCNN(_Net):
         self._initialise(conv=_he_uniform, linear=_glorot_uniform)
 
 
-class ParallelCNN(_Net):
+class ParallelCNN(Net):
     """Two padded 5x5 convolutions with ReLU and pooling, and one linear layer.
 
     Initialised as PaddlePaddle does by default: a convolution's weights normal with mean 0 and standard deviation
@@ -140,7 +126,7 @@ class ParallelCNN(_Net):
         )
 
 
-class KerasCNN(_Net):
+class KerasCNN(Net):
     """Three 3x3 convolutions with ReLU, the first two pooled, and two linear layers; He-uniform throughout.
 
     After five epochs at batch 512 on Fashion-MNIST, He-uniform weights reach 0.88 and Glorot-uniform ones, the default
@@ -153,7 +139,7 @@ class KerasCNN(_Net):
         self._initialise(conv=_he_uniform, linear=_he_uniform)
 
 
-class CaltechCNN(_Net):
+class CaltechCNN(Net):
     """Two 3x3 convolutions with ReLU and pooling, and three linear layers.
 
     Convolutions start Xavier-normal; weights of linear layers are normal with mean 0 and standard deviation 0.01.
@@ -168,7 +154,7 @@ class CaltechCNN(_Net):
         )
 
 
-class VGG16(_Net):
+class VGG16(Net):
     """The thirteen 3x3 convolutions of VGG16 in five pooled blocks, then one linear layer instead of three.
 
     Configuration D of Simonyan and Zisserman (https://arxiv.org/abs/1409.1556). Convolutions have torchvision's names,
@@ -194,20 +180,19 @@ class VGG16(_Net):
 
 
 class FastCNN(nn.Module):
-    """A convolutional network that learns most in little computation, for small images and for few of them.
+    """A convolutional network that learns much with little computation, for small images and for few of them.
 
-    It has the layout, the start and the scales of airbench (K. Jordan, arXiv 2404.00498): patches of whitened pixels,
-    up to three blocks of two convolutions that start near the identity, large steps for biases, small logits. These
+    Layout, initialisation and scales are those of airbench (K. Jordan, arXiv 2404.00498): patches of whitened pixels,
+    up to three blocks of two convolutions that start near the identity, large steps for biases, small logits. Logits
     are three times as large as airbench's: few images of many classes are learnt several times as fast, ten classes as
-    fast. Whitening is by a fixed basis and batch statistics, so that it needs no data. Larger images are first cut into
+    fast. Whitening uses a fixed basis and batch statistics, so it needs no data. Larger images are first cut into
     patches of 2, 4, ... pixels, so that the blocks see at most 48 on a side of a square.
     """
 
     def __init__(self, num_outputs: int = 10, image_size: Size = 32, channels: int = 3, *, width: int = 32) -> None:
         super().__init__()
+        _check_size(f"fast-cnn-{width}", image_size, 4)
         shorter, longer = sorted(sides(image_size))
-        if shorter < 4:
-            raise InputError(f"image_size = {shown(image_size)}: fast-cnn-{width} needs images of at least 4x4 pixels")
         self.stem = _Patches(channels, stride=2 ** max(0, math.ceil(math.log2(math.sqrt(shorter * longer) / 48))))
         inputs, blocks = self.stem.outputs, []
         size = (shorter - self.stem.size) // self.stem.stride + 1
@@ -227,7 +212,7 @@ class _Patches(nn.Module):
     """Patches of pixels in the basis of the cosine transform and of colour differences, whitened; and their negatives.
 
     In this basis the pixels of photographs are nearly uncorrelated, so dividing each by its deviation whitens them.
-    Other numbers of channels than 3 have the cosine transform too, of which colour differences are that of 3.
+    Images without three channels have the cosine transform over channels, too.
     """
 
     def __init__(self, channels: int, *, stride: int) -> None:
@@ -248,7 +233,7 @@ class _Patches(nn.Module):
 
 
 def _cosines(length: int) -> torch.Tensor:
-    """Return the basis of the cosine transform, not normalised, [length, length]."""
+    """Compute the basis of the cosine transform, not normalised, [length, length]."""
     positions = torch.arange(length)
     return torch.cos(torch.pi / length * (positions + 0.5) * positions[:, None])
 
@@ -284,16 +269,15 @@ class _Norm(nn.BatchNorm2d):
 
 
 def _keras_resnet(num_outputs: int = 1000, image_size: Size = 224, channels: int = 3, *, depth: int) -> nn.Module:
-    """Return the ResNet of the paper, which Keras has: timm's, but a stage halves the image in its first convolution.
+    """Build the ResNet of the paper, which Keras has: timm's, but a stage halves the image in its first convolution.
 
-    Torch's and timm's halve it in the 3x3 convolution behind, so weights of one do not suit the other:
+    Torch's and timm's halve it in the 3x3 convolution after it, so weights of one do not suit the other:
     He et al. (https://arxiv.org/abs/1512.03385) against
     https://catalog.ngc.nvidia.com/orgs/nvidia/resources/resnet_50_v1_5_for_pytorch.
     """
     import timm
 
-    if min(sides(image_size)) < 32:
-        raise InputError(f"image_size = {shown(image_size)}: keras-resnet{depth} needs images of at least 32x32 pixels")
+    _check_size(f"keras-resnet{depth}", image_size, 32)
     net = timm.create_model(f"resnet{depth}", num_classes=num_outputs, in_chans=channels)
     for stage in ("layer2", "layer3", "layer4"):
         first, second = (net.get_submodule(f"{stage}.0.{name}") for name in ("conv1", "conv2"))

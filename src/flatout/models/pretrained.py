@@ -1,26 +1,17 @@
-"""Published or given weights into a model: from the hub, a file or a folder.
-
-Nothing read here can execute code: files are safetensors, torch checkpoints read with `weights_only=True`, or files of
-other frameworks, read by `flatout.convert`.
-"""
+"""Published or given weights into a model: from the hub, an installed package, a file or a folder."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flatout.convert.families import has_other_strides, in_timms_names
-from flatout.convert.find import find_file, read_foreign
-from flatout.convert.foreign import Foreign, layers_of
-from flatout.convert.match import candidates
-from flatout.convert.problems import natural
-from flatout.convert.trace import trace
 from flatout.errors import InputError, first_line
-from flatout.models.hub import FIX, find_weights
-from flatout.models.installed import find_installed
+from flatout.models.build import create_timm, quiet, seeded
+from flatout.models.convert.match import candidates, has_other_strides, layers_of, to_timm_names, trace
+from flatout.models.convert.readers import SourceCheckpoint, find_file, read_file
+from flatout.models.hub import FIX, find_installed, find_weights
 from flatout.models.layers import head_modules
-from flatout.models.load import create_timm, quiet, seeded
-from flatout.models.weights import Differences, Tensors, described, differences, read_weights
+from flatout.models.weights import Differences, Tensors, described, differences
 from flatout.recipe import Recipe
 from flatout.settings import shown
 
@@ -38,9 +29,8 @@ def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], 
     """Load the weights that a recipe names into its model. A last layer of another size starts fresh, and small.
 
     Those are the published weights of `recipe.model`, from a cache, the hub or a package (`hub.find_weights`); or, if
-    `recipe.weights` is set, a file of any format that `flatout.convert` reads, or a folder with one, such as a run.
-    timm adapts weights of its networks to another image size. `report` takes sentences on what was downloaded and
-    loaded.
+    `recipe.weights` is set, a file in any format that `convert.readers` knows, or a folder with one, such as a run.
+    timm adapts weights of its networks to another image size. `report` takes sentences on downloads and loaded weights.
 
     Raises:
         WeightsUnavailable: published weights are in no cache and no package, and cannot be downloaded.
@@ -49,8 +39,8 @@ def load_pretrained(model: "nn.Module", recipe: Recipe, report: Callable[[str], 
     """
     if recipe.weights:
         path = find_file(Path(recipe.weights))
-        foreign = _resized(model, recipe, read_file(path), path)
-        fitted = fit(model, foreign, path, recipe.image_sides, report)
+        source = _resized(model, recipe, read_file(path), path)
+        fitted = fit(model, source, path, recipe.image_sides, report)
     else:
         fitted = _load_published(model, recipe, report)
     if not fitted.head_fits:
@@ -63,18 +53,22 @@ def _load_published(model: "nn.Module", recipe: Recipe, report: Callable[[str], 
     if installed and installed.path != path:
         installed = None
     try:
-        foreign = read_file(path)
+        source = read_file(path)
         if recipe.model.startswith("timm:"):
-            tensors = in_timms_names(model, foreign.tensors) if installed else foreign.tensors
-            config: Mapping[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
-            foreign = Foreign("torch", _adapt(model, recipe, tensors, config["num_classes"], path))
-        return fit(model, foreign, path, recipe.image_sides, report)
+            tensors = to_timm_names(model, source.tensors) if installed else source.tensors
+            outputs = _timm_config(model)["num_classes"]
+            source = SourceCheckpoint("torch", _adapt(model, recipe, tensors, outputs, path))
+        return fit(model, source, path, recipe.image_sides, report)
     except InputError as error:
         if installed:
             raise InputError(f"{error}; the file is of {installed.origin}: {installed.fix}; or {FIX}") from error
         # The Hugging Face cache has a link there; without the link alone, the same file would be found again.
         fix = f"if the file is wrong, remove {path.resolve()} to download the weights of {recipe.model}"
         raise InputError(f"{error}; {fix}; or {FIX}") from error
+
+
+def _timm_config(model: "nn.Module") -> Mapping[str, Any]:
+    return model.pretrained_cfg  # type: ignore[return-value]
 
 
 def _start_small(model: "nn.Module", fitted: "Fitted", seed: int) -> None:
@@ -97,59 +91,53 @@ def _start_small(model: "nn.Module", fitted: "Fitted", seed: int) -> None:
                     layer.bias.zero_()
 
 
-def _resized(model: "nn.Module", recipe: Recipe, foreign: Foreign, path: Path) -> Foreign:
-    """Return weights of a network of timm's as it has them with this image size, if they do not fit as they are."""
-    if not recipe.model.startswith("timm:") or foreign.framework != "torch":
-        return foreign
+# ---- timm's networks of other sizes ----------------------------------------------------------------------------------
+
+
+def _resized(model: "nn.Module", recipe: Recipe, source: SourceCheckpoint, path: Path) -> SourceCheckpoint:
+    """Let timm adapt weights of its networks to the image size, if they do not fit as they are."""
+    if not recipe.model.startswith("timm:") or source.framework != "torch":
+        return source
     own = model.state_dict()
-    tensors = _strip_prefixes(foreign.tensors, own, _without_head(own, model))
+    tensors = _strip_prefixes(source.tensors, own, _without_head(own, model))
     if not _misfits(model, tensors):
-        return foreign
+        return source
     try:
-        return Foreign("torch", _adapt(model, recipe, tensors, _outputs_in(tensors, model), path))
+        return SourceCheckpoint("torch", _adapt(model, recipe, tensors, _outputs_in(tensors, model), path))
     except InputError:
-        return foreign  # the tensors that do not fit are named later
+        return source  # the tensors that do not fit are named later
 
 
 def _outputs_in(tensors: Tensors, model: "nn.Module") -> int:
-    """Return how many outputs the network has that weights are of."""
+    """Infer the number of outputs of the network that weights are of."""
     names = [name for prefix in head_modules(model) for name in tensors if name.startswith(f"{prefix}.")]
     last = [name for name in names if name.endswith(".weight") and tensors[name].ndim > 1]
-    config: Mapping[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
+    config = _timm_config(model)
     outputs = len(tensors[last[-1]]) if last else config["num_classes"]
     return outputs - (config.get("label_offset") or 0) * (outputs == config["num_classes"] + 1)
 
 
 def _adapt(model: "nn.Module", recipe: Recipe, tensors: Tensors, outputs: int, path: Path) -> dict[str, Any]:
-    """Return weights of a network of timm's as a model has them, with this image size and these channels.
+    """Let timm adapt the weights of a network to the image size and channels of a model.
 
     A second model is created, since timm adapts weights only on creation. It has as many outputs as the weights: with
     others, timm would accept the weights of any network.
     """
-    config: Mapping[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
     try:
         with seeded(0), quiet():
             published = create_timm(recipe, outputs, tensors)
     except Exception as error:  # timm's functions for one network may raise anything on the tensors of another
         problems = described(_misfits(model, tensors)) or first_line(error)
-        size = f"image_size = {shown(recipe.image_size)} (published: {config['input_size'][-1]})"
+        size = f"image_size = {shown(recipe.image_size)} (published: {_timm_config(model)['input_size'][-1]})"
         raise InputError(f"the weights {path} do not fit {recipe.model} with {size}: {problems}") from error
     return published.state_dict()
 
 
-def _without_head(tensors: Tensors, model: "nn.Module") -> dict[str, Any]:
-    prefixes = tuple(f"{head}." if head else "" for head in head_modules(model))
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
-
-
-def _misfits(model: "nn.Module", tensors: Tensors) -> Differences:
-    """Return how tensors differ from a model's in names and shapes, the head left out."""
-    own, body = _without_head(model.state_dict(), model), _without_head(tensors, model)
-    return differences({n: t for n, t in own.items() if n in body or not n.endswith(_COUNT)}, body)
+# ---- fitting a file to a model ---------------------------------------------------------------------------------------
 
 
 class Fitted(NamedTuple):
-    """What was loaded: the names of the model's tensors, and how the file's were found.
+    """Loaded weights: the names of the model's tensors, and how the file's were found.
 
     pairs: the model's layer -> the file's, where names differ.
     """
@@ -162,7 +150,7 @@ class Fitted(NamedTuple):
 
 def fit(
     model: "nn.Module",
-    foreign: Foreign,
+    source: SourceCheckpoint,
     path: Path,
     sides: tuple[int, int],
     report: Callable[[str], None],
@@ -170,25 +158,25 @@ def fit(
     mapping: Mapping[str, str] | None = None,
     epsilon: float | None = None,
 ) -> Fitted:
-    """Load the weights of a file into a model, all or nothing; only layers of the head may lack, or be of other shapes.
+    """Load the weights of a file into a model, all or nothing; only layers of the head may be missing or misshapen.
 
     Args:
-        model: as `build_model` returns it, on the CPU.
+        model: from `build_model`, on the CPU.
         sides: height and width of the model's images.
-        report: takes a sentence on what was loaded.
-        mapping: see `flatout.convert.match.candidates`.
+        report: takes a sentence on the loaded weights.
+        mapping: see `convert.match.candidates`.
         epsilon: likewise.
 
     Raises:
         InputError: they do not fit; missing, unexpected and misshapen tensors are named.
     """
-    if has_other_strides(model, [layer.name for layer in layers_of(foreign)]):
+    if has_other_strides(model, [layer.name for layer in layers_of(source)]):
         raise InputError(
             f"the weights {path} are of Keras's ResNet, whose strides are in other layers than this model's; "
             "use the model keras-resnet50, keras-resnet101 or keras-resnet152"
         )
     best: tuple[int, Differences, Any] | None = None
-    for how, tensors, pairs in _ways(model, foreign, path, sides, mapping, epsilon):
+    for how, tensors, pairs in _ways(model, source, sides, mapping, epsilon):
         problems = _misfits(model, tensors)
         if not problems and not _loadable(model, tensors):
             problems = differences(model.state_dict(), tensors)
@@ -216,31 +204,40 @@ def fit(
 
 def _ways(
     model: "nn.Module",
-    foreign: Foreign,
-    path: Path,
+    source: SourceCheckpoint,
     sides: tuple[int, int],
     mapping: Mapping[str, str] | None,
     epsilon: float | None,
 ) -> Iterator[tuple[str, Tensors, dict[str, str]]]:
-    """Yield how the file's tensors may be the model's: those of torch first as they are."""
+    """Yield ways to give the file's tensors the model's names: those of torch first as they are."""
     own = model.state_dict()
-    if foreign.framework == "torch" and not mapping:
-        yield "by name", _strip_prefixes(foreign.tensors, own, _without_head(own, model)), {}
-    heads = head_modules(model)
+    if source.framework == "torch" and not mapping:
+        yield "by name", _strip_prefixes(source.tensors, own, _without_head(own, model)), {}
     channels = next((w.shape[1] for w in own.values() if w.ndim == 4), 3)
-    yield from candidates(foreign, model, trace(model, channels, *sides), heads, mapping=mapping, epsilon=epsilon)
+    traced = trace(model, channels, *sides)
+    yield from candidates(source, model, traced, head_modules(model), mapping=mapping, epsilon=epsilon)
+
+
+def _without_head(tensors: Tensors, model: "nn.Module") -> dict[str, Any]:
+    prefixes = tuple(f"{head}." if head else "" for head in head_modules(model))
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
+
+
+def _misfits(model: "nn.Module", tensors: Tensors) -> Differences:
+    """List how tensors differ from a model's in names and shapes, the head left out."""
+    own, body = _without_head(model.state_dict(), model), _without_head(tensors, model)
+    return differences({n: t for n, t in own.items() if n in body or not n.endswith(_COUNT)}, body)
 
 
 def _loadable(model: "nn.Module", tensors: Tensors) -> dict[str, Any]:
-    """Return the tensors that the model takes: all but those of layers of its head that have another size there.
+    """Select the tensors that the model takes: all but those of layers of its head that have another size there.
 
     So hidden layers of a head are taken, while the last one is of other classes.
     """
     own = model.state_dict()
     body, own_body = _without_head(tensors, model), _without_head(own, model)
     head = (tensors.keys() | own.keys()) - body.keys() - own_body.keys()
-    shapes = ({name: tuple(state[name].shape) for name in head & state.keys()} for state in (tensors, own))
-    theirs, ours = shapes
+    theirs, ours = ({name: tuple(state[name].shape) for name in head & state.keys()} for state in (tensors, own))
     others = {_layer(name) for name in head if theirs.get(name) != ours.get(name) and not name.endswith(_COUNT)}
     return {name: t for name, t in tensors.items() if name in body or (name in ours and _layer(name) not in others)}
 
@@ -250,7 +247,7 @@ def _layer(name: str) -> str:
 
 
 def _strip_prefixes(tensors: Tensors, own: Iterable[str], body: Collection[str]) -> Tensors:
-    """Undo what torch.compile, data-parallel wrappers and Lightning modules did to names that the model lacks.
+    """Strip the prefixes of torch.compile, data-parallel wrappers and Lightning modules from names.
 
     Where all weights of the model, or of its body, lie under one prefix, other tensors (of a loss, of metrics) are left
     out.
@@ -268,16 +265,3 @@ def _strip_prefixes(tensors: Tensors, own: Iterable[str], body: Collection[str])
             plain = plain[prefix.end() :]
         (stripped if plain in known or _PREFIX.match(name) else others)[plain] = tensor
     return stripped if known <= stripped.keys() and not known & tensors.keys() else {**others, **stripped}
-
-
-def read_file(path: Path) -> Foreign:
-    """Return the weights of a file in any format.
-
-    Raises:
-        InputError: it cannot be read, is damaged, or would execute code.
-    """
-    if path.suffix == ".safetensors":
-        tensors = read_weights(path)[0]
-        # The format has no order.
-        return Foreign("torch", {name: tensors[name] for name in sorted(tensors, key=natural)})
-    return read_foreign(path)

@@ -1,7 +1,8 @@
-"""Tensors on disk: safetensors files that appear whole or not at all, and notice damage when they are read."""
+"""Tensors on disk: safetensors files that appear whole or not at all, with a digest that reveals damage."""
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,19 +19,19 @@ Tensors = Mapping[str, "torch.Tensor"]
 Differences = dict[str, dict[str, Any]]
 
 _DIGEST_KEY = "blake2b"
+_MAX_LISTED = 4
 
 
 def save_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
     """Write tensors as safetensors, with a digest that `read_weights` checks.
 
-    They are written contiguous, from wherever they are; one shared under two names is written twice. Errors are those
-    of `write_atomically`.
+    Tensors are written contiguous; one that is shared under two names is written twice. Raises what `write_atomically`
+    raises.
     """
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import save
 
-    assert _DIGEST_KEY not in metadata
     plain = {
         name: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for name, t in tensors.items()
     }
@@ -38,17 +39,17 @@ def save_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> N
     def write(temporary: Path) -> None:
         try:
             content = save(plain, {**metadata, _DIGEST_KEY: _digest(plain, metadata)})
-        except SafetensorError as error:  # its own type
+        except SafetensorError as error:
             raise OSError(str(error)) from error
-        temporary.write_bytes(_in_fixed_order(content))
+        temporary.write_bytes(_sort_metadata(content))
 
     write_atomically(path, write)
 
 
-def _in_fixed_order(content: bytes) -> bytes:
-    """Return safetensors with sorted metadata: the library writes it in another order in every process.
+def _sort_metadata(content: bytes) -> bytes:
+    """Make equal weights equal files: safetensors writes metadata in another order in every process.
 
-    Equal weights then are equal files. The format: eight bytes with the length of a JSON header, the header, the data.
+    The format: eight bytes with the length of a JSON header, the header, the data.
     """
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -59,21 +60,19 @@ def _in_fixed_order(content: bytes) -> bytes:
 
 
 def read_weights(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, str]]:
-    """Read a safetensors file: its tensors, on the CPU, and its metadata. Where it has our digest, that must match.
+    """Read the tensors, on the CPU, and the metadata of a safetensors file.
 
     Raises:
-        InputError: it cannot be read, or its bytes are not those that `save_tensors` wrote.
+        InputError: the file cannot be read, or has a digest of `save_tensors` that does not match.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the file is no dict)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"{path}: cannot be read as safetensors ({one_line(error)}); it is damaged or something else"
-        ) from None
+        raise damaged(path, "safetensors", error) from None
     digest = metadata.pop(_DIGEST_KEY, None)
     if digest is not None and digest != _digest(tensors, metadata):
         raise InputError(f"{path}: is damaged: its bytes are not those that were saved (BLAKE2b digests); use a copy")
@@ -81,7 +80,6 @@ def read_weights(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, str]]
 
 
 def _digest(tensors: Tensors, metadata: Mapping[str, str]) -> str:
-    """Return the BLAKE2b digest of the metadata and of every tensor's name, type, shape and bytes, in order of name."""
     import torch
 
     digest = hashlib.blake2b(json.dumps(dict(metadata), sort_keys=True).encode(), digest_size=16)
@@ -89,6 +87,16 @@ def _digest(tensors: Tensors, metadata: Mapping[str, str]) -> str:
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def damaged(path: Path, what: str, reason: object) -> InputError:
+    """Make the error for a file that its format's reader cannot follow."""
+    return InputError(f"{path}: cannot be read as {what} ({one_line(reason)}); it is damaged or something else")
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sort key that puts `conv2d_10` after `conv2d_9`, and `conv2d` before `conv2d_1`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
 def load_exactly(model: "nn.Module", tensors: Tensors, where: object) -> None:
@@ -99,7 +107,7 @@ def load_exactly(model: "nn.Module", tensors: Tensors, where: object) -> None:
 
 
 def differences(own: Tensors, tensors: Tensors) -> Differences:
-    """Return the tensors of a file that do not fit a model's, with shapes, by kind; kinds without any are left out.
+    """List the tensors of a file that do not fit a model's, with shapes, by kind; empty kinds are left out.
 
     "misshapen" are in both, "missing" in the model alone, "unexpected" in the file alone.
     """
@@ -113,17 +121,17 @@ def differences(own: Tensors, tensors: Tensors) -> Differences:
     return {kind: named for kind, named in found.items() if named}
 
 
-def described(found: Differences, most: int = 4) -> str:
-    """Return the number of tensors of each kind, and the first of them with their shapes."""
+def described(found: Differences) -> str:
+    """Describe differences: the number of tensors of each kind, and the first of them with their shapes."""
     parts = []
     for kind, named in found.items():
         lines = [
             f"{one_line(name)} is {shape['file']} in the file but {shape['model']} in the model"
             if kind == "misshapen"
             else f"{one_line(name)} {shape}"
-            for name, shape in list(named.items())[:most]
+            for name, shape in list(named.items())[:_MAX_LISTED]
         ]
-        lines += [f"and {len(named) - most} more"] if len(named) > most else []
+        lines += [f"and {len(named) - _MAX_LISTED} more"] if len(named) > _MAX_LISTED else []
         parts.append(f"{len(named)} {kind} ({', '.join(lines)})")
-    is_shortened = any(len(named) > most for named in found.values())
+    is_shortened = any(len(named) > _MAX_LISTED for named in found.values())
     return "; ".join(parts) + ("; flatout convert --json lists all of them" if is_shortened else "")

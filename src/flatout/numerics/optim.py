@@ -74,7 +74,8 @@ def of_library(optimizer: Optimizer) -> functools.partial[torch.optim.Optimizer]
         known = {name: getattr(torch.optim, name) for name in torch.optim.__all__}
         known = {n: c for n, c in known.items() if isinstance(c, type) and c is not torch.optim.Optimizer}
     else:
-        from timm.optim._optim_factory import get_optimizer_class, list_optimizers
+        # timm lacks the aliases that mark re-exports.
+        from timm.optim import get_optimizer_class, list_optimizers  # pyright: ignore[reportPrivateImportUsage]
 
         # Those of Apex and bitsandbytes need their libraries.
         names = map(str, list_optimizers(exclude_filters=["fused*", "bnb*"]))

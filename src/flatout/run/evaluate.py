@@ -41,7 +41,7 @@ def _evaluate(
     from flatout.data.pack import load_once_per_host
     from flatout.engine.devices import spec_of
     from flatout.engine.factory import make_engine, precisions
-    from flatout.models.load import copied
+    from flatout.models.build import copied
     from flatout.run.trust import keep_of, scores_of
 
     def once(load: "Callable[[], Pack]") -> "Pack":

@@ -125,8 +125,8 @@ class Run:
         In regression, logits are standardised numbers; `recipe.data.label_mean` and `label_std` give back the unit.
         Where a model was given in Python, this is a copy of it, and the weights are loaded into the given one too.
         """
+        from flatout.models.build import build_model
         from flatout.models.keras import KerasModule, is_keras
-        from flatout.models.load import build_model
         from flatout.models.weights import load_exactly
 
         given = KerasModule(self._given) if is_keras(self._given) else self._given
@@ -203,8 +203,7 @@ class Run:
         """Lend what computes logits, and catches features; through ONNX Runtime after so many images that it pays."""
         import torch
 
-        from flatout.models.features import caught
-        from flatout.models.onnx_features import WORTHWHILE_PIXELS, FrozenClassifier
+        from flatout.models.features import WORTHWHILE_PIXELS, FrozenClassifier, caught
 
         model = self.model.eval()
         if self._classified * math.prod(self.recipe.image_sides) < WORTHWHILE_PIXELS:

@@ -214,8 +214,8 @@ def _files(path: Path) -> list[Path]:
 
 def _pixels(run: "Run", name: str, image: Any) -> np.ndarray | str:
     """Return one image as the model takes it, [H, W, C], or a message."""
-    from flatout.data.decode import BadImage, decode_image
-    from flatout.data.pixels import resize_images
+    from flatout.data.decode import decode_image
+    from flatout.data.pixels import BadImage, resize_images
 
     recipe = run.recipe
     shape: dict[str, Any] = {

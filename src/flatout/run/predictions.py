@@ -70,7 +70,7 @@ def _heatmaps(
     request: "TrainRequest", log: "RunLog", classes: int, images: np.ndarray, answers: np.ndarray
 ) -> np.ndarray | None:
     """Return what speaks for the first wrong answers, uint8 [M, H, W]; None where the model does not show it."""
-    from flatout.models.load import build_model, copied
+    from flatout.models.build import build_model, copied
     from flatout.models.weights import load_exactly, read_weights
     from flatout.run.explain import heatmaps_of
 

@@ -17,14 +17,13 @@ from flatout.console import duration
 from flatout.data.source import DataRef, Source
 from flatout.engine.factory import Rate, Speeds
 from flatout.errors import InputError, WeightsUnavailable
-from flatout.models.load import default_shape
-from flatout.models.sizes import usable_size
+from flatout.models.build import default_shape, usable_size
 from flatout.recipe import Recipe, from_dict, with_settings
 from flatout.settings import Size, one_or_both, sides
 from flatout.train.dataset_stats import PHOTO, Facts, look, of_shape, side_of
 
 if TYPE_CHECKING:
-    from flatout.models.backbones import Backbone
+    from flatout.models.hub import Backbone
 
 # From this ratio of the largest to the smallest class on, classes are weighted.
 UNBALANCED = 3.0
@@ -244,7 +243,7 @@ def _from_backbone(
     Without `report`, they are not searched for.
     """
     from flatout.models import hub
-    from flatout.models.backbones import BACKBONES
+    from flatout.models.hub import BACKBONES
 
     if model:
         if report:
@@ -286,8 +285,7 @@ def _from_backbone(
 def _at_hand() -> "list[Backbone]":
     """Return the networks whose weights are in a cache or in an installed package."""
     from flatout.models import hub
-    from flatout.models.backbones import BACKBONES
-    from flatout.models.installed import installed_backbones
+    from flatout.models.hub import BACKBONES, installed_backbones
 
     cached = (backbone for backbone in BACKBONES if not backbone.package and hub.is_cached(backbone.model))
     return [*cached, *installed_backbones()]
@@ -299,7 +297,7 @@ def _backbone_named(model: str) -> "Backbone":
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from flatout.models.backbones import Backbone, backbone_named
+    from flatout.models.hub import Backbone, backbone_named
 
     if known := backbone_named(model):
         return replace(known, model=model)
@@ -325,7 +323,7 @@ def _backbone_named(model: str) -> "Backbone":
 
 def _from_weights(facts: Facts, weights: Path, model: str, speeds: Speeds | None) -> Advice:
     """Return a recipe that starts from weights of the user's; those of a run name their model and normalisation."""
-    from flatout.convert.find import find_file
+    from flatout.models.convert.readers import find_file
     from flatout.models.weights import read_weights
 
     path = find_file(weights)

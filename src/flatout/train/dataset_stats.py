@@ -168,7 +168,8 @@ def _shape_of_files(files: Sequence[Encoded]) -> tuple[int, float, float, int, s
 
     The ratio is 1 where images differ in shape. Also how images of other shapes are to be resized, and the reason.
     """
-    from flatout.data.decode import BadImage, read_header, read_headers
+    from flatout.data.decode import read_header, read_headers
+    from flatout.data.pixels import BadImage
 
     headers = read_headers(files)
     if not headers:

@@ -90,8 +90,8 @@ def fit(
     from flatout.dist.env import launched
     from flatout.engine.devices import engine_for, parse_devices
     from flatout.engine.factory import speeds_on
+    from flatout.models.build import copied
     from flatout.models.keras import KerasModule, is_keras
-    from flatout.models.load import copied
     from flatout.train import claim
     from flatout.train.fit_arguments import check_names, is_own_loss, join_data, loader_batch_size, recipe_changes
     from flatout.train.recipes import resolve

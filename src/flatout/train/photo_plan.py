@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from flatout.console import duration
 from flatout.host import physical_cores
-from flatout.models.backbones import Backbone
-from flatout.models.sizes import usable_size
+from flatout.models.build import usable_size
+from flatout.models.hub import Backbone
 from flatout.settings import Size, sides
 from flatout.train.dataset_stats import STRIDE, of_shape
 
@@ -236,8 +236,8 @@ def fine_tuning_of(model: str) -> tuple[str, str, float]:
     import timm
     import torch
 
+    from flatout.models.build import quiet
     from flatout.models.layers import layers_before_head
-    from flatout.models.load import quiet
 
     with quiet(), torch.device("meta"):
         network = timm.create_model(model.removeprefix("timm:"))

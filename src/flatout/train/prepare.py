@@ -177,7 +177,7 @@ def build_model(
     request: "TrainRequest", pack: "Pack", report: Callable[[str], None] = lambda sentence: None
 ) -> "nn.Module":
     """Return the model of a request with fresh weights; one given in Python as a copy."""
-    from flatout.models.load import build_model
+    from flatout.models.build import build_model
 
     return build_model(
         request.recipe,

@@ -12,7 +12,7 @@ from flatout.settings import nearest, nearest_path
 
 if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source
-    from flatout.train.auto_recipe import Speeds
+    from flatout.engine.factory import Speeds
 
 
 def resolve(
@@ -106,7 +106,7 @@ def start_of(job: str | Path | Recipe | None, changes: Mapping[str, Any]) -> tup
 
 def _with_full_name(changes: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the changes with `timm:` before the name of a model that is timm's and not ours."""
-    from flatout.models.load import check_name, list_names
+    from flatout.models.build import check_name, list_names
 
     name = changes.get("model")
     if not isinstance(name, str) or name in list_names():

@@ -330,7 +330,7 @@ class TorchSplit:
             # What follows cached output takes less time than preparing ONNX Runtime.
             is_whole = engine.cut is None and engine.setup.precision == "fp32"
             if is_last and is_whole and engine.is_frozen_faster(len(self.samples)):
-                from flatout.models.onnx_features import FrozenClassifier
+                from flatout.models.features import FrozenClassifier
 
                 network = features = FrozenClassifier(engine.model, network, engine.threads)
             batches = [self._batches(source, equally_many=engine.is_sharded) for source in sources]

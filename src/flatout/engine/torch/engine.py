@@ -34,9 +34,8 @@ from flatout.engine.torch.gradients import (
 )
 from flatout.engine.torch.state import WeightAverage
 from flatout.engine.torch.step import SUMS, CapturedStep, Losses, MetricSums, NetworkInput, ReplacedFunctions
-from flatout.models.frozen_prefix import Cut, before_head, cut_frozen_prefix
-from flatout.models.heads import Head
-from flatout.models.layers import learning_rate_scales, set_train_mode
+from flatout.models.heads import Head, before_head
+from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
 from flatout.numerics import augment, optim, pixels
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe
@@ -252,7 +251,7 @@ class TorchEngine:
 
     def is_frozen_faster(self, count: int) -> bool:
         """Return whether ONNX Runtime is worth its preparation for `count` images and a network that is frozen."""
-        from flatout.models.onnx_features import WORTHWHILE_PIXELS
+        from flatout.models.features import WORTHWHILE_PIXELS
 
         is_worthwhile = count * math.prod(self.recipe.image_sides) >= WORTHWHILE_PIXELS
         return self.setup.accelerator.is_host and is_worthwhile
@@ -268,7 +267,7 @@ class TorchEngine:
         """Return a frozen network as what computes `count` images fastest here; `example` is a batch of its input."""
         if not self.is_frozen_faster(count):
             return network
-        from flatout.models.onnx_features import frozen_network
+        from flatout.models.features import frozen_network
 
         return frozen_network(network, example, self.threads, self._report)
 

@@ -94,9 +94,9 @@ def features_per_second(recipe: Recipe, device: str) -> float:
     Raises:
         InputError: the network or its weights are not to be had.
     """
+    from flatout.models.build import build_model
+    from flatout.models.features import frozen_network
     from flatout.models.heads import FeatureNetwork, find_head
-    from flatout.models.load import build_model
-    from flatout.models.onnx_features import frozen_network
     from flatout.models.pretrained import load_pretrained
 
     accelerator = accelerator_of(torch.device(device))

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from flatout.engine.torch.accelerator import Accelerator
 from flatout.engine.torch.batches import Inputs, Source
 from flatout.errors import InputError
-from flatout.models.frozen_prefix import Cut
+from flatout.models.layers import Cut
 from flatout.numerics import augment
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe

@@ -30,8 +30,7 @@ from flatout.engine.xla.mesh import MeshSharding
 from flatout.engine.xla.program import Evaluated, FrozenPrefix, Inputs, Program, State, frozen_cut, to_array
 from flatout.errors import InputError
 from flatout.host import physical_cores
-from flatout.models.frozen_prefix import before_head
-from flatout.models.heads import Head
+from flatout.models.heads import Head, before_head
 from flatout.numerics.augment import Transforms
 from flatout.numerics.metrics import Counts
 from flatout.recipe import Recipe

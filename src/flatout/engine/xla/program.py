@@ -21,9 +21,8 @@ from flatout.engine.xla.augment import Augmentation, mix, reduced
 from flatout.engine.xla.function import Function, SampleMask
 from flatout.engine.xla.keras import KerasFunction
 from flatout.models.features import caught
-from flatout.models.frozen_prefix import Cut, cut_frozen_prefix
 from flatout.models.keras import KerasModule
-from flatout.models.layers import learning_rate_scales, set_train_mode
+from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
 from flatout.numerics import augment, pixels
 from flatout.recipe import Recipe
 from flatout.tasks import task_of

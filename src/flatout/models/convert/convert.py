@@ -7,24 +7,22 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import nn
 
-from flatout.convert.find import find_file
-from flatout.convert.foreign import Foreign, layers_of
-from flatout.convert.match import candidates
-from flatout.convert.trace import trace
-from flatout.errors import InputError
+from flatout.errors import InputError, first_line
+from flatout.models.build import build_model, default_shape
+from flatout.models.convert.match import candidates, layers_of, trace
+from flatout.models.convert.readers import SourceCheckpoint, find_file, read_file
 from flatout.models.layers import head_modules
-from flatout.models.load import build_model, default_shape
-from flatout.models.pretrained import fit, read_file
+from flatout.models.nets import Net, feature_side
+from flatout.models.pretrained import fit
 from flatout.models.weights import save_tensors
 from flatout.recipe import Recipe
 from flatout.settings import Size, one_or_both, shown, sides
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # Of logits, the largest difference over the largest absolute value.
 TOLERANCE = 1e-4
@@ -33,7 +31,7 @@ _MAX_MAPPING_BYTES = 16 << 20
 
 
 class Shape(NamedTuple):
-    """What a model is built for; None for what the file decides."""
+    """The outputs and images of a model; None for values to be taken from the file."""
 
     classes: int | None = None
     size: Size | None = None
@@ -51,10 +49,10 @@ def convert(
     epsilon: float | None,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Write the weights of a file as those of a model, and return what was done, in plain values.
+    """Write the weights of a file as those of a model, and return a summary in plain values.
 
     Args:
-        file: of any format that `flatout.convert` reads; a folder or prefix of a checkpoint.
+        file: in any format that `readers` knows; a folder or prefix of a checkpoint.
         model_name: as in a recipe.
         out: a new `.safetensors` file.
         mapping: a TOML or JSON file, `"layer of the model" = "layer of the file"`.
@@ -70,27 +68,27 @@ def convert(
         raise InputError(f"--out {out}: exists already; choose another name, or remove it")
     if out.suffix != ".safetensors":
         raise InputError(f"--out {out}: must end in .safetensors")
-    answers = _Answers.read(check) if check else None
+    expected = _ExpectedLogits.read(check) if check else None
     pairs = _read_mapping(mapping) if mapping else None
     path = find_file(file)
-    foreign = read_file(path)
-    known = _known(foreign, answers, shape)
-    model, recipe = _model(foreign, model_name, known, pairs)
-    fitted = fit(model, foreign, path, recipe.image_sides, report, mapping=pairs, epsilon=epsilon)
-    difference, absolute = answers.compare(model, fitted.head_fits) if answers else (None, None)
+    source = read_file(path)
+    model, recipe = _build_for(source, model_name, _known_shape(source, expected, shape), pairs)
+    fitted = fit(model, source, path, recipe.image_sides, report, mapping=pairs, epsilon=epsilon)
+    difference, absolute = expected.compare(model, fitted.head_fits) if expected else (None, None)
     state = model.state_dict()
     if not fitted.head_fits:
         heads = tuple(f"{head}." for head in head_modules(model))
         state = {name: t for name, t in state.items() if name in fitted.names or not name.startswith(heads)}
     about = {"model": model_name, "image_size": json.dumps(recipe.image_size), "channels": str(recipe.channels)}
-    save_tensors(out, state, {**about, "converted_from": foreign.framework})
+    save_tensors(out, state, {**about, "converted_from": source.framework})
+    *_, head = head_modules(model).values()
     return {
         "file": str(path),
         "out": str(out),
         "model": model_name,
         "image_size": recipe.image_size,
         "channels": recipe.channels,
-        "classes": _outputs(model) if fitted.head_fits else None,
+        "classes": len(next(head.parameters())) if fitted.head_fits else None,
         "tensors": len(state),
         "matched": fitted.how,
         "layers": fitted.pairs,
@@ -99,8 +97,8 @@ def convert(
     }
 
 
-def lines_of(result: Mapping[str, Any], *, verbose: bool) -> list[str]:
-    """Return what is printed of the result of `convert`; `verbose` adds the pairs of layers whose names differ."""
+def format_conversion(result: Mapping[str, Any], *, verbose: bool) -> list[str]:
+    """Format the result of `convert` for the terminal; `verbose` adds the pairs of layers whose names differ."""
     pairs = [f"{own} = {theirs}" for own, theirs in result["layers"].items() if theirs not in (own, "")]
     lines = [f"layers, of the model and of the file: {', '.join(pairs)}"] if pairs and verbose else []
     head = f"{result['classes']} outputs" if result["classes"] else "without a head"
@@ -114,20 +112,25 @@ def lines_of(result: Mapping[str, Any], *, verbose: bool) -> list[str]:
     return [*lines, note]
 
 
-def _known(foreign: Foreign, answers: "_Answers | None", shape: Shape) -> Shape:
-    """Return what the user, the arrays to check and the file say of the model."""
-    size, channels = shape.size, shape.channels
-    if foreign.image:
-        height, width, count = foreign.image
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def _known_shape(source: SourceCheckpoint, expected: "_ExpectedLogits | None", shape: Shape) -> Shape:
+    """Complete the user's shape by that of the file's description and of the arrays to check."""
+    classes, size, channels = shape
+    if source.image:
+        height, width, count = source.image
         size, channels = size or one_or_both((height, width)), channels or count
-    if answers and not (size and channels):
-        guessed = answers.shape(channels)
-        size, channels = size or guessed[0], channels or guessed[1]
-    return Shape(shape.classes or (answers and answers.logits.shape[1]) or None, size, channels)
+    if expected:
+        seen = expected.shape(channels)
+        classes, size, channels = classes or seen.classes, size or seen.size, channels or seen.channels
+    return Shape(classes, size, channels)
 
 
-def _model(foreign: Foreign, name: str, known: Shape, mapping: Mapping[str, str] | None) -> "tuple[nn.Module, Recipe]":
-    """Build a model; what is not known is what the file's first and last layers have in a model of the usual shape."""
+def _build_for(
+    source: SourceCheckpoint, name: str, known: Shape, mapping: Mapping[str, str] | None
+) -> tuple[nn.Module, Recipe]:
+    """Build a model for a file: unknown values follow from how its layers match those of a model of the usual shape."""
     usual = default_shape(name)
     classes, size, channels = known.classes or usual[0], known.size or usual[1], known.channels or usual[2]
     tried = classes, size, channels
@@ -137,56 +140,55 @@ def _model(foreign: Foreign, name: str, known: Shape, mapping: Mapping[str, str]
         if known.size and known.channels and known.classes:
             raise
         raise InputError(f"{error}; --size N or HxW, --channels C and --classes K say what it is for") from None
-    found = trace(model, channels, *sides(size))
-    layers = {layer.name: layer for layer in layers_of(foreign)}
-    *_, (_, _, pairs) = candidates(foreign, model, found, head_modules(model), mapping=mapping)
-    own = [(own, kind) for own, kind in found.layers.items() if own in pairs and kind in ("conv", "linear")]
+    heads, traced = head_modules(model), trace(model, channels, *sides(size))
+    layers = {layer.name: layer for layer in layers_of(source)}
+    *_, (_, _, pairs) = candidates(source, model, traced, heads, mapping=mapping)
+    kinds = {own: kind for own, kind in traced.layers.items() if own in pairs and kind in ("conv", "linear")}
     weights = {
-        name: (model.get_submodule(name).weight.shape, theirs.shape)
-        for name, _ in own
-        if (theirs := layers[pairs[name]].tensors.get("weight") if pairs[name] in layers else None) is not None
+        own: theirs.tensors["weight"].shape
+        for own in kinds
+        if (theirs := layers.get(pairs[own])) and "weight" in theirs.tensors
     }
-    if not known.channels and own and own[0][1] == "conv" and own[0][0] in weights:
-        channels = weights[own[0][0]][1][1]
-    if not known.classes and (last := next(iter(head_modules(model)))) in weights:
-        classes = weights[last][1][0]
-    if not known.size and (first := next(iter(found.flattened), None)) in weights:
-        size = _size(model, size, found.flattened[first][0], weights[first][1][1])
+    first = next(iter(kinds), "")
+    if not known.channels and kinds.get(first) == "conv" and first in weights:
+        channels = weights[first][1]
+    if not known.classes and (last := next(iter(heads))) in weights:
+        classes = weights[last][0]
+    if not known.size and (linear := next(iter(traced.flattened), None)) in weights:
+        size = _infer_size(model, size, traced.flattened[linear][0], weights[linear][1])
     if (classes, size, channels) == tried:
         return model, recipe
     return _build(name, classes, size, channels)
 
 
-def _build(name: str, outputs: int, size: Size, channels: int) -> "tuple[nn.Module, Recipe]":
+def _build(name: str, outputs: int, size: Size, channels: int) -> tuple[nn.Module, Recipe]:
     # One output is that of two classes.
     loss: Any = "binary-cross-entropy" if outputs == 1 else "cross-entropy"
     recipe = Recipe(model=name, image_size=size, channels=channels, epochs=1, batch_size=1, loss=loss)
     return build_model(recipe, 2 if outputs == 1 else outputs, allow_code=True), recipe
 
 
-def _size(model: "nn.Module", size: Size, maps: int, inputs: int) -> Size:
-    """Return the size of the square images whose flattened feature maps have so many values: the usual, or the least.
+def _infer_size(model: nn.Module, size: Size, maps: int, inputs: int) -> Size:
+    """Infer the size of square images whose flattened feature maps have so many values: the usual, or the least.
 
     `maps` is the number of feature maps. Sizes of equal feature maps have equal weights.
     """
-    from flatout.models.nets import side_of_features
-
-    reduce = side_of_features(model)
-    if reduce is None or inputs % maps:
+    if not isinstance(model, Net) or inputs % maps:
         return size
+    features = model.get_submodule("features")
+    assert isinstance(features, nn.Sequential)
     height, width = sides(size)
-    if reduce(height) * reduce(width) * maps == inputs:
+    if feature_side(features, height) * feature_side(features, width) * maps == inputs:
         return size
-    return next((side for side in range(1, _MAX_SIDE) if maps * max(0, reduce(side)) ** 2 == inputs), size)
+    fits = (side for side in range(1, _MAX_SIDE) if maps * max(0, feature_side(features, side)) ** 2 == inputs)
+    return next(fits, size)
 
 
-def _outputs(model: "nn.Module") -> int:
-    *_, head = head_modules(model).values()
-    return next(len(parameter) for parameter in head.parameters())
+# ---- files of the user -----------------------------------------------------------------------------------------------
 
 
 def _read_mapping(path: Path) -> dict[str, str]:
-    """Return the pairs of a mapping file; TOML's dotted keys are tables."""
+    """Read the pairs of a mapping file; TOML's dotted keys are tables."""
     try:
         if path.stat().st_size > _MAX_MAPPING_BYTES:
             raise ValueError("it is too large")
@@ -196,7 +198,7 @@ def _read_mapping(path: Path) -> dict[str, str]:
         raise InputError(f"--mapping {path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise InputError(f"--mapping {path}: is no {kind}: {str(error).splitlines()[0]}") from None
+        raise InputError(f"--mapping {path}: is not valid {kind}: {first_line(error)}") from None
     pairs: dict[str, str] = {}
 
     def collect(prefix: str, value: object) -> None:
@@ -214,15 +216,15 @@ def _read_mapping(path: Path) -> dict[str, str]:
     return pairs
 
 
-class _Answers(NamedTuple):
-    """What the source framework answered to images, [N, C, H, W] or [N, H, W, C]; logits are float64 [N, K]."""
+class _ExpectedLogits(NamedTuple):
+    """The source framework's logits, float64 [N, K], of images [N, C, H, W] or [N, H, W, C]."""
 
     path: Path
     images: np.ndarray
     logits: np.ndarray
 
     @classmethod
-    def read(cls, path: Path) -> "_Answers":
+    def read(cls, path: Path) -> "_ExpectedLogits":
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 images, logits = arrays["images"], arrays["logits"]
@@ -231,7 +233,7 @@ class _Answers(NamedTuple):
         except OSError as error:
             raise InputError(f"--check {path}: cannot be read: {error.strerror or error}") from None
         except Exception as error:  # numpy and zipfile raise errors of many types on damaged files
-            raise InputError(f"--check {path}: is damaged or no .npz file ({type(error).__name__})") from None
+            raise InputError(f"--check {path}: is damaged or not an .npz file ({type(error).__name__})") from None
         if images.ndim != 4 or logits.ndim != 2 or len(images) != len(logits) or not len(images):
             found = f"images {list(images.shape)} and logits {list(logits.shape)}"
             raise InputError(f"--check {path}: needs images [N, C, H, W] and logits [N, K], not {found}")
@@ -239,23 +241,22 @@ class _Answers(NamedTuple):
             raise InputError(f"--check {path}: images and logits must be finite numbers")
         return cls(path, images.astype(np.float32), logits.astype(np.float64))
 
-    def shape(self, channels: int | None) -> tuple[Size, int]:
-        """Return image size and channels; channels are last where only that is possible."""
+    def shape(self, channels: int | None) -> Shape:
+        """Infer the shape of the model; channels are last where only that is possible."""
         first, *_, last = self.images.shape[1:]
         is_last = last == channels if channels and first != channels else first > 4 >= last
         height, width, count = self.images.shape[1:] if is_last else (*self.images.shape[2:], first)
-        return one_or_both((height, width)), count
+        return Shape(self.logits.shape[1], one_or_both((height, width)), count)
 
-    def compare(self, model: "nn.Module", head_fits: bool) -> tuple[float, float]:
-        """Return the largest difference of logits, over the largest of them and absolute.
+    def compare(self, model: nn.Module, head_fits: bool) -> tuple[float, float]:
+        """Compute the largest difference of logits, over the largest of them and absolute.
 
         Raises:
             InputError: it is larger than TOLERANCE, or there is nothing to compare.
         """
-        import torch
-
+        where = f"--check {self.path}"
         if not head_fits:
-            raise InputError(f"--check {self.path}: the file has no head of the model, so it has no logits to compare")
+            raise InputError(f"{where}: the file has no head of the model, so it has no logits to compare")
         channels = next((w.shape[1] for w in model.state_dict().values() if w.ndim == 4), self.images.shape[1])
         images = self.images
         if images.shape[1] != channels and images.shape[3] == channels:
@@ -266,17 +267,16 @@ class _Answers(NamedTuple):
             logits = torch.cat(found).double().numpy()
         except (RuntimeError, ValueError, AssertionError) as error:
             shape = list(images.shape[1:])
-            reason = str(error).strip().partition("\n")[0]
-            raise InputError(f"--check {self.path}: the model does not take images {shape}: {reason}") from None
+            raise InputError(f"{where}: the model does not take images {shape}: {first_line(error)}") from None
         if logits.shape != self.logits.shape:
-            found, need = list(logits.shape), list(self.logits.shape)
-            raise InputError(f"--check {self.path}: the logits have the shape {need}, those of the model {found}")
+            own, theirs = list(logits.shape), list(self.logits.shape)
+            raise InputError(f"{where}: the logits have the shape {theirs}, those of the model {own}")
         absolute = float(np.abs(logits - self.logits).max())
         difference = absolute / max(float(np.abs(self.logits).max()), 1e-30)
         if not difference <= TOLERANCE:
             agree = float((logits.argmax(1) == self.logits.argmax(1)).mean())
             raise InputError(
-                f"--check {self.path}: the logits differ by {difference:.1e} of the largest logit (limit "
+                f"{where}: the logits differ by {difference:.1e} of the largest logit (limit "
                 f"{TOLERANCE:g}; {agree:.0%} of the classes agree), so nothing was written; layers may be matched "
                 "wrongly (--mapping), epsilon of batch normalisation (--epsilon), activations or padding differ, or "
                 "logits be probabilities"

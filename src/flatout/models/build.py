@@ -1,0 +1,414 @@
+"""From a recipe to its model: built-in nets, timm's, a factory of the user's, or a module given in Python."""
+
+import contextlib
+import copy
+import difflib
+import importlib
+import importlib.util
+import inspect
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout.errors import InputError, first_line
+from flatout.recipe import Recipe
+from flatout.settings import Size, nearest, one_or_both, shown, sides
+from flatout.tasks import task_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flatout.models.weights import Tensors
+
+# The names of the built-in nets, and their classes in `models.nets`, which imports torch.
+_NETS = {
+    "fashion-cnn": "FashionCNN",
+    "cats-dogs-cnn": "CatsDogsCNN",
+    "parallel-cnn": "ParallelCNN",
+    "keras-cnn": "KerasCNN",
+    "caltech-cnn": "CaltechCNN",
+    "vgg16": "VGG16",
+    "fast-cnn-16": "FastCNN16",
+    "fast-cnn-32": "FastCNN32",
+    "fast-cnn-64": "FastCNN64",
+    "fast-cnn-128": "FastCNN128",
+    "keras-resnet50": "KerasResNet50",
+    "keras-resnet101": "KerasResNet101",
+    "keras-resnet152": "KerasResNet152",
+}
+# `usable_size` tries so many multiples of the stride below the wanted size, and above it.
+_SIZE_TRIALS = 4
+
+
+def list_names() -> list[str]:
+    """List the names of the built-in nets."""
+    return list(_NETS)
+
+
+def net_named(name: str) -> "Callable[..., nn.Module] | None":
+    """Return the constructor of a built-in net, from outputs, image size and channels; None for other names."""
+    from flatout.models import nets
+
+    return getattr(nets, _NETS[name]) if name in _NETS else None
+
+
+def default_shape(name: str) -> tuple[int, Size, int]:
+    """Return the classes, image size and channels that a model was published with."""
+    if net := net_named(name):
+        parameters = inspect.signature(net).parameters
+        classes, size, channels = (parameters[key].default for key in ("num_outputs", "image_size", "channels"))
+        return classes, size, channels
+    config = _published_config(name) if name.startswith("timm:") else None
+    if config is None:
+        return 1000, 224, 3
+    channels, height, width = config.input_size
+    return config.num_classes, one_or_both((height, width)), channels
+
+
+def _published_config(name: str) -> Any:
+    import timm
+
+    return timm.get_pretrained_cfg(name.removeprefix("timm:"))
+
+
+def check_name(name: str) -> None:
+    """Check the name of a model: one of `list_names()`, of timm's, or the place of a factory.
+
+    Raises:
+        InputError: there is no such model; the message suggests the nearest one.
+    """
+    if name in _NETS or (":" in name and not name.startswith("timm:")):
+        return
+    import timm
+
+    architecture, _, tag = name.removeprefix("timm:").partition(".")
+    if ":" not in name:
+        hint = f"{nearest(name, _NETS)} (or timm:NAME, package.module:factory, file.py:factory)"
+        if name.endswith(".py"):
+            hint = f"to use a class or function of this file, write {name}:NAME"
+        elif timm.is_model(architecture):
+            hint = f"did you mean 'timm:{name}'?"
+        raise InputError(f"no model called {name!r}; {hint}")
+    if not timm.is_model(architecture):
+        close = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.5)
+        hint = f"nearest: {', '.join(f'timm:{c}' for c in close)}" if close else "see timm.list_models()"
+        raise InputError(f"timm has no model called {architecture!r}; {hint}")
+    tags = [tagged.partition(".")[2] for tagged in timm.list_pretrained(f"{architecture}.*")]
+    if tag and tag not in tags:
+        raise InputError(f"timm has no weights {tag!r} for {architecture}; {nearest(tag, tags)}")
+
+
+def build_model(
+    recipe: Recipe,
+    num_classes: int,
+    *,
+    module: "nn.Module | None" = None,
+    allow_code: bool = False,
+    report: Callable[[str], None] = lambda sentence: None,
+) -> "nn.Module":
+    """Build the model of a recipe on the CPU, with fresh weights that the seed determines, ready to train.
+
+    It takes float images [N, C, H, W] and returns logits [N, K]; K is `Task.num_outputs`. A factory returns a
+    torch.nn.Module and takes `num_classes` (the number of logits), and `image_size` and `channels` if its signature
+    names them.
+
+    Args:
+        recipe: its `model` is one of `list_names()`, `timm:NAME`, `package.module:factory` or `file.py:factory`.
+        num_classes: classes of the data; 0 in regression.
+        module: the model, where it was given in Python; a copy is returned.
+        allow_code: whether a factory may be called: only if the user's own command line or code names it, never a file.
+        report: takes a sentence about outputs that are not logits.
+
+    Raises:
+        InputError: there is no such model, it may not be called, or it does not fit the data or the recipe.
+    """
+    from flatout.models.heads import check_size, ensure_logits
+    from flatout.models.layers import freeze, set_dropout
+
+    num_outputs = task_of(recipe).num_outputs(num_classes)
+    if module is None:
+        name, model = recipe.model, _build(recipe, num_outputs, allow_code)
+    else:
+        name, model = type(module).__name__, copied(module)
+    if module is not None or name not in _NETS:
+        ensure_logits(model, name, recipe, num_outputs, report)
+    if recipe.eval_sides != recipe.image_sides:
+        check_size(model, name, recipe, num_outputs, recipe.data.eval_size, "data.eval_size")
+    if recipe.augment.start_size:
+        check_size(model, name, recipe, num_outputs, recipe.augment.start_size, "augment.start_size")
+    freeze(model, recipe.freeze)
+    set_dropout(model, recipe.dropout)
+    return model
+
+
+def _build(recipe: Recipe, num_outputs: int, allow_code: bool) -> "nn.Module":
+    name = recipe.model
+    if net := net_named(name):
+        with seeded(recipe.seed):
+            return net(num_outputs, recipe.image_size, recipe.channels)
+    check_name(name)
+    if name.startswith("timm:"):
+        try:
+            with seeded(recipe.seed):
+                return create_timm(recipe, num_outputs)
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            raise InputError(
+                f"model = {name!r}: cannot be built for {recipe.channels}-channel images of "
+                f"{shown(recipe.image_size)} pixels ({first_line(error)}); try another image_size or model"
+            ) from error
+    if name.startswith("python:"):
+        raise InputError(f"model = {name!r}: was given in Python; train it with flatout.fit(model, ...)")
+    if not allow_code:
+        raise InputError(
+            f"model = {name!r}: is Python code, and code named in a file is never run; if you trust it, "
+            f"use train --model {name}, evaluate or predict --allow-code, or in Python allow_code=True"
+        )
+    with seeded(recipe.seed):
+        return _call_factory(recipe, num_outputs)
+
+
+def copied(module: Any) -> "nn.Module":
+    """Copy a user's module to the CPU."""
+    from torch import nn
+
+    if not isinstance(module, nn.Module):
+        raise InputError(f"model: must be a torch module, a Keras 3 model or a name, not {module!r}")
+    try:
+        return copy.deepcopy(module).to("cpu")
+    except Exception as error:  # the content of a user's module may raise anything
+        raise InputError(
+            f"model: {type(module).__qualname__} cannot be copied ({type(error).__name__}: {error}); "
+            "remove locks, open files, generators and results of earlier computations from it"
+        ) from error
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's CPU generator inside the block; restore it afterwards."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the accelerators too
+        yield
+
+
+@contextlib.contextmanager
+def quiet(library: str = "timm") -> Iterator[None]:
+    """Suppress the log of a library and torch's warnings inside the block."""
+    logger = logging.getLogger(library)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+# ---- timm ------------------------------------------------------------------------------------------------------------
+
+
+def create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None" = None) -> "nn.Module":
+    """Call timm.create_model, with the image size if the model takes one. timm's own errors are not translated.
+
+    `weights` are those of the published network, or of another with as many outputs as `num_outputs`. timm adapts them
+    to image size and channels, and downloads nothing.
+    """
+    return _create_timm(recipe, num_outputs, weights)[0]
+
+
+def timm_call(recipe: Recipe, num_outputs: int) -> str:
+    """Return the source of the call that `create_timm` makes, without weights."""
+    with seeded(recipe.seed):
+        _, options = _create_timm(recipe, num_outputs, None)
+    words = "".join(f", {name}={value!r}" for name, value in options.items())
+    return f'timm.create_model("{recipe.model.removeprefix("timm:")}"{words})'
+
+
+def _create_timm(recipe: Recipe, num_outputs: int, weights: "Tensors | None") -> "tuple[nn.Module, dict[str, Any]]":
+    """Create a model; return the options of the call, too: with `img_size` if the model takes one."""
+    import timm
+
+    options: dict[str, Any] = {"num_classes": num_outputs, "in_chans": recipe.channels}
+    if weights is not None:
+        # A copy, since timm changes the dict; without the other sources, which timm would use in place of an empty one.
+        source: dict[str, Any] = {"state_dict": dict(weights), "hf_hub_id": None, "url": "", "custom_load": False}
+        published = _published_config(recipe.model)
+        if published is not None and published.num_classes != num_outputs:
+            source |= {"num_classes": num_outputs, "label_offset": 0}
+        options |= {"pretrained": True, "pretrained_cfg_overlay": source}
+    name, sized = recipe.model.removeprefix("timm:"), {**options, "img_size": recipe.image_size}
+    try:
+        return timm.create_model(name, **sized), sized
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error) or "'img_size'" not in str(error):
+            raise
+    return timm.create_model(name, **options), options
+
+
+def usable_size(model_name: str, wanted: Size, *, channels: int) -> Size:
+    """Find the largest size up to `wanted` that a network of timm's takes with its published weights, or the next.
+
+    Weights take a size if no shape of theirs depends on it, or if timm resizes the tensors that do, such as position
+    embeddings. Where it cannot, the size is the published one. The ratio of height to width is kept if the network
+    takes a similar one; else the size is a square of about as many pixels. Networks that are not timm's are taken to
+    fit. Sizes are tried on torch's meta device, which computes shapes and no values.
+    """
+    if not model_name.startswith("timm:") or sides(wanted) == sides(default_shape(model_name)[1]):
+        return wanted
+    with quiet():
+        try:
+            network = _SizeTrials(model_name, channels)
+        except Exception:  # timm's code may raise anything; whoever builds the network reports it
+            return wanted
+        squares = [wanted] if isinstance(wanted, int) else [wanted, math.isqrt(math.prod(wanted))]
+        for size in squares:
+            for near in network.near(sides(size)):
+                if network.takes(near):
+                    return one_or_both(near)
+                if network.is_fixed:
+                    return network.published
+    return network.published
+
+
+class _SizeTrials:
+    """A network of its published size, and whether it and its weights take others.
+
+    Attributes:
+        published: the size of its weights.
+        is_fixed: whether a trial has shown that its weights fit no other size.
+    """
+
+    def __init__(self, name: str, channels: int) -> None:
+        self._name, self._channels = name, channels
+        self._classes, self.published, self._published_channels = default_shape(name)
+        least = getattr(_published_config(name), "min_input_size", None) or (3, 1, 1)
+        self._least = least[1], least[2]
+        self._model, self._is_sized = self._build(self.published, self._published_channels)
+        self.is_fixed = False
+
+    def near(self, size: tuple[int, int]) -> Iterator[tuple[int, int]]:
+        """Yield sizes of about this ratio: this one, smaller ones, larger ones, the nearest first."""
+        yield size
+        height, width = size
+        reductions = [info.get("reduction", 1) for info in getattr(self._model, "feature_info", None) or ()]
+        down, across = (math.lcm(patch, *reductions[-1:]) for patch in self._patch())
+        if down <= height:
+            for count in range(height // down, max(0, height // down - _SIZE_TRIALS), -1):
+                yield count * down, max(1, width * count * down // height // across) * across
+        for count in range(-(-height // down), -(-height // down) + _SIZE_TRIALS):
+            yield count * down, -(-width * count * down // height // across) * across
+        if self._least[0] > height or self._least[1] > width:
+            yield self._least
+
+    def takes(self, size: tuple[int, int]) -> bool:
+        """Whether the network and its weights take images of a size."""
+        if size == sides(self.published):
+            return True
+        # Pixels that fill no patch would be left out.
+        if any(side % patch for side, patch in zip(size, self._patch(), strict=True)):
+            return False
+        if size[0] < self._least[0] or size[1] < self._least[1]:
+            return False
+        if not self._is_sized:
+            return self._computes(self._model, size, self._published_channels)
+        try:
+            model, _ = self._build(one_or_both(size), self._channels)
+        except Exception:  # timm's code may raise anything
+            return False
+        return self._computes(model, size, self._channels) and self._weights_fit(model, size)
+
+    def _weights_fit(self, model: "nn.Module", size: tuple[int, int]) -> bool:
+        published, own = self._model.state_dict(), model.state_dict()
+        if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in published.items()}:
+            try:
+                self._build(one_or_both(size), self._published_channels, published)
+            except Exception:  # timm cannot resize them
+                self.is_fixed = True
+        return not self.is_fixed
+
+    def _patch(self) -> tuple[int, int]:
+        """Return height and width of the patches, if they do not overlap; else 1."""
+        from torch import nn
+
+        proj = getattr(getattr(self._model, "patch_embed", None), "proj", None)
+        if not isinstance(proj, nn.Conv2d) or proj.kernel_size != proj.stride:
+            return 1, 1
+        return proj.stride[0], proj.stride[1]
+
+    def _build(self, size: Size, channels: int, weights: Any = None) -> "tuple[nn.Module, bool]":
+        """Build the network in evaluation mode; return also whether it was built for the size."""
+        import torch
+
+        recipe = Recipe(model=self._name, image_size=1, channels=3, epochs=1, batch_size=1)
+        recipe = recipe.override({"image_size": size, "channels": channels})
+        with seeded(0), torch.device("meta"):
+            model, options = _create_timm(recipe, self._classes, weights)
+        return model.to("meta").eval(), "img_size" in options
+
+    def _computes(self, model: "nn.Module", size: tuple[int, int], channels: int) -> bool:
+        import torch
+
+        try:
+            with torch.no_grad():
+                model(torch.zeros(2, channels, *size, device="meta"))
+        except Exception:  # timm's code may raise anything
+            return False
+        return True
+
+
+# ---- factories -------------------------------------------------------------------------------------------------------
+
+
+def _call_factory(recipe: Recipe, num_outputs: int) -> "nn.Module":
+    from torch import nn
+
+    name, sizes = recipe.model, {"image_size": recipe.image_size, "channels": recipe.channels}
+    place = Path(name.rpartition(":")[0]).absolute().parent if ".py:" in name else Path.cwd()
+    # Modules of the folder can be imported, as with `python -m`, after all others.
+    sys.path.append(str(place))
+    try:
+        factory, parameters = _import_factory(name)
+        try:
+            model = factory(num_classes=num_outputs, **{k: v for k, v in sizes.items() if k in parameters})
+        except Exception as error:  # the user's code may raise anything
+            raise InputError(f"model = {name!r}: raised {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        sys.path.remove(str(place))
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model = {name!r}: must return a torch.nn.Module, not {type(model).__name__}")
+    return model
+
+
+def _import_factory(name: str) -> tuple[Callable[..., Any], Mapping[str, inspect.Parameter]]:
+    """Import `package.module:attribute` or `path/to/file.py:attribute`, and read its signature."""
+    place, _, attribute = name.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            path = Path(place).absolute()
+            # Under a name of its own: `random.py` must not become Python's `random`.
+            spec = importlib.util.spec_from_file_location(f"flatout_user_{path.stem}", path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        factory: Any = reduce(getattr, attribute.split("."), module)
+        parameters = inspect.signature(factory).parameters
+    except (AttributeError, ImportError, OSError, SyntaxError, TypeError, ValueError) as error:
+        raise InputError(
+            f"model = {name!r}: cannot be imported as package.module:factory or file.py:factory "
+            f"({type(error).__name__}: {first_line(error)})"
+        ) from error
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if "num_classes" not in parameters and not takes_any:
+        raise InputError(f"model = {name!r}: must take num_classes, the number of logits; it takes {[*parameters]}")
+    return factory, parameters

@@ -1,0 +1,432 @@
+"""Readers of weights in the formats of torch, Paddle and Keras; TensorFlow's is `tensorflow`.
+
+Nothing read here can execute code: torch files are read with `weights_only=True`, pickles of Paddle may name NumPy's
+constructors alone, and layers of Keras are never built from their description, so Lambda layers are never run.
+"""
+
+import io
+import json
+import pickle
+import pickletools
+import re
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal, TypeGuard
+
+import numpy as np
+import torch
+
+from flatout.errors import InputError, one_line
+from flatout.models.convert import tensorflow
+from flatout.models.weights import damaged, natural, read_weights
+
+_IN_A_FOLDER = (
+    *("weights.safetensors", "model.safetensors", "pytorch_model.bin"),
+    *("variables/variables.index", "model.weights.h5"),
+)
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+# The start of torch's files that are not zip files: a pickle of this number.
+_TORCH_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
+# Programs save the weights of a model under one of these keys, next to other things.
+_NESTED_KEYS = ("state_dict", "model", "model_state_dict", "model_state", "net", "network", "params")
+
+
+@dataclass(frozen=True)
+class SourceCheckpoint:
+    """The weights of a file.
+
+    Attributes:
+        framework: whose layout they have; keras stands for TensorFlow, too.
+        tensors: by name, `layer.kernel`, in the order of the layers as far as the file has one.
+        epsilons: of batch normalisation, by the name of the layer, where the file has them.
+        channels_first: whether images were [C, H, W], which Keras can be set to; kernels have the same layout.
+        image: height, width and channels of the images, where the file has them.
+    """
+
+    framework: Literal["torch", "paddle", "keras"]
+    tensors: dict[str, torch.Tensor]
+    epsilons: dict[str, float] = field(default_factory=dict)
+    channels_first: bool = False
+    image: tuple[int, int, int] | None = None
+
+    @property
+    def is_channels_last(self) -> bool:
+        """Whether a flattened feature map has its channels last."""
+        return self.framework == "keras" and not self.channels_first
+
+
+# ---- finding the file and its reader ---------------------------------------------------------------------------------
+
+
+def find_file(path: Path) -> Path:
+    """Find a file of weights: the path itself, a file in a folder, or the `.index` of a checkpoint's prefix.
+
+    Raises:
+        InputError: there is none; the message names the path as the value of --weights.
+    """
+    if path.is_file():
+        data = path.name.partition(".data-")
+        return path.with_name(f"{data[0]}.index") if data[1] and data[2] else path
+    index = path.with_name(f"{path.name}.index")
+    if index.is_file():
+        return index
+    if not path.is_dir():
+        raise InputError(f"--weights {path}: there is no such file or folder")
+    return next((path / name for name in _IN_A_FOLDER if (path / name).is_file()), None) or _newest_checkpoint(path)
+
+
+def _newest_checkpoint(folder: Path) -> Path:
+    """Find the checkpoint that TensorFlow's file `checkpoint` names, or the only one."""
+    found = sorted(folder.glob("*.index"))
+    state = folder / "checkpoint"
+    if state.is_file():
+        lines = state.read_text(encoding="utf-8", errors="replace")[:100_000].splitlines()
+        named = [line.partition(":")[2].strip(' "') for line in lines if line.startswith("model_checkpoint_path")]
+        # The folder in it may be one of another machine.
+        found = [folder / f"{Path(name).name}.index" for name in named] or found
+    if len(found) == 1 and found[0].is_file():
+        return found[0]
+    if found:
+        one = one_line(found[0])
+        raise InputError(f"{folder}: holds {len(found)} checkpoints; name one of them, such as {one}")
+    raise InputError(f"{folder}: the folder holds none of {', '.join(_IN_A_FOLDER)}, and no checkpoint; name the file")
+
+
+def read_file(path: Path) -> SourceCheckpoint:
+    """Read the weights of a file in any format, recognised by its first or last bytes.
+
+    Raises:
+        InputError: it cannot be read, is damaged, or would execute code.
+    """
+    if path.suffix == ".safetensors":
+        tensors = read_weights(path)[0]
+        # The format has no order.
+        return SourceCheckpoint("torch", {name: tensors[name] for name in sorted(tensors, key=natural)})
+    return _reader(path)(path)
+
+
+def _reader(path: Path) -> Callable[[Path], SourceCheckpoint]:
+    try:
+        with path.open("rb") as file:
+            start = file.read(64)
+            file.seek(max(0, file.seek(0, 2) - 8))
+            end = file.read(8)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    if path.suffix in (".pdiparams", ".pdmodel"):
+        raise InputError(f"{path}: is part of a program for inference; save paddle's model.state_dict() as .pdparams")
+    if path.suffix == ".index" or end == tensorflow.MAGIC:
+        return lambda path: SourceCheckpoint("keras", tensorflow.read_variables(path))
+    if start.startswith(_HDF5) or path.suffix in (".h5", ".hdf5"):
+        return _read_h5
+    if path.suffix == ".keras" or (start.startswith(b"PK") and _KERAS_WEIGHTS in _zip_sizes(path)):
+        return _read_keras
+    is_pickle = start[:1] == b"\x80" and _TORCH_MAGIC not in start
+    if path.suffix == ".pdparams" or (is_pickle and path.suffix not in _TORCH_SUFFIXES):
+        return _read_paddle
+    return _read_torch
+
+
+def _zip_sizes(path: Path) -> dict[str, int]:
+    """Read the unpacked sizes of the members of a zip file; empty if it is not one."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {info.filename: info.file_size for info in archive.infolist()}
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError, EOFError):
+        return {}
+
+
+def _unnested(content: Any) -> Any:
+    if not isinstance(content, dict):
+        return content
+    return next((content[key] for key in _NESTED_KEYS if isinstance(content.get(key), dict)), content)
+
+
+def _check_bytes(path: Path, tensors: Mapping[str, torch.Tensor], size: int) -> None:
+    """Refuse tensors that claim more numbers than the file has, as strides of 0 make them out of one number."""
+    if sum(t.numel() * t.element_size() for t in tensors.values()) > 2 * size + 1024:
+        raise InputError(f"{path}: its tensors have more numbers than the file; it is damaged or hostile")
+
+
+def _to_tensor(array: np.ndarray) -> torch.Tensor:
+    """Copy an array to a tensor, in the byte order of this machine."""
+    native = array.astype(array.dtype.newbyteorder("="), copy=True)
+    if native.dtype in (np.uint16, np.uint32, np.uint64):
+        native = native.astype(np.int64)
+    return torch.from_numpy(np.ascontiguousarray(native)).reshape(array.shape)
+
+
+# ---- torch and Lightning ---------------------------------------------------------------------------------------------
+
+# Frequent among the settings that Lightning keeps next to the weights, which are not needed: nothing is made of them.
+_IGNORED = (
+    *("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath", "pathlib._local.WindowsPath"),
+    "argparse.Namespace",
+)
+
+
+class _Ignored:
+    def __new__(cls, *_: object) -> "_Ignored":
+        return super().__new__(cls)
+
+
+def _read_torch(path: Path) -> SourceCheckpoint:
+    if sum(_zip_sizes(path).values()) > path.stat().st_size:
+        raise InputError(f"{path}: its members are compressed or overlap, which torch never writes; it is not read")
+    try:
+        ignored = torch.serialization.safe_globals([(_Ignored, name) for name in _IGNORED])
+        with warnings.catch_warnings(), ignored:
+            warnings.simplefilter("ignore")  # content that torch cannot read ends in an error
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises anything on damaged files
+        is_refusal = isinstance(error, pickle.UnpicklingError | RuntimeError)
+        code = re.search(r"GLOBAL ([\w.]+)|TorchScript", str(error)) if is_refusal else None
+        # torch's own text advises to load without the protection, so it is not passed on.
+        reason = f"cannot be read as a torch checkpoint ({type(error).__name__}); it is damaged, or not one"
+        if code:
+            name = one_line(code[1] or code[0])[:120]
+            reason = (
+                f"holds code ({name}) besides tensors, and loading it would execute that, so it is "
+                "refused; save the tensors alone, as safetensors or with torch.save(model.state_dict(), FILE)"
+            )
+        raise InputError(f"{path}: {reason}") from None
+    state = _unnested(content)
+    if not isinstance(state, dict) or not state or not all(isinstance(t, torch.Tensor) for t in state.values()):
+        found = f"the keys {list(state)[:6]}" if isinstance(state, dict) else f"a {type(state).__name__}"
+        raise InputError(f"{path}: holds no state dict (names with tensors), but {one_line(found)}")
+    _check_bytes(path, state, path.stat().st_size)
+    return SourceCheckpoint("torch", {str(name): tensor for name, tensor in state.items()})
+
+
+# ---- Paddle ----------------------------------------------------------------------------------------------------------
+# `.pdparams` are pickles of a dict from names to NumPy arrays: `_build_saved_state_dict` in Paddle's
+# `python/paddle/framework/io.py`, `_unpack_saved_dict` in `io_utils.py`.
+
+# Protocols 2 and 3 split parameters of over 4 GB: name -> {"OriginShape": (...), "slices": [names]}.
+_PARTS = "UnpackBigParamInfor@@"
+_CONSTRUCTORS = {
+    ("collections", "OrderedDict"),
+    ("_codecs", "encode"),  # bytes in protocol 2
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    *((builtins, name) for builtins in ("builtins", "__builtin__") for name in ("tuple", "bytes")),
+    *((f"{core}.multiarray", name) for core in ("numpy.core", "numpy._core") for name in ("_reconstruct", "scalar")),
+    *((f"{core}.numeric", "_frombuffer") for core in ("numpy.core", "numpy._core")),
+}
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Unpickles arrays, text and numbers in dicts, lists and tuples."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """Look up one of the constructors; everything else is refused."""
+        if (module_name, global_name) not in _CONSTRUCTORS:
+            raise pickle.UnpicklingError(f"it holds code ({module_name}.{global_name}), which is not run")
+        return super().find_class(module_name, global_name)
+
+
+def _read_paddle(path: Path) -> SourceCheckpoint:
+    try:
+        content = path.read_bytes()
+        for opcode, argument, _ in pickletools.genops(content):
+            # Python's unpickler takes memory for all entries of the memo up to this one.
+            if opcode.name == "LONG_BINPUT" and int(argument or 0) > len(content):
+                raise ValueError("it has a memo larger than the file")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old names of NumPy's modules
+            loaded = _unnested(_ArrayUnpickler(io.BytesIO(content), encoding="latin1").load())
+        arrays = _paddle_arrays(loaded) if isinstance(loaded, dict) else {}
+        tensors = {name.replace("/", "."): _paddle_tensor(array) for name, array in arrays.items()}
+    except Exception as error:  # a pickle can make the constructors raise anything
+        raise damaged(path, "Paddle parameters", error if str(error) else type(error).__name__) from None
+    if not tensors:
+        found = f"the keys {list(loaded)[:6]!r:.200}" if isinstance(loaded, dict) else f"a {type(loaded).__name__}"
+        raise InputError(f"{path}: holds no parameters (names with arrays), but {found}")
+    _check_bytes(path, tensors, len(content))
+    return SourceCheckpoint("paddle", tensors)
+
+
+def _paddle_arrays(loaded: dict[Any, Any]) -> dict[str, np.ndarray]:
+    # Tensors that are not parameters of the outermost dict are pairs of their name and the array.
+    values = {str(name): v[1] if isinstance(v, tuple) and len(v) == 2 else v for name, v in loaded.items()}
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    for name, parts in loaded.get(_PARTS, {}).items():
+        slices = [arrays.pop(part) for part in parts["slices"]]
+        arrays[str(name)] = np.concatenate([part.reshape(-1) for part in slices]).reshape(parts["OriginShape"])
+    return arrays
+
+
+def _paddle_tensor(array: np.ndarray) -> torch.Tensor:
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"an array of type {array.dtype}")
+    if array.dtype.kind == "u" and array.dtype.itemsize == 2:  # Paddle's bfloat16
+        return torch.from_numpy(array.astype("<u2").view(np.int16).copy()).view(torch.bfloat16).reshape(array.shape)
+    return _to_tensor(array)
+
+
+# ---- Keras -----------------------------------------------------------------------------------------------------------
+# `.h5` (whole models and weights), `.weights.h5`, and `.keras`: a zip file with a description and a `.weights.h5`.
+
+_KERAS_WEIGHTS, _KERAS_CONFIG = "model.weights.h5", "config.json"
+# A member of a zip file may be compressed, which weights hardly can be.
+_MAX_RATIO = 20
+# In `.weights.h5`, the variables of a layer are numbered in the order in which it makes them.
+_NORM = {4: ("gamma", "beta", "moving_mean", "moving_variance"), 2: ("moving_mean", "moving_variance")}
+_NORM_OF_THREE = {True: ("gamma", "moving_mean", "moving_variance"), False: ("beta", "moving_mean", "moving_variance")}
+_SKIPPED = {"optimizer", "optimizer_weights", "seed_generator", "metrics", "top_level_model_weights"}
+
+
+def _read_h5(path: Path) -> SourceCheckpoint:
+    return _read_hdf5(path, path, None)
+
+
+def _read_keras(path: Path) -> SourceCheckpoint:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in (_KERAS_CONFIG, _KERAS_WEIGHTS):
+                if (size := archive.getinfo(name).file_size) > _MAX_RATIO * path.stat().st_size:
+                    raise InputError(f"{path}: {name} unpacks to {size:,} bytes, too many for this file")
+            config, weights = archive.read(_KERAS_CONFIG), io.BytesIO(archive.read(_KERAS_WEIGHTS))
+    except InputError:
+        raise
+    except Exception as error:  # zipfile and its decompressors raise errors of many types
+        raise damaged(path, "a Keras model", type(error).__name__) from None
+    return _read_hdf5(path, weights, config)
+
+
+def _read_hdf5(path: Path, file: Path | IO[bytes], config: bytes | None) -> SourceCheckpoint:
+    """Read the weights of an HDF5 file; `config` is the model's description in JSON, if it is not in the file."""
+    try:
+        import h5py
+    except ImportError:
+        raise InputError(f"{path}: files of Keras need the package h5py: pip install 'flatout[convert]'") from None
+    try:
+        with h5py.File(file, "r") as content:
+            # Soft and external links are not visited, so all of these are in this file.
+            objects: dict[str, Any] = {}
+            content.visititems(objects.__setitem__)
+            text = config or content.attrs.get("model_config") or "{}"
+            description = _Description(json.loads(text))
+            root = "model_weights/" if "model_weights" in objects else ""
+            names = _texts(objects.get("model_weights", content).attrs, "layer_names")
+            found = _listed(objects, root, names) if names else _numbered(objects, description)
+            tensors = {name: _dataset_tensor(dataset) for name, dataset in found}
+            if not tensors:
+                raise InputError(f"{path}: holds no weights of layers")
+            _check_bytes(path, tensors, content.id.get_filesize())
+    except InputError:
+        raise
+    except Exception as error:  # h5py raises errors of many types
+        raise damaged(path, "a Keras model", error if isinstance(error, _Refused) else type(error).__name__) from None
+    return SourceCheckpoint("keras", tensors, description.epsilons, description.channels_first, description.image)
+
+
+class _Refused(ValueError):
+    """The content of an HDF5 file is not plain weights; the message is for the user."""
+
+
+def _dataset_tensor(dataset: Any) -> torch.Tensor:
+    properties = dataset.id.get_create_plist()
+    is_elsewhere = dataset.is_virtual or properties.get_external_count()
+    if is_elsewhere or properties.get_nfilters() or dataset.dtype.kind not in "biuf":
+        raise _Refused(f"{dataset.name} must be plain numbers: not compressed, and not kept in another file")
+    if dataset.nbytes > dataset.file.id.get_filesize():
+        raise _Refused(f"{dataset.name} has more numbers than the file")
+    return _to_tensor(dataset[()])
+
+
+def _texts(attributes: Mapping[str, Any], name: str) -> list[str]:
+    """Read an attribute that is a list of texts; Keras splits long ones into name0, name1, ..."""
+    parts = [attributes[name]] if name in attributes else []
+    while (part := attributes.get(f"{name}{len(parts)}")) is not None:
+        parts.append(part)
+    return [text.decode() if isinstance(text, bytes) else str(text) for part in parts for text in np.ravel(part)]
+
+
+def _listed(objects: dict[str, Any], root: str, layers: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the weights that the attributes `layer_names` and `weight_names` list, in that order."""
+    for layer in layers:
+        if f"{root}{layer}" not in objects:
+            raise _Refused(f"the layer {layer!r:.80} is missing")
+        for weight in _texts(objects[f"{root}{layer}"].attrs, "weight_names"):
+            dataset = objects.get(f"{root}{layer}/{weight}")
+            if dataset is None:
+                raise _Refused(f"the weight {weight!r:.80} is missing")
+            if "seed_generator" not in weight:
+                yield weight.partition(":")[0].strip("/").replace("/", "."), dataset
+
+
+def _numbered(objects: dict[str, Any], description: "_Description") -> Iterator[tuple[str, Any]]:
+    """Yield the weights of a `.weights.h5`, the numbers in groups called `vars`; in the description's order, if any."""
+    layers: dict[str, list[Any]] = {}
+    for name in sorted(objects, key=lambda name: [natural(part) for part in name.split("/")]):
+        *path, variables, _ = f"//{name}".split("/")
+        if variables == "vars" and hasattr(objects[name], "is_virtual") and not _SKIPPED & {*path}:
+            layers.setdefault("/".join(path).strip("/"), []).append(objects[name])
+    named = {_layer_name(path, objects): datasets for path, datasets in layers.items()}
+    for name in sorted(named, key=lambda name: description.order.get(_last(name), len(description.order))):
+        datasets, config = named[name], description.configs.get(_last(name), {})
+        dims = [len(dataset.shape) for dataset in datasets]
+        if len(datasets) in (2, 3, 4) and set(dims) == {1}:
+            roles = _NORM_OF_THREE[bool(config.get("scale"))] if len(datasets) == 3 else _NORM[len(datasets)]
+        elif len(datasets) <= 2 and dims[0] >= 2:
+            roles = ("kernel", "bias")
+        else:
+            roles = tuple(f"variable_{i}" for i in range(len(datasets)))
+        yield from ((f"{name}.{role}", dataset) for role, dataset in zip(roles, datasets, strict=False))
+
+
+def _layer_name(path: str, objects: dict[str, Any]) -> str:
+    parts = [part for part in path.split("/") if part not in ("layers", "_layer_checkpoint_dependencies")]
+    last = (parts or ["layer"])[-1] or "layer"
+    # Recent versions of Keras write the name of the layer, too; attributes of a user's class have better ones.
+    if path.rpartition("/")[0].rpartition("/")[2] == "layers":
+        last = str(objects[f"{path}/vars"].attrs.get("name") or last)
+    return ".".join([*parts[:-1], last.replace(".", "_")])
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _is_shape(shape: Any) -> TypeGuard[list[int]]:
+    is_list = isinstance(shape, list) and len(shape) == 4
+    return is_list and all(type(size) is int and 0 < size < 100_000 for size in shape[1:])
+
+
+class _Description:
+    """The parts of a model's description that weights need: the order of layers, epsilons, and where channels are."""
+
+    def __init__(self, config: Any) -> None:
+        self.order: dict[str, int] = {}
+        self.configs: dict[str, dict[str, Any]] = {}
+        self.channels_first = False
+        self.image: tuple[int, int, int] | None = None
+        self._collect(config)
+        if self.image and self.channels_first:
+            self.image = self.image[1], self.image[2], self.image[0]
+
+    def _collect(self, value: Any) -> None:
+        if isinstance(value, list):
+            for item in value:
+                self._collect(item)
+        elif isinstance(value, dict):
+            config = value.get("config")
+            if isinstance(config, dict) and isinstance(config.get("name"), str):
+                self.order.setdefault(config["name"], len(self.order))
+                self.configs[config["name"]] = config
+                self.channels_first |= config.get("data_format") == "channels_first"
+                shape = config.get("batch_shape", config.get("batch_input_shape"))
+                if self.image is None and _is_shape(shape):
+                    self.image = shape[1], shape[2], shape[3]
+            for item in value.values():
+                self._collect(item)
+
+    @property
+    def epsilons(self) -> dict[str, float]:
+        found = {name: config.get("epsilon") for name, config in self.configs.items()}
+        return {name: float(e) for name, e in found.items() if isinstance(e, int | float) and 0 <= e < 1}

@@ -1,0 +1,346 @@
+"""`flatout convert`: files of every framework (`fixtures/make_fixtures.py`) give their logits; what is refused."""
+
+import argparse
+import json
+import re
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from flatout.cli import main
+from flatout.models.build import build_model
+from flatout.models.convert.convert import Shape, convert
+from flatout.models.convert.readers import find_file
+from flatout.models.pretrained import load_pretrained
+from flatout.models.weights import read_weights
+from flatout.recipe import Recipe
+from tests.convert.networks import FIXTURES, MODELS, small, whole_map
+
+SMALL, FASHION = MODELS["small"], "fashion-cnn"
+NAME = re.compile(r"(?P<net>\w+?-(?P<model>small|fashion-cnn|keras-resnet))(?P<form>.*)")
+FILES = sorted(
+    path.name
+    for path in FIXTURES.iterdir()
+    if path.suffix not in (".npz", ".py") and not path.name.startswith(("_", "."))
+)
+FORMS = {".pdparams", "-protocol2.pdparams", "-nested.pdparams", "-checkpoint", "-estimator", "-objects", "-saved"}
+FORMS |= {"-exported", ".h5", "-weights.h5", ".weights.h5", ".keras", ".pth", ".ckpt", ".safetensors"}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Return a function that runs the command in an empty folder: exit code, standard output, last line of errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*words: object) -> tuple[int, str, str]:
+        code = main(["convert", *map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err.strip().rpartition("\n")[2]
+
+    return command
+
+
+# --- formats ---
+
+
+def matched(name: str) -> re.Match[str]:
+    match = NAME.fullmatch(name)
+    assert match, name
+    return match
+
+
+def test_every_format_has_fixtures():
+    assert {matched(name)["form"] for name in FILES} >= FORMS
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_converted_file_gives_the_frameworks_logits(name: str, tmp_path: Path):
+    match, out = matched(name), tmp_path / "weights.safetensors"
+    expected = np.load(FIXTURES / f"{match['net']}.npz")
+    options = {"shape": Shape(), "mapping": None, "epsilon": None, "report": lambda sentence: None}
+    check = FIXTURES / f"{match['net']}.npz"
+    result = convert(FIXTURES / name, MODELS[match["model"]], out, check=check, **options)  # pyright: ignore
+    shape = {"image_size": result["image_size"], "channels": result["channels"]}
+    recipe = Recipe(model=MODELS[match["model"]], epochs=1, batch_size=1, **shape)
+    model = build_model(recipe, expected["logits"].shape[1], allow_code=True)
+    model.load_state_dict(read_weights(out)[0])
+    with torch.no_grad():
+        logits = model.eval()(torch.from_numpy(expected["images"])).numpy()
+    assert np.abs(logits - expected["logits"]).max() < 1e-5 * np.abs(expected["logits"]).max()
+    if "fashion" in name:
+        # Without arrays to check: the flattened map is 2 x 2, so images of 20 to 23 pixels have equal weights.
+        out.unlink()
+        result = convert(FIXTURES / name, FASHION, out, check=None, **options)  # pyright: ignore
+        assert (result["image_size"], result["channels"], result["classes"]) == (20, 1, 3)
+
+
+@pytest.mark.parametrize("name", ["keras2-fashion-cnn.h5", "paddle-fashion-cnn.pdparams", "tf-fashion-cnn-saved"])
+def test_training_starts_from_such_files(name: str):
+    """Four classes instead of three: the head starts fresh, the rest is that of the file."""
+    shape = {"image_size": 20, "channels": 1, "weights": str(FIXTURES / name)}
+    recipe = Recipe(model=FASHION, epochs=1, batch_size=1, **shape)  # pyright: ignore[reportArgumentType]
+    equal, other = (build_model(recipe, classes) for classes in (3, 4))
+    sentences: list[str] = []
+    load_pretrained(equal, recipe, sentences.append)
+    load_pretrained(other, recipe, sentences.append)
+    assert "the head included" in sentences[0]
+    assert "starts fresh" in sentences[1]
+    own, theirs = equal.state_dict(), other.state_dict()
+    assert all(torch.equal(own[key], theirs[key]) for key in own if not key.startswith("classifier.2"))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("tf-small-estimator", "tf-small-estimator/model.ckpt-100.index"),
+        ("tf-small-estimator/model.ckpt-100", "tf-small-estimator/model.ckpt-100.index"),
+        ("tf-small-estimator/model.ckpt-100.data-00000-of-00001", "tf-small-estimator/model.ckpt-100.index"),
+        ("tf-small-saved", "tf-small-saved/variables/variables.index"),
+        ("tf-small-saved/variables", "tf-small-saved/variables/variables.index"),
+        ("keras-small.h5", "keras-small.h5"),
+    ],
+)
+def test_a_checkpoint_is_named_by_its_folder_its_prefix_or_a_file(given: str, found: str):
+    assert find_file(FIXTURES / given) == FIXTURES / found
+
+
+@pytest.mark.parametrize("left_out", ["scale", "center"])
+def test_the_scale_or_the_shift_of_a_norm_may_be_left_out(run, left_out: str):
+    """Of three variables, the description alone tells which one the first is."""
+    norm = nn.BatchNorm2d(4)
+    nn.init.normal_(norm.weight if left_out == "center" else norm.bias)
+    values = [norm.weight if left_out == "center" else norm.bias, torch.randn(4), torch.rand(4)]
+    layer = {"name": "norm", "epsilon": 1e-5, "scale": left_out != "scale", "center": left_out != "center"}
+    conv = small(3).get_parameter("0.weight")
+    with h5py.File("f.weights.h5", "w") as file:
+        file["layers/conv/vars/0"] = conv.detach().permute(2, 3, 1, 0).numpy()
+        for number, value in enumerate(values):
+            file[f"layers/norm/vars/{number}"] = value.detach().numpy()
+    with h5py.File("f.weights.h5", "a") as file:
+        file.attrs["model_config"] = json.dumps({"layers": [{"config": {"name": "conv"}}, {"config": layer}]})
+    Path("net.py").write_text(
+        "from torch import nn\ndef net(num_classes, **_):\n    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), "
+        "nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes))\n"
+    )
+    code, _, message = run("f.weights.h5", "--model", "net.py:net", "--out", "w.safetensors")
+    assert code == 0, message
+    found = load_file("w.safetensors")
+    assert torch.equal(found["1.weight"], norm.weight)
+    assert torch.equal(found["1.bias"], norm.bias)
+    assert torch.equal(found["1.running_mean"], values[1])
+
+
+# --- the command ---
+
+
+def test_it_prints_the_pairs_of_layers_and_the_difference(run):
+    check = FIXTURES / "keras-small.npz"
+    words = (FIXTURES / "keras-small.keras", "--model", SMALL, "--check", check)
+    code, printed, _ = run(*words, "--out", "w.safetensors")
+    assert code == 0
+    assert "w.safetensors: 13 tensors, all matched (--verbose lists the layers), of" in printed
+    assert "conv2d_" not in printed
+    assert len(printed) < 500
+    code, printed, _ = run(*words, "--out", "v.safetensors", "--verbose")
+    assert "0 = conv2d_" in printed
+    assert "the largest difference of logits is" in printed
+    code, printed, _ = run(FIXTURES / "keras-small.keras", "--model", SMALL, "--out", "j.safetensors", "--json")
+    result = json.loads(printed)
+    assert (result["image_size"], result["channels"], result["classes"]) == (12, 3, 3)
+    assert result["difference"] is None
+    assert load_file("w.safetensors").keys() == load_file("j.safetensors").keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("gone.h5", "--model", SMALL), "gone.h5: there is no such file or folder"),
+        (("EMPTY", "--model", SMALL), "the folder holds none of"),
+        (("keras-small.keras", "--model", "fashion-cmn"), "fashion-cnn"),
+        (("keras-small.keras", "--model", SMALL, "--epsilon", "2"), "--epsilon 2: must be"),
+        (("keras-small.keras", "--model", SMALL, "--epsilon", "0.1", "--check", "GOOD"), "the logits differ by"),
+        (("keras-small.keras", "--model", SMALL, "--channels", "0"), "--channels 0"),
+        (("keras-small.keras", "--model", SMALL, "--size", "0"), "--size 0"),
+        (("keras-small.keras", "--model", SMALL, "--check", "gone.npz"), "--check gone.npz: cannot be read"),
+        (("keras-small.keras", "--model", SMALL, "--mapping", "gone.toml"), "--mapping gone.toml: cannot be read"),
+        (("paddle-small.pdparams", "--model", FASHION), "do not fit the model"),
+        (("keras2-fashion-cnn.h5", "--model", MODELS["torch-resnet"]), "do not fit the model"),
+        (("keras-keras-resnet.weights.h5", "--model", MODELS["shallow-resnet"]), "18 unexpected (conv2_block2_"),
+        (("keras-keras-resnet.weights.h5", "--model", MODELS["torch-resnet"]), "use the model keras-resnet50"),
+        (("program.pdiparams", "--model", SMALL), "save paddle's model.state_dict() as .pdparams"),
+        (("keras-small.keras", "--model", SMALL, "--out", "w.bin"), "must end in .safetensors"),
+        (("keras-small.keras", "--model", SMALL, "--out", "kept.safetensors"), "kept.safetensors: exists already"),
+    ],
+)
+def test_wrong_input_is_one_message_and_leaves_nothing(run, tmp_path: Path, words: tuple[str, ...], reason: str):
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "program.pdiparams").write_bytes(b"\0" * 64)
+    (tmp_path / "kept.safetensors").write_text("mine")
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.iterdir()}
+    words = tuple(str(FIXTURES / "keras-small.npz") if word == "GOOD" else word for word in words)
+    file = FIXTURES / words[0] if (FIXTURES / words[0]).exists() else Path(words[0])
+    code, printed, message = run(file, "--out", "w.safetensors", *words[1:])
+    assert (code, printed) == (2, "")
+    assert reason in message
+    assert len(message) < 2500
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_tensors_that_do_not_fit_are_counted_in_the_message_and_listed_by_json(run):
+    state = small(3).state_dict()
+    missing = ("0.bias", "1.weight", "1.bias", "1.running_mean", "4.bias")
+    other = {"0.weight": [4, 3, 5, 5], "8.weight": [5, 25]}
+    extra = {f"extra{i}.offset": [i] for i in range(1, 8)}
+    kept = {name: tensor for name, tensor in state.items() if name not in missing}
+    torch.save(kept | {name: torch.zeros(shape) for name, shape in (other | extra).items()}, "f.pt")
+    words = ("f.pt", "--model", SMALL, "--size", "12", "--out", "w.safetensors")
+    code, printed, message = run(*words)
+    assert (code, printed) == (2, "")
+    assert "2 misshapen (0.weight is [4, 3, 5, 5] in the file but [4, 3, 3, 3] in the model, " in message
+    assert "5 missing (0.bias [4], 1.weight [4], 1.bias [4], 1.running_mean [4], and 1 more)" in message
+    assert "7 unexpected (" in message
+    assert "--json lists all" in message
+    code, printed, again = run(*words, "--json")
+    found = json.loads(printed)
+    assert (code, again) == (2, message)
+    assert message == f"flatout: {found['error']}"
+    shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+    assert found["misshapen"] == {name: {"file": shape, "model": shapes[name]} for name, shape in other.items()}
+    assert found["missing"] == {name: shapes[name] for name in missing}
+    assert found["unexpected"] == extra
+    assert not Path("w.safetensors").exists()
+
+
+def test_a_model_for_one_size_alone_asks_for_its_flags(run):
+    Path("net.py").write_text(
+        "from torch import nn\ndef net(**_):\n    return nn.Sequential(nn.Flatten(), nn.Linear(300, 3))\n"
+    )
+    torch.save({"1.weight": torch.ones(3, 300), "1.bias": torch.ones(3)}, "f.pt")
+    words = ("f.pt", "--model", "net.py:net", "--out", "w.safetensors")
+    code, _, message = run(*words)
+    assert code == 2
+    assert "224x224 pixels" in message
+    assert "--size N or HxW, --channels C and --classes K" in message
+    assert run(*words, "--size", "10", "--classes", "3")[0] == 0
+
+
+def test_other_tensors_beside_a_model_under_a_prefix_are_left_out(run):
+    """As Lightning writes the weights of a loss, and settings; `net` is a usual key."""
+    state = {f"backbone.{name}": tensor for name, tensor in small(3).state_dict().items()}
+    settings = {"root": Path("data"), "flags": argparse.Namespace(lr=0.1)}
+    torch.save({"net": {**state, "loss.weight": torch.ones(3)}, "hyper_parameters": settings}, "f.ckpt")
+    code, _, message = run("f.ckpt", "--model", SMALL, "--size", "12", "--out", "w.safetensors")
+    assert code == 0, message
+    assert torch.equal(load_file("w.safetensors")["8.weight"], state["backbone.8.weight"])
+    torch.save({**state, "backbone.9.weight": torch.ones(3), "loss.weight": torch.ones(3)}, "g.ckpt")
+    code, _, message = run("g.ckpt", "--model", SMALL, "--size", "12", "--out", "x.safetensors")
+    assert code == 2
+    assert "9.weight [3]" in message
+
+
+# --- --check ---
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda images, logits: (images.transpose(0, 2, 3, 1), logits), 0),  # channels last
+        (lambda images, logits: (images, logits[:, [1, 0, 2]]), 2),
+        (lambda images, logits: (images, logits[1:]), 2),
+        (lambda images, logits: (images, np.full_like(logits, np.nan)), 2),
+        (lambda images, logits: (images, np.zeros((len(images), 4))), 2),
+        (lambda images, logits: (np.array([None]), logits), 2),
+    ],
+)
+def test_the_check_compares_logits(run, change, code: int):
+    arrays = np.load(FIXTURES / "keras-small.npz")
+    images, logits = change(arrays["images"], arrays["logits"])
+    np.savez("a.npz", images=images, logits=logits)
+    words = (FIXTURES / "keras-small.weights.h5", "--model", SMALL, "--check", "a.npz", "--out", "w.safetensors")
+    found, _, message = run(*words)
+    assert found == code
+    assert code == 0 or "a.npz" in message
+    assert Path("w.safetensors").exists() == (code == 0)
+
+
+# --- --mapping and shapes ---
+
+
+def test_layers_named_by_a_mapping_file(run):
+    """Two convolutions of equal shape, which the file has in another order."""
+    first, second = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+    torch.save(
+        {"b.weight": second.weight, "b.bias": second.bias, "a.kernel": first.weight, "a.bias": first.bias}, "f.pt"
+    )
+    Path("net.py").write_text(
+        "from torch import nn\n"
+        "def net(num_classes, **_):\n"
+        "    return nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1),\n"
+        "                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, num_classes))\n"
+    )
+    Path("m.toml").write_text('0.weight = "a/kernel"\n"0.bias" = "a.bias"\n"1" = "b"\n')
+    code, _, message = run("f.pt", "--model", "net.py:net", "--out", "w.safetensors", "--mapping", "m.toml")
+    assert code == 0, message
+    found = load_file("w.safetensors")
+    assert torch.equal(found["0.weight"], first.weight)
+    assert torch.equal(found["1.weight"], second.weight)
+    assert "4.weight" not in found  # the file has no head
+    for text, reason in (
+        ('"0" = "c"', "the file has no such layer"),
+        ('"7" = "a"', "the model has no layer or tensor '7'"),
+        ('"0.weight" = "a.scale"', "the file has no such tensor"),
+        ("0 = 1", "must be text"),
+        ("0", "is not valid TOML"),
+    ):
+        Path("m.toml").write_text(text)
+        code, _, message = run("f.pt", "--model", "net.py:net", "--out", "x.safetensors", "--mapping", "m.toml")
+        assert code == 2
+        assert reason in message
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_layers_are_found_by_shape_and_as_convolutions(run, is_mapped: bool):
+    """Keras's layouts: a depthwise kernel, a linear layer over a flattened map, in an order that is not the model's."""
+    net = whole_map(5).eval()
+    depthwise, whole, head = (net.state_dict()[f"{name}.weight"].numpy() for name in ("0", "2", "5"))
+    kernels = {"b": depthwise.transpose(2, 3, 0, 1), "c": whole.transpose(2, 3, 1, 0).reshape(-1, 4), "a": head.T}
+    with h5py.File("f.weights.h5", "w") as file:
+        for name, own in (("b", "0"), ("c", "2"), ("a", "5")):
+            file[f"{name}/vars/0"], file[f"{name}/vars/1"] = kernels[name], net.state_dict()[f"{own}.bias"].numpy()
+    images = torch.randn(4, 3, 4, 5)
+    np.savez("a.npz", images=images, logits=net(images).detach())
+    Path("m.toml").write_text('"0" = "b"\n"2" = "c"\n5.weight = "a/kernel"\n5.bias = "a/bias"\n')
+    words = ("f.weights.h5", "--model", MODELS["whole-map"], "--check", "a.npz", "--out", "w.safetensors")
+    code, printed, message = run(*words, "--verbose", *(("--mapping", "m.toml") if is_mapped else ()))
+    assert code == 0, message
+    assert "0 = b, 2 = c, 5 = a" in printed
+
+
+def test_variables_of_no_layer_are_mapped_one_by_one(run):
+    net = small(3).eval()
+    state = {name: tensor for name, tensor in net.state_dict().items() if "num_batches" not in name}
+    with h5py.File("f.weights.h5", "w") as file:
+        for number, tensor in enumerate(state.values()):
+            axes = {4: (2, 3, 1, 0), 2: (1, 0)}.get(tensor.ndim, (0,))
+            file[f"mine/vars/{number}"] = tensor.numpy().transpose(axes)
+    Path("m.toml").write_text("".join(f'"{own}" = "mine/variable_{number}"\n' for number, own in enumerate(state)))
+    words = ("f.weights.h5", "--model", SMALL, "--size", "12", "--mapping", "m.toml", "--epsilon", "1e-5")
+    code, _, message = run(*words, "--out", "w.safetensors")
+    assert code == 0, message
+    found = load_file("w.safetensors")
+    assert all(torch.equal(found[name], state[name]) for name in ("0.weight", "1.running_mean", "4.weight", "8.bias"))
+
+
+def test_a_truncated_file_leaves_nothing(run, tmp_path: Path):
+    shutil.copy(FIXTURES / "paddle-small.pdparams", "a.pdparams")
+    Path("a.pdparams").write_bytes(Path("a.pdparams").read_bytes()[:-100])
+    code, _, message = run("a.pdparams", "--model", SMALL, "--out", "w.safetensors")
+    assert code == 2
+    assert "a.pdparams: cannot be read" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pdparams"]
