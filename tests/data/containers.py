@@ -293,6 +293,7 @@ def plain_parquet(folder: Path) -> Path:
     import pyarrow
     import pyarrow.parquet
 
+    folder.mkdir(exist_ok=True)
     for split, samples in BY_SPLIT.items():
         columns = {"jpg": [s.data for s in samples], "n": range(len(samples)), "class": [s.class_name for s in samples]}
         pyarrow.parquet.write_table(pyarrow.table(columns), folder / f"{split}.parquet")

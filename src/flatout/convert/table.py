@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flatout.convert.problems import damaged
-from flatout.data.crc32c import masked_crc32c
-from flatout.data.protobuf import varint
+from flatout.data.formats.shards import masked_crc32c, varint
+from flatout.errors import InputError
 
 WHAT = "a TensorFlow checkpoint"
 FOOTER_BYTES = 48
@@ -16,8 +16,16 @@ MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 
 
 def masked(data: bytes) -> bytes:
-    """Return the checksum that checkpoints have."""
-    return masked_crc32c(data, what="TensorFlow checkpoints", extra="convert")
+    """Return the checksum that checkpoints have.
+
+    Raises:
+        InputError: google-crc32c is not installed.
+    """
+    try:
+        return masked_crc32c(data)
+    except ImportError:
+        need = "need the package google-crc32c for their checksums: pip install 'flatout[convert]'"
+        raise InputError(f"TensorFlow checkpoints {need}") from None
 
 
 def read_table(path: Path) -> dict[bytes, bytes]:

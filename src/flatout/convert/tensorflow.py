@@ -15,7 +15,7 @@ import torch
 from flatout.convert.foreign import Foreign
 from flatout.convert.problems import damaged, natural
 from flatout.convert.table import WHAT, masked, read_table
-from flatout.data.protobuf import fields, inside, signed
+from flatout.data.formats.shards import fields, inside, signed
 from flatout.errors import InputError, one_line
 
 _DTYPES = {1: "f4", 2: "f8", 3: "i4", 4: "u1", 5: "i2", 6: "i1", 9: "i8", 10: "?", 19: "f2"}

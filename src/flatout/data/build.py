@@ -301,6 +301,8 @@ def _build(
             "build_seconds": time.perf_counter() - started,
         }
         pack_files.publish(unfinished, target, kept.labels, description)
+        if source.unpacked is not None:
+            source.unpacked.remove()
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if error.errno in NO_SPACE:

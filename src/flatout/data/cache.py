@@ -27,7 +27,9 @@ _UNITS = {"": 10**9, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _OWNER = ".owner"
 # What describes a complete entry, and is locked while the entry is used.
 DOWNLOAD = ".download.json"
-_DESCRIPTIONS = {"packs": "pack.json", "remote": DOWNLOAD}
+UNPACKED = ".archive.json"
+_KINDS = {"packs": "pack", "remote": "download", "unpacked": "archive"}
+_DESCRIPTIONS = {"packs": "pack.json", "remote": DOWNLOAD, "unpacked": UNPACKED}
 
 
 def cache_folder() -> Path:
@@ -164,13 +166,13 @@ def _entry(path: Path, *, is_limited: bool) -> Entry:
         try:
             what = _described(path)
         except (OSError, ValueError, LookupError, TypeError, InputError):
-            what = {"packs": "incomplete pack", "remote": "incomplete download"}[path.parent.name]
+            what = f"incomplete {_KINDS[path.parent.name]}"
     return Entry(path=path, what=what, size_bytes=size_bytes, used=path.stat().st_mtime, is_limited=is_limited)
 
 
 def _described(path: Path) -> str:
     about = json.loads((path / _DESCRIPTIONS[path.parent.name]).read_text(encoding="utf-8"))
-    if path.parent.name == "remote":
+    if path.parent.name != "packs":
         return about["url"]
     size = " x ".join(map(str, sides(typed(about["size"], Size, "size"))))
     return f"{about['images']:,} images, {size}, {about['path'] or about['kind']}"

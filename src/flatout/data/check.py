@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flatout.data import near
-from flatout.data.members import Encoded
+from flatout.data.image_bytes import ImageBytes
 from flatout.data.source import Source, describe
 from flatout.data.splits import SPLITS
 from flatout.data.survey import EXTREME, extremes
@@ -205,7 +205,7 @@ def check(source: Source) -> CheckResult:
     )
 
 
-def _look_at(path: Encoded) -> _Look | str:
+def _look_at(path: ImageBytes) -> _Look | str:
     """Return what is known of an image file, or the reason why it is unreadable."""
     from flatout.data.decode import BadImage, decode_image, read_file, read_header
 

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flatout.data.members import Encoded
 from flatout.errors import DiskFull, InputError
 from flatout.files import write_atomically
 from flatout.host import usable_cores
 
 if TYPE_CHECKING:
+    from flatout.data.image_bytes import ImageBytes
     from flatout.data.pack import Progress
 
 DIGEST_BYTES = 20
@@ -44,7 +44,9 @@ def combined_digest(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def digest_files(paths: Sequence[Encoded], *, memo: Path | None, report: "Progress | None" = None) -> Iterator[bytes]:
+def digest_files(
+    paths: "Sequence[ImageBytes]", *, memo: Path | None, report: "Progress | None" = None
+) -> Iterator[bytes]:
     """Yield the BLAKE2b digest of each file's content, in the order of `paths`, reading on all cores.
 
     Args:
@@ -93,7 +95,7 @@ def _each(digests: bytes | bytearray) -> Iterator[bytes]:
     return (bytes(digests[i : i + DIGEST_BYTES]) for i in range(0, len(digests), DIGEST_BYTES))
 
 
-def _name(path: Encoded) -> str:
+def _name(path: "ImageBytes") -> str:
     """Return a file's absolute path."""
     assert isinstance(path, Path)
     return os.path.abspath(path)  # noqa: PTH100 - Path.absolute keeps "..", Path.resolve is slow

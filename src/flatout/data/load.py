@@ -34,22 +34,22 @@ def find(
         InputError: nothing is there, it cannot be downloaded, or it is nothing that can be trained on.
         DiskFull: a download does not fit.
     """
+    from flatout.data.fetch import download, is_remote
     from flatout.data.recognise import from_python, recognise
-    from flatout.data.remote import download, is_remote
 
     if is_remote(data):
         console = console or Console()
         path, descriptor = download(data, console)
         console.finish()
         try:
-            found = recognise(path, options, task)
+            found = recognise(path, options, task, console)
         except InputError:
             os.close(descriptor)
             raise
         # While the data may be read, the cache does not remove it to make room.
         weakref.finalize(found, os.close, descriptor)
         return found
-    return recognise(Path(data), options, task) if isinstance(data, str | Path) else from_python(data, task)
+    return recognise(Path(data), options, task, console) if isinstance(data, str | Path) else from_python(data, task)
 
 
 def load(found: DataRef | Source, recipe: Recipe, *, cache: bool, report: Progress) -> Pack:

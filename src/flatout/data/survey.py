@@ -11,7 +11,7 @@ import numpy as np
 
 from flatout.data import near
 from flatout.data.decode import BadImage, decode_image, read_file, read_header
-from flatout.data.members import Encoded
+from flatout.data.image_bytes import ImageBytes
 from flatout.data.pack import Progress
 from flatout.data.pillow import STRICT_PILLOW
 from flatout.data.resize import resize_images
@@ -112,7 +112,7 @@ def _survey_files(source: Source, report: Progress) -> Survey:
     )
 
 
-def _look_at(file: Encoded) -> tuple[int, int, str, int] | str:
+def _look_at(file: ImageBytes) -> tuple[int, int, str, int] | str:
     """Return width, height, mode and bytes of a file, or the reason why it is unreadable."""
     try:
         content = file if isinstance(file, Path) else read_file(file)
@@ -139,7 +139,7 @@ def _blank_files(files, bytes_per_pixel: np.ndarray, pool: ThreadPoolExecutor) -
             return
 
 
-def _is_blank(file: Encoded) -> bool:
+def _is_blank(file: ImageBytes) -> bool:
     try:
         content = file if isinstance(file, Path) else read_file(file)
         header = read_header(content)
