@@ -119,7 +119,9 @@ def test_too_little_room(tmp_path: Path, cache: Path, monkeypatch: pytest.Monkey
     path = c.in_zip(zipfile.ZIP_DEFLATED)(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: os.statvfs_result)
     monkeypatch.setattr("os.statvfs_result.free", 1000, raising=False)
-    with pytest.raises(DiskFull, match=r"the disk is full: .*set\.zip needs [\d,]+ bytes to be unpacked, 1,000 are free"):
+    with pytest.raises(
+        DiskFull, match=r"the disk is full: .*set\.zip needs [\d,]+ bytes to be unpacked, 1,000 are free"
+    ):
         recognise(path).read()
     assert not list(cache.glob("unpacked/*/*"))
 
@@ -290,9 +292,8 @@ def test_an_archive_that_is_cut_off(tmp_path: Path, name: str, capsys: pytest.Ca
     for length in (len(content) * 9 // 10, len(content) // 2, 700, 100, 3):
         path.write_bytes(content[:length])
         assert main(["check", str(path)]) == 2
-        message = capsys.readouterr().err
-        assert str(path) in message
-        assert len(message.splitlines()) == 1
+        message = capsys.readouterr().err.splitlines()[-1]
+        assert message.startswith(f"flatout: {path}: ")
 
 
 @pytest.mark.parametrize("damage", ["cut between members", "damaged header"])

@@ -23,7 +23,7 @@ from fsspec.callbacks import Callback
 from flatout.data.cache import DOWNLOAD, cache_folder, lock, make_room, making
 from flatout.data.digests import combined_digest
 from flatout.data.formats.shards import expand_braces
-from flatout.errors import DiskFull, InputError, causes, first_line
+from flatout.errors import DiskFull, InputError, Stopped, causes, first_line
 from flatout.files import NO_SPACE, printable, write_atomically
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class TransferError(InputError):
         self.reason = reason
 
 
-class _Changed(TransferError):
-    """What has arrived is not what the server described, so that nothing of it can be kept."""
+class _Unusable(TransferError):
+    """What has arrived is not the data, so nothing of it is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,14 +122,15 @@ def download(url: str, report: "Progress") -> tuple[Path, int]:
         known = ", ".join(f"{name}://" for name in (*_WEB, *_STORES))
         raise InputError(f"{url}: {scheme}:// is not read; flatout downloads from {known}; or give a local path")
     url = url if scheme in _WEB else url.rstrip("/")
-    shown = _shown(url)
+    shown = _without_query(url)
     if urllib.parse.urlsplit(url).username is not None:
         raise InputError(
             f"{shown}: a password in a URL ends up in recipes and reports; put it into ~/.netrc "
             "(machine HOST login USER password PASSWORD) and remove it from the URL"
         )
+    server = _Server(url)
     try:
-        name, files = _list(url)
+        name, files = server.list_files()
     except TransferError as error:
         if copies := _copies(shown):
             raise InputError(f"{error}; or give the path of the last copy: {copies[-1]}") from None
@@ -140,7 +141,7 @@ def download(url: str, report: "Progress") -> tuple[Path, int]:
         if target.exists():
             report.note(f"{shown}: unchanged since it was downloaded into the cache")
         else:
-            _download(url, name, files, target, report)
+            _download(server, name, files, target, report)
         with contextlib.suppress(OSError):  # only a note of the last use
             os.utime(target)
         descriptor = lock(target / DOWNLOAD, shared=True)
@@ -157,126 +158,59 @@ def _copies(shown: str) -> list[Path]:
     return [folder / about["name"] for folder, about in found if about["url"] == shown]
 
 
-# --- listing ---
-
-
-def _list(url: str) -> tuple[str, list[RemoteFile]]:
-    """Return the name of the data in the folder of the download, and its files."""
-    if "{" in url:
-        # Shards: the names begin with the first folder that has braces.
-        base = url.partition("{")[0]
-        base = base[: base.rindex("/") + 1]
-        name = url[len(base) :].partition("?")[0]
-        parts = [str(path) for path in expand_braces(Path(name))]
-        with ThreadPoolExecutor(_CONNECTIONS) as pool:
-            listed = list(pool.map(_list_one, (url.replace(name, part) for part in parts)))
-        files = [replace(file, name=part) for part, found in zip(parts, listed, strict=True) for file in found]
-    else:
-        files = _list_one(url)
-        name = PurePosixPath(files[0].name).parts[0]
-    paths = [PurePosixPath(file.name) for file in files]
-    for file, path in zip(files, paths, strict=True):
-        if path.is_absolute() or ".." in path.parts or printable(file.name) != file.name:
-            raise InputError(f"{_shown(url)}: {file.name!r} cannot be the name of a local file; rename it there")
-    if len(set(paths)) < len(paths):
-        raise InputError(
-            f"{_shown(url)}: several files there would get the same local name; rename them there, or give their folder"
-        )
-    return name, files
-
-
-def _list_one(url: str) -> list[RemoteFile]:
-    """List a file, or all files of a folder in a store, whose names then start with that of the folder."""
-    if url.startswith(_WEB):
-        return [_web_file(url)]
-    with _errors_of(url):
-        store = _file_system(url)
-        root = store.info(url)["name"].rstrip("/")
-        found = store.find(root, detail=True)
-    # Some tools mark a folder by an empty object.
-    kept = [info for name, info in sorted(found.items()) if info["type"] == "file" and not name.endswith("/")]
-    if not kept:
-        raise TransferError(url, "the folder holds no files", "check the URL")
-    folder = PurePosixPath(root).parent
-    names = [str(PurePosixPath(info["name"]).relative_to(folder)).lstrip(".") for info in kept]
-    return [
-        RemoteFile(path=info["name"], name=name, size=info["size"], version=_version(info))
-        for name, info in zip(names, kept, strict=True)
-    ]
-
-
-def _web_file(url: str) -> RemoteFile:
-    sent_names: list[str] = []
-    with _errors_of(url):
-        info = _file_system(url, sent_names).info(url)
-    if info.get("mimetype") == "text/html":
-        raise TransferError(_shown(url), "is a web page, not data", "give the URL of the file itself")
-    name = sent_names[-1] if sent_names else urllib.parse.unquote(urllib.parse.urlsplit(url).path)
-    name = re.sub(r"[\x00-\x1f]", "", re.split(r"[/\\]", name)[-1]).lstrip(".")
-    if not name:
-        raise TransferError(_shown(url), "names no file", "give the URL of a file; folders are read from s3, gs and hf")
-    return RemoteFile(path=url, name=name, size=info["size"], version=_version(info))
-
-
-def _version(info: Mapping[str, Any]) -> str:
-    # A weak ETag does: a server has it only because it might compress what it sends.
-    return next((str(info[key]).removeprefix("W/").strip('"') for key in _VERSIONS if info.get(key)), "")
-
-
 # --- transfer ---
 
 
-def _download(url: str, name: str, files: Sequence[RemoteFile], target: Path, report: "Progress") -> None:
+def _download(server: "_Server", name: str, files: Sequence[RemoteFile], target: Path, report: "Progress") -> None:
     """Download files beside their place, then rename the folder. An error keeps complete files if they may be right."""
-    shown = _shown(url)
     unfinished = target.with_name(f"{target.name}.partial")
     missing = [file for file in files if not file.is_complete(unfinished)]
     total, needed = (sum(file.size or 0 for file in some) for some in (files, missing))
     free = shutil.disk_usage(target.parent).free
     full = DiskFull(
-        f"{target.parent}: the disk is full, or a limit reached: {shown} needs {needed:,} bytes and {free:,} are free; "
-        "make room, or set FLATOUT_CACHE to a folder on a larger disk"
+        f"{target.parent}: the disk is full, or a limit reached: {server.shown} needs {needed:,} bytes and {free:,} "
+        "are free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
     )
     if needed > free:
         raise full
-    what = f"{shown} ({total / 1e6:,.1f} MB)" if total else shown
-    is_begun = len(missing) < len(files)
-    report.note(f"continuing after {len(files) - len(missing):,} files: {what}" if is_begun else f"downloading {what}")
+    done = f"continuing after {len(files) - len(missing):,} files:" if len(missing) < len(files) else "downloading"
+    report.note(f"{done} {server.shown}" + (f" ({total / 1e6:,.1f} MB)" if total else ""))
+    incoming, transfers = unfinished / _INCOMING, _Transfers(unfinished, total - needed, total, report)
     try:
-        _transfer(url, missing, unfinished, _Transfers(unfinished, total - needed, total, report))
+        shutil.rmtree(incoming, ignore_errors=True)
+        incoming.mkdir(parents=True)
+        try:
+            server.get(missing, incoming, transfers)
+        except BaseException:
+            transfers.end()
+            raise
         for file in missing:
-            _verify(url, file, unfinished / file.name)
-        if _list(url) != (name, files):
-            raise _Changed(shown, "changed during the download")
+            _verify(server, file, unfinished / file.name)
+        if server.list_files() != (name, files):
+            raise _Unusable(server.shown, "changed during the download")
+        shutil.rmtree(incoming)
         os.sync()
-        write_atomically(unfinished / DOWNLOAD, json.dumps({"url": shown, "name": name}).encode())
+        write_atomically(unfinished / DOWNLOAD, json.dumps({"url": server.shown, "name": name}).encode())
         unfinished.rename(target)
-    except _Changed:
+    except _Unusable:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     except OSError as error:
         if error.errno in NO_SPACE:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise full from None
-        raise InputError(f"{shown}: cannot be written to the cache {unfinished}: {error.strerror or error}") from None
+        what = f"cannot be written to the cache {unfinished}: {error.strerror or error}"
+        raise InputError(f"{server.shown}: {what}") from None
 
 
-def _transfer(url: str, files: Sequence[RemoteFile], folder: Path, transfers: "_Transfers") -> None:
-    incoming = folder / _INCOMING
-    shutil.rmtree(incoming, ignore_errors=True)
-    folder.mkdir(exist_ok=True)
-    try:
-        with _errors_of(url):
-            store = _file_system(url)
-            if not store.async_impl:
-                from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
-
-                store = AsyncFileSystemWrapper(store)
-            remote, local = [file.path for file in files], [str(incoming / file.name) for file in files]
-            store.get(remote, local, callback=transfers, batch_size=_CONNECTIONS)
-    finally:
-        transfers.end()  # an interrupted one would go on in fsspec's thread
-    shutil.rmtree(incoming, ignore_errors=True)
+def _verify(server: "_Server", file: RemoteFile, path: Path) -> None:
+    size = path.stat().st_size
+    if file.size not in (None, size):
+        raise _Unusable(server.shown, f"changed during the download: {size:,} bytes arrived instead of {file.size:,}")
+    if server.url.startswith(_WEB):
+        with path.open("rb") as content:
+            if content.read(256).lstrip().lower().startswith(_PAGE_STARTS):
+                raise server.web_page()
 
 
 class _Transfers(Callback):
@@ -285,7 +219,7 @@ class _Transfers(Callback):
     def __init__(self, folder: Path, done: int, total: int, report: "Progress") -> None:
         super().__init__()
         self._folder, self._done, self._total, self._report = folder, done, total, report
-        self._lock, self._has_ended = threading.Lock(), threading.Event()
+        self._lock, self._has_ended = threading.Lock(), False
 
     def branched(self, path_1: str, path_2: str, **kwargs: Any) -> "_Transfer":
         """Return the callback of one file, whose local path is the second."""
@@ -294,7 +228,7 @@ class _Transfers(Callback):
     def receive(self, count: int) -> None:
         """Count bytes; raises InterruptedError if the download has been given up."""
         with self._lock:
-            if self._has_ended.is_set():
+            if self._has_ended:
                 raise InterruptedError
             self._done += count
             self._report.update(self._done // 10**6, max(1, self._total // 10**6), "MB")
@@ -302,15 +236,16 @@ class _Transfers(Callback):
     def complete(self, path: Path) -> None:
         """Move a file to its place."""
         with self._lock:
-            if not self._has_ended.is_set():
+            if not self._has_ended:
                 target = self._folder / path.relative_to(self._folder / _INCOMING)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.replace(target)
 
     def end(self) -> None:
-        """Stop what still runs in other threads."""
+        """Stop what still runs in fsspec's thread; asyncio would report at the end of the process that it did."""
+        logging.getLogger("asyncio").addHandler(_SILENT)
         with self._lock:
-            self._has_ended.set()
+            self._has_ended = True
 
 
 class _Transfer(Callback):
@@ -326,107 +261,178 @@ class _Transfer(Callback):
             self._transfers.complete(self._path)
 
 
-def _verify(url: str, file: RemoteFile, path: Path) -> None:
-    size = path.stat().st_size
-    if file.size not in (None, size):
-        raise _Changed(_shown(url), f"changed during the download: {size:,} bytes arrived instead of {file.size:,}")
-    if url.startswith(_WEB):
-        with path.open("rb") as content:
-            if content.read(256).lstrip().lower().startswith(_PAGE_STARTS):
-                raise _Changed(_shown(url), "is a web page, not data", "give the URL of the file itself")
-
-
 # --- fsspec ---
 
 
-def _file_system(url: str, sent_names: list[str] | None = None) -> Any:
-    """Return a file system of fsspec; of web servers, the names that they give to files are added to `sent_names`."""
-    scheme = url.partition("://")[0]
-    options = _web_options(sent_names) if scheme in _WEB else copy.deepcopy(_STORES[scheme].options)
-    try:
-        # A new one each time: others would remember lists of files.
-        system = fsspec.filesystem(scheme, skip_instance_cache=True, **options)
-    except ImportError:
-        raise InputError(f"{url}: needs the package {_STORES[scheme].package}") from None
-    # Errors that the libraries log, with tracebacks, are in our messages.
-    for library in (type(system).__module__.partition(".")[0], "aiohttp"):
-        logging.getLogger(library).addHandler(_SILENT)
-    return system
+class _Server:
+    """A web server or an object store, as a file system of fsspec; `shown` is its URL for messages.
 
+    Raises:
+        InputError: a package is missing.
+    """
 
-def _web_options(sent_names: list[str] | None) -> dict[str, Any]:
-    import aiohttp
+    def __init__(self, url: str) -> None:
+        self.url, self.shown = url, _without_query(url)
+        self._store = _STORES.get(url.partition("://")[0])
+        self._sent_names: list[str] = []  # of files, by a web server
+        options = copy.deepcopy(self._store.options) if self._store else self._web_options()
+        try:
+            # A new one each time: others would remember lists of files.
+            self._system: Any = fsspec.filesystem(url.partition("://")[0], skip_instance_cache=True, **options)
+        except ImportError:
+            assert self._store is not None
+            raise InputError(f"{url}: needs the package {self._store.package}") from None
+        # Errors that the libraries log, with tracebacks, are in our messages.
+        for library in (type(self._system).__module__.partition(".")[0], "aiohttp"):
+            logging.getLogger(library).addHandler(_SILENT)
 
-    from flatout import __version__
+    def _web_options(self) -> dict[str, Any]:
+        import aiohttp
 
-    async def refuse_downgrade(session: Any, context: Any, params: Any) -> None:
-        """Keep credentials, which aiohttp sends again to the same host, from a connection without encryption."""
-        if params.url.scheme == "https" and params.response.headers.get("Location", "").lower().startswith("http:"):
-            raise TransferError(
-                _shown(str(params.url)), "redirects to http, without encryption", "give that URL itself"
-            )
+        from flatout import __version__
 
-    async def keep_name(session: Any, context: Any, params: Any) -> None:
-        disposition = params.response.content_disposition
-        if sent_names is not None and disposition is not None and disposition.filename:
-            sent_names.append(disposition.filename)
+        async def refuse_downgrade(session: Any, context: Any, params: Any) -> None:
+            """Keep credentials, which aiohttp sends again to the same host, from a connection without encryption."""
+            location = params.response.headers.get("Location", "")
+            if params.url.scheme == "https" and location.lower().startswith("http:"):
+                where = _without_query(location)
+                raise TransferError(self.shown, f"redirects to {where}, without encryption", "give another URL")
 
-    trace = aiohttp.TraceConfig()
-    trace.on_request_redirect.append(refuse_downgrade)
-    trace.on_request_end.append(keep_name)
-    client = {
-        "trust_env": True,  # proxies and ~/.netrc
-        # Otherwise sizes are those of compressed content.
-        "headers": {"Accept-Encoding": "identity", "User-Agent": f"flatout/{__version__}"},
-        "timeout": aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_SECONDS, sock_read=_TIMEOUT_SECONDS),
-        "trace_configs": [trace],
-    }
-    return {"client_kwargs": client}
+        async def keep_name(session: Any, context: Any, params: Any) -> None:
+            disposition = params.response.content_disposition
+            if disposition is not None and disposition.filename:
+                self._sent_names.append(disposition.filename)
 
+        trace = aiohttp.TraceConfig()
+        trace.on_request_redirect.append(refuse_downgrade)
+        trace.on_request_end.append(keep_name)
+        client = {
+            "trust_env": True,  # proxies and ~/.netrc
+            # Otherwise sizes are those of compressed content.
+            "headers": {"Accept-Encoding": "identity", "User-Agent": f"flatout/{__version__}"},
+            "timeout": aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_SECONDS, sock_read=_TIMEOUT_SECONDS),
+            "trace_configs": [trace],
+        }
+        return {"client_kwargs": client}
 
-@contextlib.contextmanager
-def _errors_of(url: str) -> Iterator[None]:
-    """Turn errors of fsspec and its libraries into TransferError; a full disk stays OSError."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # each store's own
-        if isinstance(error, OSError) and error.errno in NO_SPACE:
+    def list_files(self) -> tuple[str, list[RemoteFile]]:
+        """Return the name of the data in the folder of its download, and its files.
+
+        Raises:
+            InputError: nothing is there, the server refuses, or the names are unsafe.
+        """
+        if "{" in self.url:
+            # Shards: the names begin with the first folder that has braces.
+            base = self.url.partition("{")[0]
+            base = base[: base.rindex("/") + 1]
+            name = self.url[len(base) :].partition("?")[0]
+            parts = [str(path) for path in expand_braces(Path(name))]
+            with ThreadPoolExecutor(_CONNECTIONS) as pool:
+                listed = list(pool.map(self._list_one, (self.url.replace(name, part) for part in parts)))
+            files = [replace(file, name=part) for part, found in zip(parts, listed, strict=True) for file in found]
+        else:
+            files = self._list_one(self.url)
+            name = PurePosixPath(files[0].name).parts[0]
+        paths = [PurePosixPath(file.name) for file in files]
+        for file, path in zip(files, paths, strict=True):
+            if path.is_absolute() or ".." in path.parts or printable(file.name) != file.name:
+                raise InputError(f"{self.shown}: {file.name!r} cannot be the name of a local file; rename it there")
+        if len(set(paths)) < len(paths):
+            fix = "rename them there, or give their folder"
+            raise InputError(f"{self.shown}: several files there would get the same local name; {fix}")
+        return name, files
+
+    def _list_one(self, url: str) -> list[RemoteFile]:
+        """List a file, or all files of a folder in a store, whose names then start with that of the folder."""
+        with self.errors(url):
+            self._system.invalidate_cache()
+            info = self._system.info(url)
+            if self._store is None:
+                return [self._describe(info, self._web_name(url, info))]
+            root = info["name"].rstrip("/")
+            found = self._system.find(root, detail=True)
+        # Some tools mark a folder by an empty object.
+        files = [info for name, info in sorted(found.items()) if info["type"] == "file" and not name.endswith("/")]
+        if not files:
+            raise TransferError(url, "the folder holds no files", "check the URL")
+        names = [PurePosixPath(info["name"]).relative_to(PurePosixPath(root).parent) for info in files]
+        return [self._describe(info, str(name).lstrip(".")) for info, name in zip(files, names, strict=True)]
+
+    @staticmethod
+    def _describe(info: Mapping[str, Any], name: str) -> RemoteFile:
+        # A weak ETag does: a server has it only because it might compress what it sends.
+        versions = (str(info[key]).removeprefix("W/").strip('"') for key in _VERSIONS if info.get(key))
+        return RemoteFile(path=info["name"], name=name, size=info["size"], version=next(versions, ""))
+
+    def _web_name(self, url: str, info: Mapping[str, Any]) -> str:
+        if info.get("mimetype") == "text/html":
+            raise self.web_page()
+        name = self._sent_names[-1] if self._sent_names else urllib.parse.unquote(urllib.parse.urlsplit(url).path)
+        name = re.sub(r"[\x00-\x1f]", "", re.split(r"[/\\]", name)[-1]).lstrip(".")
+        if not name:
+            fix = "give the URL of a file; folders are read from s3, gs and hf"
+            raise TransferError(_without_query(url), "names no file", fix)
+        return name
+
+    def get(self, files: Sequence[RemoteFile], folder: Path, transfers: Callback) -> None:
+        """Download files, several at once."""
+        system = self._system
+        if not system.async_impl:
+            from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+
+            system = AsyncFileSystemWrapper(system)
+        remote, local = [file.path for file in files], [str(folder / file.name) for file in files]
+        with self.errors(self.url):
+            system.get(remote, local, callback=transfers, batch_size=_CONNECTIONS)
+
+    def get_file(self, path: Path) -> None:
+        """Download the file that the URL names."""
+        with self.errors(self.url):
+            self._system.get_file(self.url, str(path))
+
+    def web_page(self) -> TransferError:
+        """Return the error that the URL names a web page."""
+        return _Unusable(self.shown, "is a web page, not data", "give the URL of the file itself")
+
+    @contextlib.contextmanager
+    def errors(self, url: str) -> Iterator[None]:
+        """Turn errors of fsspec and its libraries into TransferError; a full disk stays OSError."""
+        try:
+            yield
+        except (InputError, Stopped):
             raise
-        chain = causes(error)
-        if own := next((cause for cause in chain if isinstance(cause, InputError)), None):
-            raise own from None
-        raise _failure(url, chain) from error
+        except Exception as error:  # each store's own
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                raise
+            chain = causes(error)
+            if own := next((cause for cause in chain if isinstance(cause, InputError)), None):
+                raise own from None
+            raise self._failure(_without_query(url), chain) from error
+
+    def _failure(self, url: str, chain: list[BaseException]) -> TransferError:
+        import aiohttp
+
+        error = next((cause for cause in chain if isinstance(cause, aiohttp.ClientError)), chain[0])
+        if isinstance(error, aiohttp.ClientResponseError) and self._store is None:
+            host = error.request_info.real_url.host or ""
+            server = "the server" if host == urllib.parse.urlsplit(url).hostname else host
+            what = f"answers {error.status} {error.message}" if error.status else "redirects without end"
+            fix = "; a user name and password go into ~/.netrc" if error.status in (401, 403) else ""
+            return TransferError(url, " ".join(f"{server} {what}".split()), f"check the URL{fix}")
+        if any(isinstance(cause, TimeoutError) for cause in chain):
+            return TransferError(url, f"no answer for {_TIMEOUT_SECONDS:g} s", "check the network, and run it again")
+        if isinstance(error, aiohttp.ClientPayloadError):
+            return TransferError(url, "the connection ended early")
+        if isinstance(error, FileNotFoundError):
+            return TransferError(url, "there is no such file or folder", "check the URL")
+        text = re.sub(r"\?\S*", "", first_line(error))  # a query may be a signature
+        names = " ".join(type(cause).__name__ for cause in chain)
+        if self._store and (isinstance(error, PermissionError) or "Credentials" in names or "GatedRepo" in names):
+            return TransferError(url, f"access is denied ({text})", self._store.access)
+        return TransferError(url, text, "check the URL and the network")
 
 
-def _failure(url: str, chain: list[BaseException]) -> TransferError:
-    import aiohttp
-
-    shown, store = _shown(url), _STORES.get(url.partition("://")[0])
-    answers = [cause for cause in chain if isinstance(cause, aiohttp.ClientResponseError)]
-    if answers and store is None:
-        status, host = answers[0].status, answers[0].request_info.real_url.host or ""
-        server = "the server" if host == urllib.parse.urlsplit(url).hostname else host
-        fix = "; a user name and password go into ~/.netrc" if status in (401, 403) else ""
-        what = f"answers {status} {answers[0].message}" if status else "redirects without end"
-        return TransferError(shown, " ".join(f"{server} {what}".split()), f"check the URL{fix}")
-    if any(isinstance(cause, TimeoutError) for cause in chain):
-        return TransferError(shown, f"no answer for {_TIMEOUT_SECONDS:g} s", "check the network, and run it again")
-    if any(isinstance(cause, aiohttp.ClientPayloadError) for cause in chain):
-        return TransferError(shown, "the connection ended early")
-    # The last cause of a web server's "file not found" is the real one. A query may be a signature.
-    error = chain[-1] if store is None else chain[0]
-    text = re.sub(r"\?\S*", "", first_line(error))
-    names = " ".join(type(cause).__name__ for cause in chain)
-    if isinstance(error, FileNotFoundError):
-        return TransferError(shown, "there is no such file or folder", "check the URL")
-    if store and (isinstance(error, PermissionError) or "Credentials" in names or "GatedRepo" in names):
-        return TransferError(shown, f"access is denied ({text})", store.access)
-    return TransferError(shown, text, "check the URL and the network")
-
-
-def _shown(url: str) -> str:
+def _without_query(url: str) -> str:
     """Return a URL for messages: without password and query, which may be a signature."""
     scheme, _, rest = url.partition("://")
     host, slash, path = rest.partition("?")[0].partition("/")
@@ -532,8 +538,7 @@ def _download_public_file(data: PublicData, name: str, folder: Path, note: Calla
         for url in (base_url + name for base_url in data.base_urls):
             note(f"downloading {url}")
             try:
-                with _errors_of(url):
-                    _file_system(url).get_file(url, str(part))
+                _Server(url).get_file(part)
             except TransferError as error:
                 failures.append(f"{url} ({error.reason})")
                 continue
