@@ -6,7 +6,9 @@ import io
 import json
 import os
 import resource
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -246,6 +248,37 @@ def test_redirects_do_not_take_credentials_along(server: Server, tmp_path: Path,
     assert sent == {"/photos.npz": login, "/there/photos.npz": login if target == "same" else None}
 
 
+def test_a_redirect_from_https_to_http_is_refused(server: Server, tmp_path: Path):
+    """aiohttp would send the password of the host without encryption."""
+    if not shutil.which("openssl"):
+        pytest.skip("needs openssl")
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *subject, *files], check=True, capture_output=True
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    (tmp_path / "netrc").write_text("machine localhost login me password secret\n")
+    with Server() as encrypted:
+        encrypted.socket = context.wrap_socket(encrypted.socket, server_side=True)
+        to = server.url("/photos.npz?signature=secret", "localhost")
+        encrypted.resources["/photos.npz"] = Resource(b"", status=302, headers={"Location": to})
+        thread = threading.Thread(target=encrypted.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        url = encrypted.url("/photos.npz", "localhost").replace("http:", "https:")
+        # aiohttp reads the certificates that it trusts when it is imported.
+        program = "import sys; from flatout.cli import main; sys.exit(main(sys.argv[1:]))"
+        environment = os.environ | {"SSL_CERT_FILE": str(tmp_path / "cert.pem")}
+        command = [sys.executable, "-c", program, "check", url]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        encrypted.shutdown()
+        thread.join()
+    assert ended.stderr.startswith(f"flatout: {url}: redirects to {to.partition('?')[0]}, without encryption")
+    assert ended.returncode == 2
+    assert not server.requests
+
+
 # --- the disk and the cache ---
 
 
@@ -349,7 +382,8 @@ class Bucket:
     """The bucket `photos`. A WSGI application counts the objects that are downloaded, and calls a function before."""
 
     def __init__(self, app: Callable[..., Any]) -> None:
-        self._app, self.client = app, None
+        self._app = app
+        self.client: Any = None
         self.downloads: list[str] = []
         self.before: Callable[[], None] = lambda: None
 
@@ -362,7 +396,7 @@ class Bucket:
 
     def put(self, files: dict[str, bytes]) -> None:
         for key, content in files.items():
-            self.client.put_object(Bucket="photos", Key=key, Body=content)  # pyright: ignore[reportOptionalMemberAccess]
+            self.client.put_object(Bucket="photos", Key=key, Body=content)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import shutil
-import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,10 +41,8 @@ _SILENT = logging.NullHandler()
 
 @dataclass(frozen=True, kw_only=True)
 class _Store:
-    """An object store: what to install, what to do about missing permission, and options of its file system."""
-
-    package: str
-    access: str
+    package: str  # and how to install it
+    access: str  # what to do about missing permission
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -66,7 +63,7 @@ _STORES = {
 }
 
 
-class TransferError(InputError):
+class _TransferError(InputError):
     """A file could not be downloaded, for `reason`."""
 
     def __init__(self, url: str, reason: str, fix: str = "run the same command again") -> None:
@@ -74,28 +71,18 @@ class TransferError(InputError):
         self.reason = reason
 
 
-class _Unusable(TransferError):
+class _Unusable(_TransferError):
     """What has arrived is not the data, so nothing of it is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteFile:
-    """A file as a server describes it.
-
-    Attributes:
-        path: its path for fsspec.
-        name: its path in the folder of the download, with `/`.
-        size: its bytes, if the server knows.
-        version: an ETag or the like, which changes with the content; empty if the server has none.
-    """
-
-    path: str
-    name: str
+class _RemoteFile:
+    path: str  # for fsspec
+    name: str  # its path in the folder of the download
     size: int | None
-    version: str
+    version: str  # an ETag or the like; empty if the server has none
 
     def is_complete(self, folder: Path) -> bool:
-        """Whether the folder of the download has the file."""
         path = folder / self.name
         return path.is_file() and self.size in (None, path.stat().st_size)
 
@@ -131,7 +118,7 @@ def download(url: str, report: "Progress") -> tuple[Path, int]:
     server = _Server(url)
     try:
         name, files = server.list_files()
-    except TransferError as error:
+    except _TransferError as error:
         if copies := _copies(shown):
             raise InputError(f"{error}; or give the path of the last copy: {copies[-1]}") from None
         raise
@@ -161,7 +148,7 @@ def _copies(shown: str) -> list[Path]:
 # --- transfer ---
 
 
-def _download(server: "_Server", name: str, files: Sequence[RemoteFile], target: Path, report: "Progress") -> None:
+def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target: Path, report: "Progress") -> None:
     """Download files beside their place, then rename the folder. An error keeps complete files if they may be right."""
     unfinished = target.with_name(f"{target.name}.partial")
     missing = [file for file in files if not file.is_complete(unfinished)]
@@ -184,7 +171,7 @@ def _download(server: "_Server", name: str, files: Sequence[RemoteFile], target:
         except BaseException:
             transfers.end()
             raise
-        for file in missing:
+        for file in files:
             _verify(server, file, unfinished / file.name)
         if server.list_files() != (name, files):
             raise _Unusable(server.shown, "changed during the download")
@@ -203,14 +190,14 @@ def _download(server: "_Server", name: str, files: Sequence[RemoteFile], target:
         raise InputError(f"{server.shown}: {what}") from None
 
 
-def _verify(server: "_Server", file: RemoteFile, path: Path) -> None:
+def _verify(server: "_Server", file: _RemoteFile, path: Path) -> None:
     size = path.stat().st_size
     if file.size not in (None, size):
         raise _Unusable(server.shown, f"changed during the download: {size:,} bytes arrived instead of {file.size:,}")
     if server.url.startswith(_WEB):
         with path.open("rb") as content:
             if content.read(256).lstrip().lower().startswith(_PAGE_STARTS):
-                raise server.web_page()
+                raise _web_page(server.shown)
 
 
 class _Transfers(Callback):
@@ -219,7 +206,7 @@ class _Transfers(Callback):
     def __init__(self, folder: Path, done: int, total: int, report: "Progress") -> None:
         super().__init__()
         self._folder, self._done, self._total, self._report = folder, done, total, report
-        self._lock, self._has_ended = threading.Lock(), False
+        self._has_ended = False
 
     def branched(self, path_1: str, path_2: str, **kwargs: Any) -> "_Transfer":
         """Return the callback of one file, whose local path is the second."""
@@ -227,25 +214,21 @@ class _Transfers(Callback):
 
     def receive(self, count: int) -> None:
         """Count bytes; raises InterruptedError if the download has been given up."""
-        with self._lock:
-            if self._has_ended:
-                raise InterruptedError
-            self._done += count
-            self._report.update(self._done // 10**6, max(1, self._total // 10**6), "MB")
+        if self._has_ended:
+            raise InterruptedError
+        self._done += count
+        self._report.update(self._done // 10**6, max(1, self._total // 10**6), "MB")
 
     def complete(self, path: Path) -> None:
         """Move a file to its place."""
-        with self._lock:
-            if not self._has_ended:
-                target = self._folder / path.relative_to(self._folder / _INCOMING)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                path.replace(target)
+        target = self._folder / path.relative_to(self._folder / _INCOMING)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(target)
 
     def end(self) -> None:
         """Stop what still runs in fsspec's thread; asyncio would report at the end of the process that it did."""
         logging.getLogger("asyncio").addHandler(_SILENT)
-        with self._lock:
-            self._has_ended = True
+        self._has_ended = True
 
 
 class _Transfer(Callback):
@@ -296,7 +279,7 @@ class _Server:
             location = params.response.headers.get("Location", "")
             if params.url.scheme == "https" and location.lower().startswith("http:"):
                 where = _without_query(location)
-                raise TransferError(self.shown, f"redirects to {where}, without encryption", "give another URL")
+                raise _TransferError(self.shown, f"redirects to {where}, without encryption", "give another URL")
 
         async def keep_name(session: Any, context: Any, params: Any) -> None:
             disposition = params.response.content_disposition
@@ -315,7 +298,7 @@ class _Server:
         }
         return {"client_kwargs": client}
 
-    def list_files(self) -> tuple[str, list[RemoteFile]]:
+    def list_files(self) -> tuple[str, list[_RemoteFile]]:
         """Return the name of the data in the folder of its download, and its files.
 
         Raises:
@@ -342,7 +325,7 @@ class _Server:
             raise InputError(f"{self.shown}: several files there would get the same local name; {fix}")
         return name, files
 
-    def _list_one(self, url: str) -> list[RemoteFile]:
+    def _list_one(self, url: str) -> list[_RemoteFile]:
         """List a file, or all files of a folder in a store, whose names then start with that of the folder."""
         with self.errors(url):
             self._system.invalidate_cache()
@@ -354,27 +337,27 @@ class _Server:
         # Some tools mark a folder by an empty object.
         files = [info for name, info in sorted(found.items()) if info["type"] == "file" and not name.endswith("/")]
         if not files:
-            raise TransferError(url, "the folder holds no files", "check the URL")
+            raise _TransferError(url, "the folder holds no files", "check the URL")
         names = [PurePosixPath(info["name"]).relative_to(PurePosixPath(root).parent) for info in files]
         return [self._describe(info, str(name).lstrip(".")) for info, name in zip(files, names, strict=True)]
 
     @staticmethod
-    def _describe(info: Mapping[str, Any], name: str) -> RemoteFile:
+    def _describe(info: Mapping[str, Any], name: str) -> _RemoteFile:
         # A weak ETag does: a server has it only because it might compress what it sends.
         versions = (str(info[key]).removeprefix("W/").strip('"') for key in _VERSIONS if info.get(key))
-        return RemoteFile(path=info["name"], name=name, size=info["size"], version=next(versions, ""))
+        return _RemoteFile(path=info["name"], name=name, size=info["size"], version=next(versions, ""))
 
     def _web_name(self, url: str, info: Mapping[str, Any]) -> str:
         if info.get("mimetype") == "text/html":
-            raise self.web_page()
+            raise _web_page(_without_query(url))
         name = self._sent_names[-1] if self._sent_names else urllib.parse.unquote(urllib.parse.urlsplit(url).path)
         name = re.sub(r"[\x00-\x1f]", "", re.split(r"[/\\]", name)[-1]).lstrip(".")
         if not name:
             fix = "give the URL of a file; folders are read from s3, gs and hf"
-            raise TransferError(_without_query(url), "names no file", fix)
+            raise _TransferError(_without_query(url), "names no file", fix)
         return name
 
-    def get(self, files: Sequence[RemoteFile], folder: Path, transfers: Callback) -> None:
+    def get(self, files: Sequence[_RemoteFile], folder: Path, transfers: Any) -> None:
         """Download files, several at once."""
         system = self._system
         if not system.async_impl:
@@ -390,13 +373,9 @@ class _Server:
         with self.errors(self.url):
             self._system.get_file(self.url, str(path))
 
-    def web_page(self) -> TransferError:
-        """Return the error that the URL names a web page."""
-        return _Unusable(self.shown, "is a web page, not data", "give the URL of the file itself")
-
     @contextlib.contextmanager
     def errors(self, url: str) -> Iterator[None]:
-        """Turn errors of fsspec and its libraries into TransferError; a full disk stays OSError."""
+        """Turn errors of fsspec and its libraries into _TransferError; a full disk stays OSError."""
         try:
             yield
         except (InputError, Stopped):
@@ -409,7 +388,7 @@ class _Server:
                 raise own from None
             raise self._failure(_without_query(url), chain) from error
 
-    def _failure(self, url: str, chain: list[BaseException]) -> TransferError:
+    def _failure(self, url: str, chain: list[BaseException]) -> _TransferError:
         import aiohttp
 
         error = next((cause for cause in chain if isinstance(cause, aiohttp.ClientError)), chain[0])
@@ -418,18 +397,22 @@ class _Server:
             server = "the server" if host == urllib.parse.urlsplit(url).hostname else host
             what = f"answers {error.status} {error.message}" if error.status else "redirects without end"
             fix = "; a user name and password go into ~/.netrc" if error.status in (401, 403) else ""
-            return TransferError(url, " ".join(f"{server} {what}".split()), f"check the URL{fix}")
+            return _TransferError(url, " ".join(f"{server} {what}".split()), f"check the URL{fix}")
         if any(isinstance(cause, TimeoutError) for cause in chain):
-            return TransferError(url, f"no answer for {_TIMEOUT_SECONDS:g} s", "check the network, and run it again")
+            return _TransferError(url, f"no answer for {_TIMEOUT_SECONDS:g} s", "check the network, and run it again")
         if isinstance(error, aiohttp.ClientPayloadError):
-            return TransferError(url, "the connection ended early")
+            return _TransferError(url, "the connection ended early")
         if isinstance(error, FileNotFoundError):
-            return TransferError(url, "there is no such file or folder", "check the URL")
+            return _TransferError(url, "there is no such file or folder", "check the URL")
         text = re.sub(r"\?\S*", "", first_line(error))  # a query may be a signature
         names = " ".join(type(cause).__name__ for cause in chain)
         if self._store and (isinstance(error, PermissionError) or "Credentials" in names or "GatedRepo" in names):
-            return TransferError(url, f"access is denied ({text})", self._store.access)
-        return TransferError(url, text, "check the URL and the network")
+            return _TransferError(url, f"access is denied ({text})", self._store.access)
+        return _TransferError(url, text, "check the URL and the network")
+
+
+def _web_page(url: str) -> _TransferError:
+    return _Unusable(url, "is a web page, not data", "give the URL of the file itself")
 
 
 def _without_query(url: str) -> str:
@@ -539,7 +522,7 @@ def _download_public_file(data: PublicData, name: str, folder: Path, note: Calla
             note(f"downloading {url}")
             try:
                 _Server(url).get_file(part)
-            except TransferError as error:
+            except _TransferError as error:
                 failures.append(f"{url} ({error.reason})")
                 continue
             if (md5 := _md5(part)) == data.files[name]:

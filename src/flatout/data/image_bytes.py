@@ -14,7 +14,7 @@ from typing import IO, Any, Protocol, overload
 
 from flatout.data.limits import MAX_FILE_BYTES
 from flatout.data.unpack import LimitedStream, is_compressed, open_decompressed, reading
-from flatout.errors import DiskFull, InputError
+from flatout.errors import DiskFull
 from flatout.files import NO_SPACE
 
 _COPIED_BYTES = 1 << 20
@@ -48,19 +48,17 @@ class ShardFile:
                 self.size = self._temporary.tell()
 
     def _decompress(self) -> IO[bytes]:
-        where = f"{self.path}: cannot be decompressed into {tempfile.gettempdir()}"
-        with open_decompressed(self.path) as stream:
-            try:
-                file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
-                weakref.finalize(self, file.close)
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
+        weakref.finalize(self, file.close)
+        try:
+            with open_decompressed(self.path) as stream:
                 shutil.copyfileobj(LimitedStream(stream, self.path), file, _COPIED_BYTES)
-                file.flush()
-            except OSError as error:
-                if error.errno in NO_SPACE:
-                    raise DiskFull(f"{where}: the disk is full; set TMPDIR to a folder on a larger disk") from None
-                if error.errno == errno.EMFILE:
-                    raise InputError(f"{where}: {error.strerror}; raise the limit with ulimit -n") from None
-                raise
+            file.flush()
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                where = f"{tempfile.gettempdir()}: the disk is full: {self.path} is decompressed there"
+                raise DiskFull(f"{where}; set TMPDIR to a folder on a larger disk") from None
+            raise
         return file
 
     @contextmanager
@@ -106,7 +104,7 @@ class ImageBytesList(Sequence[ImageBytes]):
         # Each image has an owner (the folder of a path, the file of a slice, or an image of another kind), a name
         # there, and if it is a slice, an offset and a size.
         self._owners: list[Any] = []
-        self._numbers: dict[str | ShardFile, int] = {}  # of the owners
+        self._numbers: dict[Any, int] = {}  # of the owners
         self._owner = array("L")
         self._names, self._ends = bytearray(), array("Q")
         self._places = array("Q")
@@ -116,21 +114,17 @@ class ImageBytesList(Sequence[ImageBytes]):
 
     def append(self, image: ImageBytes) -> None:
         """Add an image."""
-        name, offset, size = "", 0, 0
+        owner, name, offset, size = image, "", 0, 0
         if isinstance(image, Path):
             owner, name = os.path.split(image)
         elif isinstance(image, Slice):
             owner, name, offset, size = image.file, image.name, image.offset, image.size
-        else:
-            owner = None
-        if owner is None:
-            self._owner.append(len(self._owners))
-            self._owners.append(image)
-        else:
-            number = self._numbers.setdefault(owner, len(self._owners))
-            if number == len(self._owners):
-                self._owners.append(owner)
-            self._owner.append(number)
+        number = len(self._owners)
+        if owner is not image:
+            number = self._numbers.setdefault(owner, number)
+        if number == len(self._owners):
+            self._owners.append(owner)
+        self._owner.append(number)
         self._names += os.fsencode(name)
         self._ends.append(len(self._names))
         self._places.extend((offset, size))

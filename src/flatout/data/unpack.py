@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from flatout.console import Console
-from flatout.data.cache import UNPACKED, NotWritable, cache_folder, lock, make_room, making, temporary_folder
+from flatout.data.cache import UNPACKED, NotWritable, cache_folder, lock, make_room, making
 from flatout.data.digests import combined_digest
 from flatout.errors import DiskFull, InputError, first_line
 from flatout.files import NO_SPACE, printable, write_atomically
@@ -82,36 +82,22 @@ class UnpackedArchive:
 
 
 def unpack(path: Path, report: "Progress | None" = None) -> UnpackedArchive:
-    """Unpack an archive into the cache, or into a temporary folder if the cache cannot be written.
-
-    An archive that has been unpacked already, and not changed since, is not unpacked again.
+    """Unpack an archive into the cache, unless that has been done and the archive has not changed since.
 
     Raises:
-        InputError: the archive is damaged, empty, or holds what is refused; names the member.
+        InputError: the archive is damaged, empty, or holds what is refused; the cache cannot be written.
         DiskFull: there is no room for the content.
     """
     report = report or Console()
     status = path.stat()
     known = f"{path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}"
     entry = cache_folder() / "unpacked" / combined_digest([os.fsencode(known)])
-    try:
-        with making(entry, "unpacking this archive", report):
-            if not entry.exists():
-                _publish(path, entry, report)
-            unpacked = UnpackedArchive(entry, entry / path.name)
-    except NotWritable:
-        folder, owner = temporary_folder()
-        entry = folder / entry.name
-        try:
+    with making(entry, "unpacking this archive", report):
+        if entry.exists():
+            entry.touch()  # it is used now
+        else:
             _publish(path, entry, report)
-            unpacked = UnpackedArchive(entry, entry / path.name)
-        except BaseException:
-            shutil.rmtree(folder)
-            os.close(owner)
-            raise
-        weakref.finalize(unpacked, os.close, owner)
-        weakref.finalize(unpacked, shutil.rmtree, folder, ignore_errors=True)
-        return unpacked
+        unpacked = UnpackedArchive(entry, entry / path.name)
     for removed in make_room(cache_folder()):
         report.note(f"removed the least recently used entry from the cache, which is full: {removed.what}")
     return unpacked
@@ -257,7 +243,7 @@ class LimitedStream(io.RawIOBase):
         self._file, self._path, self._compressed = file, path, path.stat().st_size
 
     def read(self, size: int = -1) -> bytes:
-        """Return up to `size` bytes; raises InputError."""
+        """Read up to `size` bytes; raises InputError."""
         if not 0 <= size <= _READ_BYTES:
             raise InputError(f"{self._path}: is damaged (a header of {size:,} bytes); get it again")
         self.last = self._file.read(size)
