@@ -30,13 +30,13 @@ from flatout.data.splits import SPLITS, in_order, split_of, split_within
 from flatout.data.unpack import TAR_SUFFIXES, open_decompressed, tar_members
 from flatout.errors import InputError
 
-WEBDATASET, TFRECORD = "WebDataset shards", "TFRecord files"
+WEBDATASET_KIND, TFRECORD_KIND = "WebDataset shards", "TFRecord files"
 ABOUT = {
-    TFRECORD: (
+    TFRECORD_KIND: (
         "the folder, a file, or a pattern with braces",
         "names such as `train-00000-of-00010` or `train.tfrecord`",
     ),
-    WEBDATASET: (
+    WEBDATASET_KIND: (
         "the folder, a `.tar` or `.tar.gz`, or a pattern with braces",
         "files with members such as `000001.jpg` and `000001.cls` or `000001.json`",
     ),
@@ -67,12 +67,14 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
     """Return WebDataset shards, if one begins with an image and its label, or TFRecord files, by name; or None."""
     splits = find_shards(path, lambda name: name.lower().endswith(TAR_SUFFIXES))
     if any(_begins_with_sample(file, options) for files in splits.values() for file in files):
-        return reference(WEBDATASET, path, splits, lambda splits: read_webdataset(path, splits, class_list, options))
+        return reference(
+            WEBDATASET_KIND, path, splits, lambda splits: read_webdataset(path, splits, class_list, options)
+        )
     splits = find_shards(path, lambda name: bool(_TFRECORD_NAME.fullmatch(name)))
     beside = find_class_list_beside(path if path.is_dir() else path.parent, _CLASS_LISTS)
     names = class_list or beside
     inputs = (names,) if names and not class_list else ()
-    return reference(TFRECORD, path, splits, lambda splits: read_tfrecord(path, splits, names, options), inputs)
+    return reference(TFRECORD_KIND, path, splits, lambda splits: read_tfrecord(path, splits, names, options), inputs)
 
 
 # --- files ---
@@ -177,7 +179,12 @@ def read_webdataset(path: Path, splits: dict[str, list[Path]], class_list: Path 
                     labels.append(_label(place, options))
         parts[split] = images, labels
     return assemble(
-        WEBDATASET, path, parts, class_list=class_list, locate=lambda split, i: str(places[split][i]), task=options.task
+        WEBDATASET_KIND,
+        path,
+        parts,
+        class_list=class_list,
+        locate=lambda split, i: str(places[split][i]),
+        task=options.task,
     )
 
 
@@ -306,7 +313,7 @@ def read_tfrecord(path: Path, splits: dict[str, list[Path]], class_list: Path | 
         labels = [texts.get(sample.label, sample.label) if is_single else sample.labels for sample in some]
         parts[split] = (np.stack(images) if shapes else images), labels
     return assemble(
-        TFRECORD,
+        TFRECORD_KIND,
         path,
         parts,
         names=tuple(texts.values()) or None,
