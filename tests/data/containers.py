@@ -169,15 +169,6 @@ def webdataset(label: str) -> Callable[[Path], Path]:
     return build
 
 
-def braces(folder: Path) -> Path:
-    """Compressed shards, and braces in braces."""
-    webdataset("cls")(folder)
-    for shard in sorted(folder.glob("*.tar")):
-        write(folder / f"{shard.name.replace('test', 'val')}.gz", gzip.compress(shard.read_bytes()))
-        shard.unlink()
-    return folder / "{train-{000000..000001},val-{000000..000001}}.tar.gz"
-
-
 # TFRecord: https://www.tensorflow.org/tutorials/load_data/tfrecord
 
 

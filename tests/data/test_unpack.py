@@ -217,14 +217,10 @@ def test_names_that_lead_out(tmp_path: Path, cache: Path, make: Callable[[Path, 
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
-def test_links_and_devices_in_tar(tmp_path: Path, cache: Path, kind: bytes):
+def test_links_and_devices(tmp_path: Path, cache: Path, kind: bytes):
     path = tar_with(tmp_path / "a", "train/cat/evil.jpg", type=kind, linkname="train/cat/000.jpg")
     assert_refused(path, cache, r"member train/cat/evil\.jpg: is a link, device or sparse file")
-
-
-@pytest.mark.parametrize("mode", [stat.S_IFLNK, stat.S_IFCHR])
-def test_links_and_devices_in_zip(tmp_path: Path, cache: Path, mode: int):
-    path = zip_with(tmp_path / "a", "train/cat/evil.jpg", mode)
+    path = zip_with(tmp_path / "a", "train/cat/evil.jpg", stat.S_IFLNK)
     assert_refused(path, cache, r"member train/cat/evil\.jpg: is a link or device")
 
 
@@ -249,15 +245,6 @@ def test_bombs(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
     with tarfile.open(tmp_path / "b.tar.bz2", "w:bz2", format=tarfile.PAX_FORMAT) as out:
         out.addfile(tarfile.TarInfo("x" * (1 << 24)))
     assert_refused(tmp_path / "b.tar.bz2", cache, r"is damaged \(a header of 16,\d{3},\d{3} bytes\)")
-
-
-def test_a_member_larger_than_declared(tmp_path: Path, cache: Path):
-    path = zip_with(tmp_path / "a", "train/cat/x.jpg", content=bytes(1 << 20))
-    content = bytearray(path.read_bytes())
-    place = content.rindex(struct.pack("<I", 1 << 20))
-    content[place : place + 4] = struct.pack("<I", 100)
-    path.write_bytes(content)
-    assert_refused(path, cache, r"member train/cat/x\.jpg: is damaged or cut off")
 
 
 def test_an_encrypted_member(tmp_path: Path, cache: Path):
@@ -310,3 +297,7 @@ def test_a_damaged_member_is_named(tmp_path: Path, cache: Path):
     path = c.in_zip(zipfile.ZIP_STORED)(tmp_path)
     path.write_bytes(path.read_bytes().replace(c.SAMPLES[0].data, c.SAMPLES[0].data[::-1], 1))
     assert_refused(path, cache, r"member photos/train/cat/000\.jpg: is damaged or cut off \(Bad CRC-32")
+    path = zip_with(tmp_path / "a", "train/cat/x.jpg", content=bytes(1 << 20))
+    declared = struct.pack("<I", 1 << 20)
+    path.write_bytes(struct.pack("<I", 100).join(path.read_bytes().rsplit(declared, 1)))
+    assert_refused(path, cache, r"member train/cat/x\.jpg: is damaged or cut off")

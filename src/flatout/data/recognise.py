@@ -31,9 +31,9 @@ from flatout.settings import nearest_path
 if TYPE_CHECKING:
     from flatout.data.pack import Progress
 
-# In the order in which they are tried. Each module has `KIND`, its name; `ABOUT`, rows of the table in docs/data.md: a
-# name, what to give, and how it is recognised; `recognise(path, class_list, options)`, which returns a DataRef or None;
-# and `read(...)`, which returns a Source.
+# In the order in which they are tried. Each module has `ABOUT`, the kinds of its data as rows of the table in
+# docs/data.md: a name, what to give, and how it is recognised; `recognise(path, class_list, options)`, which returns a
+# DataRef or None; and functions that read a Source.
 FORMATS = (
     file_names,
     idx,
