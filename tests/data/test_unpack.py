@@ -1,8 +1,10 @@
 """Archives are unpacked once; damaged and hostile ones are refused with one message, and leave nothing."""
 
 import os
+import pickle
 import stat
 import struct
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from flatout.cli import main
+from flatout.console import Console
 from flatout.data.build import build_pack, load_pack
 from flatout.data.pack import Pack, PackSettings
 from flatout.data.recognise import recognise
@@ -132,6 +135,14 @@ def test_messages_name_the_archive(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "class folders in an archive: train 15 images of 3 classes, test 9" in shown
     assert "set.zip/photos/train/cat/000.jpg: is not an image" in shown
     assert f"no images: empty in {path}/photos/train" in shown
+
+
+def test_a_reader_can_be_sent_to_other_processes(tmp_path: Path):
+    console = Console(sys.stderr)
+    console.open_log(tmp_path / "log")
+    found = recognise(c.in_zip(zipfile.ZIP_STORED)(tmp_path), report=console)
+    assert len(pickle.loads(pickle.dumps(found)).read()) == len(c.SAMPLES)
+    console.close()
 
 
 def test_options_are_part_of_the_key(tmp_path: Path, cache: Path):

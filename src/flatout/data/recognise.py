@@ -2,9 +2,8 @@
 
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flatout.data.formats import (
     cifar,
@@ -103,7 +102,7 @@ def recognise(path: Path, options: Data | None = None, task: str = "auto", repor
     class_list = find_class_list(options.classes, path if path.is_dir() else path.parent)
     ref = _in_a_format(path, class_list, options)
     if ref is None and is_archive(path):
-        read = partial(_read_archive, path, class_list if options.classes else None, options, report)
+        read = _ArchiveReader(path, class_list if options.classes else None, options, report)
         ref = DataRef(kind="archive", path=path, inputs=(path,), read=read)
     if ref is None:
         raise InputError(f"{path}: {_what_it_is(path)}")
@@ -116,6 +115,21 @@ def recognise(path: Path, options: Data | None = None, task: str = "auto", repor
 
 def _in_a_format(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
     return next((ref for format in FORMATS if (ref := format.recognise(path, class_list, options))), None)
+
+
+class _ArchiveReader:
+    """Reads an archive; the console, which shows the progress of unpacking, is not sent to other processes."""
+
+    def __init__(
+        self, path: Path, class_list: Path | None, options: ReadOptions, report: "Progress | None" = None
+    ) -> None:
+        self._arguments, self._report = (path, class_list, options), report
+
+    def __call__(self) -> Source:
+        return _read_archive(*self._arguments, self._report)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ArchiveReader, self._arguments
 
 
 def _read_archive(path: Path, class_list: Path | None, options: ReadOptions, report: "Progress | None") -> Source:

@@ -111,7 +111,7 @@ def _publish(path: Path, entry: Path, report: "Progress") -> None:
         (unfinished / path.name).mkdir(parents=True)
         with reading(path):
             _write_members(path, unfinished / path.name, report)
-        write_atomically(unfinished / UNPACKED, json.dumps({"url": printable(path)}).encode())
+        write_atomically(unfinished / UNPACKED, json.dumps({"url": printable(path.absolute())}).encode())
         unfinished.rename(entry)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
