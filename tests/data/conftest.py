@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.data import web
+from flatout.data import fetch
 from tests.data.web_server import Server
 
 
@@ -26,5 +26,5 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return an empty cache, in a process without passwords that waits half a second for web servers."""
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setattr(web, "_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(fetch, "_TIMEOUT_SECONDS", 0.5)
     return tmp_path / "cache"

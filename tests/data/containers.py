@@ -169,15 +169,6 @@ def webdataset(label: str) -> Callable[[Path], Path]:
     return build
 
 
-def braces(folder: Path) -> Path:
-    """Compressed shards, and braces in braces."""
-    webdataset("cls")(folder)
-    for shard in sorted(folder.glob("*.tar")):
-        write(folder / f"{shard.name.replace('test', 'val')}.gz", gzip.compress(shard.read_bytes()))
-        shard.unlink()
-    return folder / "{train-{000000..000001},val-{000000..000001}}.tar.gz"
-
-
 # TFRecord: https://www.tensorflow.org/tutorials/load_data/tfrecord
 
 
@@ -293,6 +284,7 @@ def plain_parquet(folder: Path) -> Path:
     import pyarrow
     import pyarrow.parquet
 
+    folder.mkdir(exist_ok=True)
     for split, samples in BY_SPLIT.items():
         columns = {"jpg": [s.data for s in samples], "n": range(len(samples)), "class": [s.class_name for s in samples]}
         pyarrow.parquet.write_table(pyarrow.table(columns), folder / f"{split}.parquet")

@@ -246,7 +246,7 @@ def test_refused_files(tmp_path: Path):
 
 
 def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flatout.data.members._EXPANSION_SLACK_BYTES", 1 << 16)
+    monkeypatch.setattr("flatout.data.unpack._EXPANSION_SLACK_BYTES", 1 << 16)
     np.savez_compressed(tmp_path / "set.npz", x=np.zeros((1 << 12, 64, 64), np.uint8), y=np.arange(1 << 12) % 2)
     with pytest.raises(InputError, match=r"set\.npz: x: expands from \d\d,\d{3} to 16,777,\d{3} bytes"):
         recognise(tmp_path / "set.npz").read()

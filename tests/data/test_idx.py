@@ -132,7 +132,7 @@ def test_damaged(tmp_path: Path, change, message: str):
 
 def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """However much its header promises, it is not decompressed."""
-    monkeypatch.setattr("flatout.data.members._EXPANSION_SLACK_BYTES", 1 << 16)
+    monkeypatch.setattr("flatout.data.unpack._EXPANSION_SLACK_BYTES", 1 << 16)
     monkeypatch.setattr("flatout.data.formats.idx._BLOCK_BYTES", 1 << 16)
     path = tmp_path / "train-images-idx3-ubyte.gz"
     path.write_bytes(gzip.compress(struct.pack(">BBBB3I", 0, 0, 8, 3, 1 << 12, 64, 64) + bytes(1 << 24)))

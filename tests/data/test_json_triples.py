@@ -120,7 +120,7 @@ def test_refused(tmp_path: Path, data: Any, message: str):
 
 
 def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flatout.data.members._EXPANSION_SLACK_BYTES", 1 << 16)
+    monkeypatch.setattr("flatout.data.unpack._EXPANSION_SLACK_BYTES", 1 << 16)
     (tmp_path / "set.json.gz").write_bytes(gzip.compress(b"[[[" + b"[0,1,0,1]," * (1 << 20)))
     with pytest.raises(InputError, match=r"set\.json\.gz: expands from \d\d,\d{3} to \d,\d{3},\d{3} bytes or more"):
         recognise(tmp_path / "set.json.gz").read()

@@ -90,7 +90,7 @@ def test_small_tables_that_expand_are_refused(tmp_path: Path, monkeypatch: pytes
         pyarrow.parquet.write_table(columns, tmp_path / name, compression="zstd")
         return tmp_path / name
 
-    monkeypatch.setattr("flatout.data.members._EXPANSION_SLACK_BYTES", 1 << 16)
+    monkeypatch.setattr("flatout.data.unpack._EXPANSION_SLACK_BYTES", 1 << 16)
     with pytest.raises(InputError, match=r"pages\.parquet: row group 0: expands from [\d,]+ to 2,\d{3},\d{3} bytes"):
         read(written("pages.parquet", [bytes(1 << 20), bytes(1 << 20) + b"1"], "cat"))
     monkeypatch.undo()

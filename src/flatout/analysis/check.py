@@ -31,7 +31,7 @@ from flatout.analysis.images import (
 from flatout.console import aligned
 from flatout.data.cache import Progress
 from flatout.data.decode import ImageHeader, read_file, read_header
-from flatout.data.members import Encoded
+from flatout.data.image_bytes import ImageBytes
 from flatout.data.source import Source, describe
 from flatout.data.splits import SPLITS
 
@@ -127,7 +127,7 @@ def _inspect(source: Source, report: Progress) -> tuple[Headers, dict[int, bytes
     return headers, digests, PerceptualHashes(*joined)
 
 
-def _hash_file(file: Encoded) -> tuple[ImageHeader, tuple[bytes, PerceptualHashes]]:
+def _hash_file(file: ImageBytes) -> tuple[ImageHeader, tuple[bytes, PerceptualHashes]]:
     data = read_file(file)
     header = read_header(data)
     # Decoding to a small image lets JPEG skip work, but still reads the file to its end.

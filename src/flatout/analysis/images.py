@@ -18,7 +18,7 @@ import numpy as np
 from flatout.data.build import bits_of
 from flatout.data.cache import Progress
 from flatout.data.decode import STRICT_PILLOW, ImageHeader, decode_image, read_file, read_header
-from flatout.data.members import Encoded
+from flatout.data.image_bytes import ImageBytes
 from flatout.data.pixels import BadImage, resize_images
 from flatout.data.source import Source
 from flatout.files import printable
@@ -111,7 +111,7 @@ def headers_of_arrays(images_NHWC: np.ndarray) -> Headers:
 
 
 def scan(
-    files: Sequence[Encoded], inspect: Callable[[Encoded], tuple[ImageHeader, T]], report: Progress
+    files: Sequence[ImageBytes], inspect: Callable[[ImageBytes], tuple[ImageHeader, T]], report: Progress
 ) -> tuple[Headers, dict[int, T]]:
     """Inspect files on all cores. A file for which `inspect` raises BadImage or OSError is unreadable.
 
@@ -119,7 +119,7 @@ def scan(
         The headers, and index -> the other result of `inspect`, in the order of the files.
     """
 
-    def inspect_one(file: Encoded) -> tuple[ImageHeader, T] | str:
+    def inspect_one(file: ImageBytes) -> tuple[ImageHeader, T] | str:
         try:
             return inspect(file)
         except BadImage as error:
@@ -147,7 +147,7 @@ def scan(
     return Headers(widths=widths, heights=heights, modes=dict(modes.most_common()), unreadable=unreadable), found
 
 
-def reduce_file(file: Encoded | bytes, header: ImageHeader, size: Size = COMPARED_SIZE) -> np.ndarray:
+def reduce_file(file: ImageBytes | bytes, header: ImageHeader, size: Size = COMPARED_SIZE) -> np.ndarray:
     """Return an image of another size with its own channels and bits, [1, H, W, C]. Raises BadImage."""
     return decode_image(file, size=size, channels=header.channels, bits=header.bits, resize="squash")[None]
 
@@ -185,7 +185,7 @@ def survey(source: Source, report: Progress) -> tuple[Headers, list[int]]:
     return headers, blank
 
 
-def _read_header(file: Encoded) -> tuple[ImageHeader, float]:
+def _read_header(file: ImageBytes) -> tuple[ImageHeader, float]:
     """Return the header and the bytes per pixel; of a file, nothing else is read."""
     content = file if isinstance(file, Path) else read_file(file)
     header = read_header(content)
@@ -193,7 +193,7 @@ def _read_header(file: Encoded) -> tuple[ImageHeader, float]:
     return header, max(0, size - _HEADER_BYTES) / (header.width * header.height)
 
 
-def _is_blank_file(file: Encoded) -> bool:
+def _is_blank_file(file: ImageBytes) -> bool:
     try:
         content = read_file(file)
         return bool(_are_blank(reduce_file(content, read_header(content)))[0])

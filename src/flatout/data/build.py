@@ -64,22 +64,22 @@ def find(
         InputError: nothing is there, it cannot be downloaded, or it is nothing that can be trained on.
         DiskFull: a download does not fit.
     """
+    from flatout.data.fetch import download, is_remote
     from flatout.data.recognise import from_python, recognise
-    from flatout.data.remote import download, is_remote
 
     if is_remote(data):
         console = console or Console()
         path, descriptor = download(data, console)
         console.finish()
         try:
-            found = recognise(path, options, task)
+            found = recognise(path, options, task, console)
         except InputError:
             os.close(descriptor)
             raise
         # While the data may be read, the cache does not remove it to make room.
         weakref.finalize(found, os.close, descriptor)
         return found
-    return recognise(Path(data), options, task) if isinstance(data, str | Path) else from_python(data, task)
+    return recognise(Path(data), options, task, console) if isinstance(data, str | Path) else from_python(data, task)
 
 
 def load(found: DataRef | Source, recipe: Recipe, *, cache: bool, report: Progress) -> Pack:
@@ -342,6 +342,8 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
             "build_seconds": time.perf_counter() - started,
         }
         publish(unfinished, target, kept.labels, description)
+        if source.unpacked is not None:
+            source.unpacked.remove()
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if not isinstance(error, OSError):

@@ -24,7 +24,7 @@ from flatout.host import usable_cores
 from flatout.settings import Size, sides, typed
 
 if TYPE_CHECKING:
-    from flatout.data.members import Encoded
+    from flatout.data.image_bytes import ImageBytes
 
 LIMIT = "FLATOUT_CACHE_LIMIT"
 _LIMIT_SHARE = 0.2
@@ -32,7 +32,9 @@ _UNITS = {"": 10**9, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _OWNER = ".owner"
 # What describes a complete entry, and is locked while the entry is used.
 DOWNLOAD = ".download.json"
-_DESCRIPTIONS = {"packs": "pack.json", "remote": DOWNLOAD}
+UNPACKED = ".archive.json"
+_KINDS = {"packs": "pack", "remote": "download", "unpacked": "archive"}
+_DESCRIPTIONS = {"packs": "pack.json", "remote": DOWNLOAD, "unpacked": UNPACKED}
 
 DIGEST_BYTES = 20
 _FILES_PER_TASK = 64
@@ -189,13 +191,13 @@ def _entry(path: Path, *, is_limited: bool) -> Entry:
         try:
             what = _described(path)
         except (OSError, ValueError, LookupError, TypeError, InputError):
-            what = {"packs": "incomplete pack", "remote": "incomplete download"}[path.parent.name]
+            what = f"incomplete {_KINDS[path.parent.name]}"
     return Entry(path=path, what=what, size_bytes=size_bytes, used=used, is_limited=is_limited)
 
 
 def _described(path: Path) -> str:
     about = json.loads((path / _DESCRIPTIONS[path.parent.name]).read_text(encoding="utf-8"))
-    if path.parent.name == "remote":
+    if path.parent.name != "packs":
         return about["url"]
     size = " x ".join(map(str, sides(typed(about["size"], Size, "size"))))
     return f"{about['images']:,} images, {size}, {about['path'] or about['kind']}"
@@ -235,7 +237,9 @@ def combined_digest(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def digest_files(paths: "Sequence[Encoded]", *, memo: Path | None, report: Progress | None = None) -> Iterator[bytes]:
+def digest_files(
+    paths: "Sequence[ImageBytes]", *, memo: Path | None, report: Progress | None = None
+) -> Iterator[bytes]:
     """Return the BLAKE2b digest of each file's content, in the order of `paths`, reading on all cores.
 
     Args:
@@ -262,7 +266,7 @@ def digest_files(paths: "Sequence[Encoded]", *, memo: Path | None, report: Progr
     return (digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
 
 
-def _read_digests(paths: "Sequence[Encoded]", report: Progress | None) -> tuple[bytes, bool]:
+def _read_digests(paths: "Sequence[ImageBytes]", report: Progress | None) -> tuple[bytes, bool]:
     """Return the digests of files, and whether their stamps may stand for them."""
     digests, are_settled, cores = bytearray(), True, usable_cores()
     step = max(1, min(_FILES_PER_TASK, len(paths) // cores))
@@ -279,7 +283,7 @@ def _read_digests(paths: "Sequence[Encoded]", report: Progress | None) -> tuple[
     return bytes(digests), are_settled
 
 
-def _name(path: "Encoded") -> str:
+def _name(path: "ImageBytes") -> str:
     """Return a file's absolute path."""
     assert isinstance(path, Path)
     return os.path.abspath(path)  # noqa: PTH100 - Path.absolute keeps "..", Path.resolve is slow

@@ -45,7 +45,7 @@ from flatout.errors import InputError
 from flatout.settings import Size, sides
 
 if TYPE_CHECKING:
-    from flatout.data.members import Encoded
+    from flatout.data.image_bytes import ImageBytes
 
 # The exact method, part of every pack. Change it whenever a pixel can change.
 RESIZE_METHOD = (
@@ -121,7 +121,7 @@ class ImageHeader:
     bits: int
 
 
-def decode_image(path: "Encoded | bytes", *, size: Size, channels: int, resize: str, bits: int = 8) -> np.ndarray:
+def decode_image(path: "ImageBytes | bytes", *, size: Size, channels: int, resize: str, bits: int = 8) -> np.ndarray:
     """Return the image in `path` as uint8 [height, width, channels], or uint16.
 
     Args:
@@ -147,7 +147,7 @@ def decode_image(path: "Encoded | bytes", *, size: Size, channels: int, resize: 
     return image if image is not None else _decode_with_pillow(data, target)
 
 
-def read_header(path: "Encoded | bytes") -> ImageHeader:
+def read_header(path: "ImageBytes | bytes") -> ImageHeader:
     """Return the header of an image file, a part of a container, or bytes, without decoding the image.
 
     Raises:
@@ -174,7 +174,7 @@ def read_header(path: "Encoded | bytes") -> ImageHeader:
             return ImageHeader(width=width, height=height, mode=image.mode, channels=channels, bits=bits)
 
 
-def read_headers(paths: "Sequence[Encoded]") -> list[ImageHeader]:
+def read_headers(paths: "Sequence[ImageBytes]") -> list[ImageHeader]:
     """Return the headers of up to `SAMPLED` files, spread evenly; those that cannot be read are left out."""
     headers = []
     for position in np.unique(np.linspace(0, len(paths) - 1, min(len(paths), SAMPLED)).astype(int)):
@@ -183,7 +183,7 @@ def read_headers(paths: "Sequence[Encoded]") -> list[ImageHeader]:
     return headers
 
 
-def read_file(path: "Encoded", length: int = -1) -> bytes:
+def read_file(path: "ImageBytes", length: int = -1) -> bytes:
     """Return the first `length` bytes of a file, or all of a file or a part of a container.
 
     Raises:

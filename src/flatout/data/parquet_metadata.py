@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from flatout.data.members import refuse_bomb
+from flatout.data.unpack import refuse_bomb
 from flatout.errors import InputError
 
 # More rows than these need a byte each in the file.

@@ -2,11 +2,9 @@
 
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flatout.data.archive import SUFFIXES, is_archive, open_archive
 from flatout.data.formats import (
     cifar,
     file_names,
@@ -17,29 +15,31 @@ from flatout.data.formats import (
     manifest,
     npy,
     parquet,
-    tfrecord,
-    webdataset,
+    shards,
 )
+from flatout.data.formats.shards import expand_braces
 from flatout.data.labels import find_class_list
-from flatout.data.shards import expand_braces
 from flatout.data.source import DataRef, ReadOptions, Source
 from flatout.data.splits import split_of
+from flatout.data.unpack import SUFFIXES, is_archive, unpack
 from flatout.errors import InputError
 from flatout.files import printable
 from flatout.recipe import Data
 from flatout.settings import nearest_path
 
-# In the order in which they are tried. Each module has `KIND`, its name; `ABOUT`, rows of the table in docs/data.md: a
-# name, what to give, and how it is recognised; `recognise(path, class_list, options)`, which returns a DataRef or None;
-# and `read(...)`, which returns a Source.
+if TYPE_CHECKING:
+    from flatout.data.cache import Progress
+
+# In the order in which they are tried. Each module has `ABOUT`, the kinds of its data as rows of the table in
+# docs/data.md: a name, what to give, and how it is recognised; `recognise(path, class_list, options)`, which returns a
+# DataRef or None; and functions that read a Source.
 FORMATS = (
     file_names,
     idx,
     npy,
     cifar,
     json_triples,
-    webdataset,
-    tfrecord,
+    shards,
     parquet,
     lists,
     manifest,
@@ -51,7 +51,7 @@ DIGITS = "sklearn:digits"
 OTHERS = {
     "archive": (
         "a `.zip`, `.tar`, `.tar.gz`, `.tar.bz2` or `.tar.xz`",
-        "its content, in one of these formats except shards, TFRecord and Parquet",
+        "its content, in one of these formats",
     ),
     "pack": ("the folder", "it contains `pack.json`"),
     "digits": ("`sklearn:digits`", "scikit-learn's 1,797 handwritten digits"),
@@ -77,8 +77,10 @@ def is_pack(path: Path) -> bool:
     return (path / "pack.json").is_file()
 
 
-def recognise(path: Path, options: Data | None = None, task: str = "auto") -> DataRef:
+def recognise(path: Path, options: Data | None = None, task: str = "auto", report: "Progress | None" = None) -> DataRef:
     """Return what a path or `sklearn:digits` holds, without reading the images.
+
+    `report` shows the progress where an archive is unpacked, when its images are read.
 
     Raises:
         InputError: there is nothing at the path, or nothing recognisable.
@@ -98,37 +100,62 @@ def recognise(path: Path, options: Data | None = None, task: str = "auto") -> Da
     if path.is_file() and path.stat().st_size == 0:
         raise InputError(f"{path}: is an empty file")
     class_list = find_class_list(options.classes, path if path.is_dir() else path.parent)
-    ref = replace(_in_a_format(path, class_list, options), task=task)
+    ref = _in_a_format(path, class_list, options)
+    if ref is None and is_archive(path):
+        read = _ArchiveReader(path, class_list if options.classes else None, options, report)
+        ref = DataRef(kind="archive", path=path, inputs=(path,), read=read)
+    if ref is None:
+        raise InputError(f"{path}: {_what_it_is(path)}")
+    ref = replace(ref, task=task)
     if not ref.inputs:
         return ref
     given = {key: value for key in _OPTIONS if (value := getattr(options, key))}
     return replace(ref, inputs=(*ref.inputs, class_list) if class_list else ref.inputs, options=repr(given))
 
 
-def _in_a_format(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef:
-    found = (ref for format in FORMATS if (ref := format.recognise(path, class_list, options)))
-    if ref := next(found, None):
-        return ref
-    if isinstance(path, Path) and is_archive(path):
-        read = partial(_read_archive, path, class_list if options.classes else None, options)
-        return DataRef(kind="archive", path=path, inputs=(path,), read=read)
-    raise InputError(f"{path}: {_what_it_is(path)}")
+def _in_a_format(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    return next((ref for format in FORMATS if (ref := format.recognise(path, class_list, options))), None)
 
 
-def _read_archive(path: Path, class_list: Path | None, options: ReadOptions) -> Source:
-    """Return what is in an archive, in any format whose files may be members."""
-    root: Any = open_archive(path)
+class _ArchiveReader:
+    """Reads an archive; the console, which shows the progress of unpacking, is not sent to other processes."""
+
+    def __init__(
+        self, path: Path, class_list: Path | None, options: ReadOptions, report: "Progress | None" = None
+    ) -> None:
+        self._arguments, self._report = (path, class_list, options), report
+
+    def __call__(self) -> Source:
+        return _read_archive(*self._arguments, self._report)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ArchiveReader, self._arguments
+
+
+def _read_archive(path: Path, class_list: Path | None, options: ReadOptions, report: "Progress | None") -> Source:
+    """Unpack an archive and read its content, in any format. Messages and notes name the archive."""
+    unpacked = unpack(path, report)
+    root, folder = unpacked.folder, str(unpacked.folder)
     # Many archives hold nothing but one folder; others are one compressed file.
     while root.is_dir() and len(inside := _content(root)) == 1 and not split_of(inside[0].name):
         root = inside[0]
-    source = _in_a_format(root, class_list or (find_class_list("", root) if root.is_dir() else None), options).read()
-    return replace(source, path=path, kind=f"{source.kind} in an archive")
+    if options.images:
+        options = replace(options, images=str(root / options.images))
+    try:
+        ref = _in_a_format(root, class_list or find_class_list("", root), options)
+        if ref is None:
+            raise InputError(f"{root}: {_what_it_is(root)}")
+        source = ref.read()
+    except InputError as error:
+        raise InputError(str(error).replace(folder, str(path)), error.details) from None
+    notes = tuple(note.replace(folder, str(path)) for note in source.notes)
+    return replace(source, path=path, kind=f"{source.kind} in an archive", notes=notes, unpacked=unpacked)
 
 
-def _content(folder: Any) -> list[Any]:
-    """Return what is in a folder of an archive, without empty folders and files such as a README."""
-    inside = [entry.path for entry in folders.visible(folder)]
-    return [e for e in inside if not (folders.is_empty(e) if e.is_dir() else _DOCUMENT.match(e.name))]
+def _content(folder: Path) -> list[Path]:
+    """Return what is in a folder, without empty folders and files such as a README."""
+    inside = folders.visible(folder)
+    return [e.path for e in inside if not (folders.is_empty(e.path) if e.is_dir() else _DOCUMENT.match(e.name))]
 
 
 def from_python(data: object, task: str = "auto") -> Source:

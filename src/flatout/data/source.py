@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from flatout.data.image_bytes import ImageBytes, ImageBytesList
 from flatout.data.labels import count_classes, flat_labels, interpret, read_class_list, split_ids
-from flatout.data.members import Encoded, EncodedList
 from flatout.data.splits import SPLITS, in_order
+from flatout.data.unpack import UnpackedArchive
 from flatout.errors import InputError
 from flatout.recipe import Data
 
@@ -34,6 +35,7 @@ class Source:
         images: uint8 or uint16 [N, H, W, C], or None.
         groups: text [N], the group of each image, such as its patient; None where none are known.
         notes: sentences for the user about how the data was read.
+        unpacked: the archive that the files are unpacked from, if any; they may be removed once they are decoded.
 
     Raises:
         InputError: there are no training images, fewer than two classes or numbers, or a class without training images.
@@ -45,10 +47,11 @@ class Source:
     classes: tuple[str, ...]
     labels: np.ndarray
     splits: dict[str, tuple[int, int]]
-    files: Sequence[Encoded] | None = None
+    files: Sequence[ImageBytes] | None = None
     images: np.ndarray | None = None
     groups: np.ndarray | None = None
     notes: tuple[str, ...] = ()
+    unpacked: UnpackedArchive | None = None
 
     def __post_init__(self) -> None:
         assert (self.files is None) != (self.images is None)
@@ -106,7 +109,7 @@ class Source:
         emptied = [name for name, (a, b) in splits.items() if a == b]
         return replace(
             self,
-            files=EncodedList(compress(self.files, is_good)),
+            files=ImageBytesList(compress(self.files, is_good)),
             labels=self.labels[is_good],
             groups=None if self.groups is None else self.groups[is_good],
             splits={name: span for name, span in splits.items() if name not in emptied},
@@ -234,10 +237,10 @@ def assemble(
     )
 
 
-def _listed(parts: list[Sequence[Encoded]]) -> EncodedList:
+def _listed(parts: list[Sequence[ImageBytes]]) -> ImageBytesList:
     """Return the files of all splits; those of a single one are not copied."""
     only = parts[0]
-    return only if len(parts) == 1 and isinstance(only, EncodedList) else EncodedList(*parts)
+    return only if len(parts) == 1 and isinstance(only, ImageBytesList) else ImageBytesList(*parts)
 
 
 def _join(parts: list[np.ndarray], names: list[str], where: str) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flatout.data.members import Encoded
+from flatout.data.image_bytes import ImageBytes
 from flatout.data.source import DataRef, Source
 from flatout.errors import InputError
 from flatout.recipe import Recipe, from_dict
@@ -163,7 +163,7 @@ def of_shape(side: float, ratio: float) -> tuple[int, int]:
     return (shorter, longer) if ratio > 1 else (longer, shorter)
 
 
-def _shape_of_files(files: Sequence[Encoded]) -> tuple[int, float, float, int, str, str]:
+def _shape_of_files(files: Sequence[ImageBytes]) -> tuple[int, float, float, int, str, str]:
     """Return the usual length of the shorter side, number of pixels, ratio of width to height, and the channels.
 
     The ratio is 1 where images differ in shape. Also how images of other shapes are to be resized, and the reason.

@@ -155,17 +155,17 @@ def _plain(data: Any) -> str:
 
 def _is_no_path(data: str | Path) -> bool:
     """Whether data that is named is neither a file nor a folder here: `sklearn:digits`, or a URL."""
-    from flatout.data.remote import is_remote
+    from flatout.data.fetch import is_remote
 
     return str(data).startswith("sklearn:") or is_remote(data)
 
 
 def _public_data(recipe: Recipe, console: Console) -> str:
-    from flatout.data import download
+    from flatout.data import fetch
     from flatout.data.cache import cache_folder
 
-    name = download.PUBLIC_NAMES.get(recipe.job)
+    name = fetch.PUBLIC_NAMES.get(recipe.job)
     if name is None:
-        where = download.where_to_get(recipe.job) if recipe.job in builtin_jobs() else "name it with --data PATH"
+        where = fetch.where_to_get(recipe.job) if recipe.job in builtin_jobs() else "name it with --data PATH"
         raise InputError(f"job {recipe.job} has no data: {where}")
-    return str(download.download(download.PUBLIC[name], cache_folder() / "downloads" / name, console.note))
+    return str(fetch.download_public(fetch.PUBLIC[name], cache_folder() / "downloads" / name, console.note))

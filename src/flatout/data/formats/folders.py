@@ -2,8 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from flatout.data.archive import Member
+from flatout.data.image_bytes import ImageBytesList
 from flatout.data.labels import first_few, read_class_list, split_ids
-from flatout.data.members import EncodedList
 from flatout.data.source import DataRef, Source, assemble
 from flatout.data.splits import in_order, split_of
 from flatout.errors import InputError
@@ -81,7 +79,7 @@ class Entry:
             return False
 
 
-def visible(folder: Path) -> Sequence[Entry | Member]:
+def visible(folder: Path) -> Sequence[Entry]:
     """Return a folder's entries by name, without hidden files and what operating systems leave behind.
 
     Raises:
@@ -90,20 +88,17 @@ def visible(folder: Path) -> Sequence[Entry | Member]:
     return sorted(entries_of(folder), key=lambda entry: entry.name)
 
 
-def entries_of(folder: Path) -> Iterator[Entry | Member]:
+def entries_of(folder: Path) -> Iterator[Entry]:
     """Yield the same in any order, one at a time, as there may be millions."""
-    with ExitStack() as stack:
-        if isinstance(folder, Member):
-            entries: Iterable[Entry | Member] = (folder.children or {}).values()
-        else:
-            try:
-                entries = map(Entry, stack.enter_context(os.scandir(folder)))
-            except OSError as error:
-                raise InputError(f"{printable(folder)}: cannot be read: {error.strerror}") from None
-        yield from (entry for entry in entries if not entry.name.startswith(".") and entry.name not in _CLUTTER)
+    try:
+        entries = os.scandir(folder)
+    except OSError as error:
+        raise InputError(f"{printable(folder)}: cannot be read: {error.strerror}") from None
+    with entries:
+        yield from (Entry(entry) for entry in entries if entry.name[:1] != "." and entry.name not in _CLUTTER)
 
 
-def _folders(folder: Path) -> list[Entry | Member]:
+def _folders(folder: Path) -> list[Entry]:
     return [entry for entry in visible(folder) if entry.is_dir()]
 
 
@@ -111,7 +106,7 @@ def _folders(folder: Path) -> list[Entry | Member]:
 class _Listing:
     """The image files under one folder, and the suffixes of the files that are no images."""
 
-    images: EncodedList = field(default_factory=EncodedList)
+    images: ImageBytesList = field(default_factory=ImageBytesList)
     others: Counter[str] = field(default_factory=Counter)
 
     def add(self, folder: Path, above: tuple[Path, ...] = ()) -> None:
@@ -124,7 +119,7 @@ class _Listing:
             else:
                 self.add_file(entry)
 
-    def add_file(self, entry: Entry | Member) -> None:
+    def add_file(self, entry: Entry) -> None:
         if is_image_name(entry.name):
             self.images.append(entry.path)
         else:
@@ -185,17 +180,15 @@ def is_empty(folder: Path) -> bool:
     return all(entry.is_dir() and not entry.is_symlink() and is_empty(entry.path) for entry in visible(folder))
 
 
-def _refuse_wrapper(folder: Path, below: Sequence[Entry | Member]) -> None:
+def _refuse_wrapper(folder: Path, below: Sequence[Entry]) -> None:
     """Point to the real folder where an archive was unpacked into one more folder."""
     filled = list(islice((entry for entry in below if entry.is_symlink() or has_images(entry.path)), 2))
     if len(filled) == 1 and _holds_class_folders(filled[0].path):
         inner = [entry.name for entry in _folders(filled[0].path)]
         if len(inner) > 1:
-            is_member = isinstance(folder, Member)
-            fix = f"archive only {filled[0].name}" if is_member else f"give {filled[0].path}"
             raise InputError(
                 f"{folder}: holds images in one folder only, {filled[0].name}, with {first_few(inner, 5)} in it; "
-                f"if these are the classes or splits, {fix}"
+                f"if these are the classes or splits, give {filled[0].path}"
             )
 
 
@@ -231,7 +224,7 @@ def read(path: Path, splits: Mapping[str, Path], class_list: Path | None) -> Sou
     for split, found in listings.items():
         labels = np.repeat([index[name] for name in found], [len(listing.images) for listing in found.values()])
         parts[split] = (
-            EncodedList(*(listing.images for listing in found.values())),
+            ImageBytesList(*(listing.images for listing in found.values())),
             labels.astype(np.int64),
         )
     return assemble(KIND, path, parts, names=classes, notes=tuple(notes))
@@ -253,7 +246,7 @@ def _list_classes(folder: Path) -> tuple[dict[str, _Listing], _Listing]:
     for listing in () if has_arrays_only else classes.values():
         if not any(is_array_name(str(image)) for image in listing.images):
             continue
-        images = EncodedList(image for image in listing.images if not is_array_name(str(image)))
+        images = ImageBytesList(image for image in listing.images if not is_array_name(str(image)))
         listing.others.update([".npy"] * (len(listing.images) - len(images)))
         listing.images = images
     return classes, loose

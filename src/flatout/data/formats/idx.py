@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from flatout.data.formats.folders import visible
-from flatout.data.members import refuse_bomb
 from flatout.data.pixels import channels_last
 from flatout.data.source import DataRef, Source, assemble
 from flatout.data.splits import in_order, split_within
+from flatout.data.unpack import refuse_bomb
 from flatout.errors import InputError
 from flatout.recipe import Data
 

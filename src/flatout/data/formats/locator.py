@@ -5,7 +5,6 @@ import unicodedata
 from functools import cache
 from pathlib import Path
 
-from flatout.data.archive import Member
 from flatout.data.formats.folders import entries_of, is_image_name, visible, without_arrays
 from flatout.data.source import ReadOptions
 from flatout.data.splits import split_of
@@ -30,8 +29,7 @@ class Locator:
     def __init__(self, folder: Path, options: ReadOptions) -> None:
         self._folder, self._images = folder, None
         if options.images:
-            inside = folder if isinstance(folder, Member) else Path()
-            self._images = inside / os.path.expanduser(options.images)  # noqa: PTH111 - Path drops a leading "./"
+            self._images = Path(os.path.expanduser(options.images))  # noqa: PTH111 - Path drops a leading "./"
             if not self._images.is_dir():
                 raise InputError(f"data.images = {options.images!r}: there is no such folder")
         self._bases, self._folders = cache(self._bases), cache(self._folders)

@@ -17,8 +17,8 @@ from flatout.data.formats import folders
 from flatout.data.formats.columns import MINUS_ONES, ZERO_OR_ONE, ZEROS, Columns, NoLabels, layout
 from flatout.data.formats.folders import visible
 from flatout.data.formats.locator import Locator
+from flatout.data.image_bytes import ImageBytesList
 from flatout.data.labels import first_few
-from flatout.data.members import EncodedList
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import in_order, split_of, split_within
 from flatout.data.tables import list_in, rows_of
@@ -53,7 +53,7 @@ class _Part:
     path: Path
     keys: array = field(default_factory=lambda: array("q"))
     lines: array = field(default_factory=lambda: array("Q"))
-    files: EncodedList = field(default_factory=EncodedList)
+    files: ImageBytesList = field(default_factory=ImageBytesList)
     labels: list[tuple[str, ...]] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
 

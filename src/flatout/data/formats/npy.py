@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from flatout.data.archive import Member
 from flatout.data.formats.folders import visible
-from flatout.data.members import refuse_bomb
 from flatout.data.pixels import channels_last, range_of, to_pixels
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import SPLITS, in_order, split_within, words_of
+from flatout.data.unpack import refuse_bomb
 from flatout.errors import InputError, first_line, one_line
 
 KIND = "NumPy arrays"
@@ -34,7 +33,7 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
     files = {file.stem: file for file in _npy_files(path)} if path.is_dir() else {}
     if files and not (_has_list(path) and not any(set(words_of(name)) & _IMAGE_WORDS for name in files)):
         pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(list(files), path).items()}
-    elif suffix == ".npy" and isinstance(path, Path):
+    elif suffix == ".npy":
         pairs = {"train": (path, _labels_beside(path))}
     elif suffix != ".npz":
         return None
@@ -51,8 +50,6 @@ def read(path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | Non
     """Return the source of split -> (file of images, file of labels)."""
 
     def load(file: Path) -> np.ndarray:
-        if isinstance(file, Member):
-            return _loaded(str(file), lambda: np.load(file.open("rb"), allow_pickle=False))
         return _loaded(str(file), lambda: np.lib.format.open_memmap(file, mode="r"))
 
     splits = {split: (load(x), load(y)) for split, (x, y) in pairs.items()}

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from flatout.data.decode import MAX_FILE_BYTES
+from flatout.data.formats.shards import find_shards, reference
+from flatout.data.image_bytes import ImageBytes
 from flatout.data.labels import first_few
-from flatout.data.members import Encoded
 from flatout.data.parquet_metadata import bytes_of_column, columns_of_groups, refuse_bombs
-from flatout.data.shards import reference, shards
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import split_of
 from flatout.errors import InputError, first_line
@@ -38,7 +38,7 @@ _KEPT_BYTES = 1 << 27
 
 def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
     """Return Parquet files, or a saved data set; or None."""
-    kind, splits = KIND, shards(path, lambda name: name.lower().endswith(".parquet"))
+    kind, splits = KIND, find_shards(path, lambda name: name.lower().endswith(".parquet"))
     if not splits and (splits := _saved(path)):
         kind = SAVED_KIND
     return reference(kind, path, splits, lambda splits: read(path, kind, splits, class_list, options))
@@ -75,13 +75,13 @@ def _json(path: Path) -> dict[str, Any]:
 
 def read(path: Path, kind: str, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions) -> Source:
     """Return the source of split -> files; images are read in pieces when they are decoded."""
-    parts: dict[str, tuple[list[Encoded], list[Any]]] = {}
-    places: dict[str, list[Encoded]] = {}
+    parts: dict[str, tuple[list[ImageBytes], list[Any]]] = {}
+    places: dict[str, list[ImageBytes]] = {}
     names: tuple[str, ...] | None = None
     notes: list[str] = []
     kept = _Kept()
     for split, files in splits.items():
-        images: list[Encoded] = []
+        images: list[ImageBytes] = []
         labels: list[Any] = []
         for file in files:
             table = _Table(file, options, kept)

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from flatout.data.crc32c import masked_crc32c
-from flatout.data.protobuf import fields, inside, signed, varint
+from flatout.data.formats.shards import fields, inside, masked_crc32c, signed, varint
 from flatout.errors import InputError, one_line
 from flatout.models.weights import damaged, natural
 
@@ -72,7 +71,11 @@ def read_variables(path: Path) -> dict[str, torch.Tensor]:
 
 def masked(data: bytes) -> bytes:
     """Compute the checksum of checkpoints."""
-    return masked_crc32c(data, what="TensorFlow checkpoints", extra="convert")
+    try:
+        return masked_crc32c(data)
+    except ImportError:
+        need = "need the package google-crc32c for their checksums: pip install 'flatout[convert]'"
+        raise InputError(f"TensorFlow checkpoints {need}") from None
 
 
 def _table(content: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -1,0 +1,540 @@
+"""Data named by a URL, and public data sets: downloaded once into the cache by fsspec, then read like local files."""
+
+import contextlib
+import copy
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+from fsspec.callbacks import Callback
+
+from flatout.data.cache import DOWNLOAD, cache_folder, combined_digest, make_room, making
+from flatout.data.formats.shards import expand_braces
+from flatout.errors import DiskFull, InputError, Stopped, causes, first_line
+from flatout.files import NO_SPACE, lock, printable, write_atomically
+
+if TYPE_CHECKING:
+    from flatout.data.cache import Progress
+
+# Silence that ends a connection.
+_TIMEOUT_SECONDS = 20.0
+_CONNECTIONS = 16
+_WEB = ("http", "https")
+# What file systems report as the version of a file, such as a digest of its content.
+_VERSIONS = ("generation", "blob_id", "xet_hash", "ETag", "Last-Modified")
+_PAGE_STARTS = (b"<!doctype html", b"<html")
+_INCOMING = ".incoming"
+_SILENT = logging.NullHandler()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Store:
+    package: str  # and how to install it
+    access: str  # what to do about missing permission
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_STORES = {
+    "s3": _Store(
+        package="s3fs: pip install 'flatout[s3]'",
+        access="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public bucket FSSPEC_S3_ANON=1",
+        options={"config_kwargs": {"connect_timeout": 10, "read_timeout": 20, "retries": {"max_attempts": 2}}},
+    ),
+    "gs": _Store(
+        package="gcsfs: pip install 'flatout[gcs]'",
+        access="run gcloud auth application-default login; for a public bucket set FSSPEC_GS_TOKEN=anon",
+    ),
+    "hf": _Store(
+        package="huggingface_hub: pip install huggingface_hub",
+        access="accept the terms of the data set, if it has any, and run hf auth login or set HF_TOKEN",
+    ),
+}
+
+
+class _TransferError(InputError):
+    """A file could not be downloaded, for `reason`."""
+
+    def __init__(self, url: str, reason: str, fix: str = "run the same command again") -> None:
+        super().__init__(f"{url}: {reason}; {fix}")
+        self.reason = reason
+
+
+class _Unusable(_TransferError):
+    """What has arrived is not the data, so nothing of it is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RemoteFile:
+    path: str  # for fsspec
+    name: str  # its path in the folder of the download
+    size: int | None
+    version: str  # an ETag or the like; empty if the server has none
+
+    def is_complete(self, folder: Path) -> bool:
+        path = folder / self.name
+        return path.is_file() and self.size in (None, path.stat().st_size)
+
+
+def is_remote(data: Any) -> bool:
+    """Whether data is named by a URL."""
+    return isinstance(data, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data) is not None
+
+
+def download(url: str, report: "Progress") -> tuple[Path, int]:
+    """Return the local copy of a file or folder, downloaded now or before, and a descriptor to close after its use.
+
+    The copy is in the cache, under a key of the URL and of all names, sizes and versions there. An interrupted download
+    keeps the files that are complete. Of several processes, one downloads.
+
+    Raises:
+        InputError: the source cannot be read, has changed during the download, or the cache cannot be written.
+        DiskFull: the disk is full.
+    """
+    scheme, _, rest = url.partition("://")
+    if not rest.strip("/"):
+        raise InputError(f"{url}: names no host, bucket or repository; give the whole URL")
+    if scheme not in (*_WEB, *_STORES):
+        known = ", ".join(f"{name}://" for name in (*_WEB, *_STORES))
+        raise InputError(f"{url}: {scheme}:// is not read; flatout downloads from {known}; or give a local path")
+    url = url if scheme in _WEB else url.rstrip("/")
+    shown = _without_query(url)
+    if urllib.parse.urlsplit(url).username is not None:
+        raise InputError(
+            f"{shown}: a password in a URL ends up in recipes and reports; put it into ~/.netrc "
+            "(machine HOST login USER password PASSWORD) and remove it from the URL"
+        )
+    server = _Server(url)
+    try:
+        name, files = server.list_files()
+    except _TransferError as error:
+        if copies := _copies(shown):
+            raise InputError(f"{error}; or give the path of the last copy: {copies[-1]}") from None
+        raise
+    key = combined_digest([url.encode(), *(f"{file.name}\0{file.size}\0{file.version}".encode() for file in files)])
+    target = cache_folder() / "remote" / key
+    with making(target, "downloading this data", report):
+        if target.exists():
+            report.note(f"{shown}: unchanged since it was downloaded into the cache")
+        else:
+            _download(server, name, files, target, report)
+        with contextlib.suppress(OSError):  # only a note of the last use
+            os.utime(target)
+        descriptor = lock(target / DOWNLOAD, shared=True)
+        assert descriptor is not None
+    for removed in make_room(cache_folder()):
+        report.note(f"removed the least recently used entry from the cache, which is full: {removed.what}")
+    return target / name, descriptor
+
+
+def _copies(shown: str) -> list[Path]:
+    """Return the complete copies of a URL in the cache, least recently used first."""
+    abouts = sorted(cache_folder().glob(f"remote/*/{DOWNLOAD}"), key=lambda path: path.parent.stat().st_mtime)
+    found = [(path.parent, json.loads(path.read_text(encoding="utf-8"))) for path in abouts]
+    return [folder / about["name"] for folder, about in found if about["url"] == shown]
+
+
+# --- transfer ---
+
+
+def _download(server: "_Server", name: str, files: Sequence[_RemoteFile], target: Path, report: "Progress") -> None:
+    """Download files beside their place, then rename the folder. An error keeps complete files if they may be right."""
+    unfinished = target.with_name(f"{target.name}.partial")
+    missing = [file for file in files if not file.is_complete(unfinished)]
+    total, needed = (sum(file.size or 0 for file in some) for some in (files, missing))
+    free = shutil.disk_usage(target.parent).free
+    full = DiskFull(
+        f"{target.parent}: the disk is full, or a limit reached: {server.shown} needs {needed:,} bytes and {free:,} "
+        "are free; make room, or set FLATOUT_CACHE to a folder on a larger disk"
+    )
+    if needed > free:
+        raise full
+    done = f"continuing after {len(files) - len(missing):,} files:" if len(missing) < len(files) else "downloading"
+    report.note(f"{done} {server.shown}" + (f" ({total / 1e6:,.1f} MB)" if total else ""))
+    incoming, transfers = unfinished / _INCOMING, _Transfers(unfinished, total - needed, total, report)
+    try:
+        shutil.rmtree(incoming, ignore_errors=True)
+        incoming.mkdir(parents=True)
+        try:
+            server.get(missing, incoming, transfers)
+        except BaseException:
+            transfers.end()
+            raise
+        for file in files:
+            _verify(server, file, unfinished / file.name)
+        if server.list_files() != (name, files):
+            raise _Unusable(server.shown, "changed during the download")
+        shutil.rmtree(incoming)
+        os.sync()
+        write_atomically(unfinished / DOWNLOAD, json.dumps({"url": server.shown, "name": name}).encode())
+        unfinished.rename(target)
+    except _Unusable:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise full from None
+        what = f"cannot be written to the cache {unfinished}: {error.strerror or error}"
+        raise InputError(f"{server.shown}: {what}") from None
+
+
+def _verify(server: "_Server", file: _RemoteFile, path: Path) -> None:
+    size = path.stat().st_size
+    if file.size not in (None, size):
+        raise _Unusable(server.shown, f"changed during the download: {size:,} bytes arrived instead of {file.size:,}")
+    if server.url.startswith(_WEB):
+        with path.open("rb") as content:
+            if content.read(256).lstrip().lower().startswith(_PAGE_STARTS):
+                raise _web_page(server.shown)
+
+
+class _Transfers(Callback):
+    """Shows how many bytes have arrived, and moves each file to its place when it is complete."""
+
+    def __init__(self, folder: Path, done: int, total: int, report: "Progress") -> None:
+        super().__init__()
+        self._folder, self._done, self._total, self._report = folder, done, total, report
+        self._has_ended = False
+
+    def branched(self, path_1: str, path_2: str, **kwargs: Any) -> "_Transfer":
+        """Return the callback of one file, whose local path is the second."""
+        return _Transfer(self, Path(path_2))
+
+    def receive(self, count: int) -> None:
+        """Count bytes; raises InterruptedError if the download has been given up."""
+        if self._has_ended:
+            raise InterruptedError
+        self._done += count
+        self._report.update(self._done // 10**6, max(1, self._total // 10**6), "MB")
+
+    def complete(self, path: Path) -> None:
+        """Move a file to its place."""
+        target = self._folder / path.relative_to(self._folder / _INCOMING)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(target)
+
+    def end(self) -> None:
+        """Stop what still runs in fsspec's thread; asyncio would report at the end of the process that it did."""
+        logging.getLogger("asyncio").addHandler(_SILENT)
+        self._has_ended = True
+
+
+class _Transfer(Callback):
+    def __init__(self, transfers: _Transfers, path: Path) -> None:
+        super().__init__()
+        self._transfers, self._path = transfers, path
+
+    def relative_update(self, inc: int = 1) -> None:
+        self._transfers.receive(inc)
+
+    def __exit__(self, *exc_args: Any) -> None:
+        if exc_args[0] is None:
+            self._transfers.complete(self._path)
+
+
+# --- fsspec ---
+
+
+class _Server:
+    """A web server or an object store, as a file system of fsspec; `shown` is its URL for messages.
+
+    Raises:
+        InputError: a package is missing.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url, self.shown = url, _without_query(url)
+        self._store = _STORES.get(url.partition("://")[0])
+        self._sent_names: list[str] = []  # of files, by a web server
+        options = copy.deepcopy(self._store.options) if self._store else self._web_options()
+        try:
+            # A new one each time: others would remember lists of files.
+            self._system: Any = fsspec.filesystem(url.partition("://")[0], skip_instance_cache=True, **options)
+        except ImportError:
+            assert self._store is not None
+            raise InputError(f"{url}: needs the package {self._store.package}") from None
+        # Errors that the libraries log, with tracebacks, are in our messages.
+        for library in (type(self._system).__module__.partition(".")[0], "aiohttp"):
+            logging.getLogger(library).addHandler(_SILENT)
+
+    def _web_options(self) -> dict[str, Any]:
+        import aiohttp
+
+        from flatout import __version__
+
+        async def refuse_downgrade(session: Any, context: Any, params: Any) -> None:
+            """Keep credentials, which aiohttp sends again to the same host, from a connection without encryption."""
+            location = params.response.headers.get("Location", "")
+            if params.url.scheme == "https" and location.lower().startswith("http:"):
+                where = _without_query(location)
+                raise _TransferError(self.shown, f"redirects to {where}, without encryption", "give another URL")
+
+        async def keep_name(session: Any, context: Any, params: Any) -> None:
+            disposition = params.response.content_disposition
+            if disposition is not None and disposition.filename:
+                self._sent_names.append(disposition.filename)
+
+        trace = aiohttp.TraceConfig()
+        trace.on_request_redirect.append(refuse_downgrade)
+        trace.on_request_end.append(keep_name)
+        client = {
+            "trust_env": True,  # proxies and ~/.netrc
+            # Otherwise sizes are those of compressed content.
+            "headers": {"Accept-Encoding": "identity", "User-Agent": f"flatout/{__version__}"},
+            "timeout": aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_SECONDS, sock_read=_TIMEOUT_SECONDS),
+            "trace_configs": [trace],
+        }
+        return {"client_kwargs": client}
+
+    def list_files(self) -> tuple[str, list[_RemoteFile]]:
+        """Return the name of the data in the folder of its download, and its files.
+
+        Raises:
+            InputError: nothing is there, the server refuses, or the names are unsafe.
+        """
+        if "{" in self.url:
+            # Shards: the names begin with the first folder that has braces.
+            base = self.url.partition("{")[0]
+            base = base[: base.rindex("/") + 1]
+            name = self.url[len(base) :].partition("?")[0]
+            parts = [str(path) for path in expand_braces(Path(name))]
+            with ThreadPoolExecutor(_CONNECTIONS) as pool:
+                listed = list(pool.map(self._list_one, (self.url.replace(name, part) for part in parts)))
+            files = [replace(file, name=part) for part, found in zip(parts, listed, strict=True) for file in found]
+        else:
+            files = self._list_one(self.url)
+            name = PurePosixPath(files[0].name).parts[0]
+        paths = [PurePosixPath(file.name) for file in files]
+        for file, path in zip(files, paths, strict=True):
+            if path.is_absolute() or ".." in path.parts or printable(file.name) != file.name:
+                raise InputError(f"{self.shown}: {file.name!r} cannot be the name of a local file; rename it there")
+        if len(set(paths)) < len(paths):
+            fix = "rename them there, or give their folder"
+            raise InputError(f"{self.shown}: several files there would get the same local name; {fix}")
+        return name, files
+
+    def _list_one(self, url: str) -> list[_RemoteFile]:
+        """List a file, or all files of a folder in a store, whose names then start with that of the folder."""
+        with self.errors(url):
+            self._system.invalidate_cache()
+            info = self._system.info(url)
+            if self._store is None:
+                return [self._describe(info, self._web_name(url, info))]
+            root = info["name"].rstrip("/")
+            found = self._system.find(root, detail=True)
+        # Some tools mark a folder by an empty object.
+        files = [info for name, info in sorted(found.items()) if info["type"] == "file" and not name.endswith("/")]
+        if not files:
+            raise _TransferError(url, "the folder holds no files", "check the URL")
+        names = [PurePosixPath(info["name"]).relative_to(PurePosixPath(root).parent) for info in files]
+        return [self._describe(info, str(name).lstrip(".")) for info, name in zip(files, names, strict=True)]
+
+    @staticmethod
+    def _describe(info: Mapping[str, Any], name: str) -> _RemoteFile:
+        # A weak ETag does: a server has it only because it might compress what it sends.
+        versions = (str(info[key]).removeprefix("W/").strip('"') for key in _VERSIONS if info.get(key))
+        return _RemoteFile(path=info["name"], name=name, size=info["size"], version=next(versions, ""))
+
+    def _web_name(self, url: str, info: Mapping[str, Any]) -> str:
+        if info.get("mimetype") == "text/html":
+            raise _web_page(_without_query(url))
+        name = self._sent_names[-1] if self._sent_names else urllib.parse.unquote(urllib.parse.urlsplit(url).path)
+        name = re.sub(r"[\x00-\x1f]", "", re.split(r"[/\\]", name)[-1]).lstrip(".")
+        if not name:
+            fix = "give the URL of a file; folders are read from s3, gs and hf"
+            raise _TransferError(_without_query(url), "names no file", fix)
+        return name
+
+    def get(self, files: Sequence[_RemoteFile], folder: Path, transfers: Any) -> None:
+        """Download files, several at once."""
+        system = self._system
+        if not system.async_impl:
+            from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+
+            system = AsyncFileSystemWrapper(system)
+        remote, local = [file.path for file in files], [str(folder / file.name) for file in files]
+        with self.errors(self.url):
+            system.get(remote, local, callback=transfers, batch_size=_CONNECTIONS)
+
+    def get_file(self, path: Path) -> None:
+        """Download the file that the URL names."""
+        with self.errors(self.url):
+            self._system.get_file(self.url, str(path))
+
+    @contextlib.contextmanager
+    def errors(self, url: str) -> Iterator[None]:
+        """Turn errors of fsspec and its libraries into _TransferError; a full disk stays OSError."""
+        try:
+            yield
+        except (InputError, Stopped):
+            raise
+        except Exception as error:  # each store's own
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                raise
+            chain = causes(error)
+            if own := next((cause for cause in chain if isinstance(cause, InputError)), None):
+                raise own from None
+            raise self._failure(_without_query(url), chain) from error
+
+    def _failure(self, url: str, chain: list[BaseException]) -> _TransferError:
+        import aiohttp
+
+        error = next((cause for cause in chain if isinstance(cause, aiohttp.ClientError)), chain[0])
+        if isinstance(error, aiohttp.ClientResponseError) and self._store is None:
+            host = error.request_info.real_url.host or ""
+            server = "the server" if host == urllib.parse.urlsplit(url).hostname else host
+            what = f"answers {error.status} {error.message}" if error.status else "redirects without end"
+            fix = "; a user name and password go into ~/.netrc" if error.status in (401, 403) else ""
+            return _TransferError(url, " ".join(f"{server} {what}".split()), f"check the URL{fix}")
+        if any(isinstance(cause, TimeoutError) for cause in chain):
+            return _TransferError(url, f"no answer for {_TIMEOUT_SECONDS:g} s", "check the network, and run it again")
+        if isinstance(error, aiohttp.ClientPayloadError):
+            return _TransferError(url, "the connection ended early")
+        if isinstance(error, FileNotFoundError):
+            return _TransferError(url, "there is no such file or folder", "check the URL")
+        text = re.sub(r"\?\S*", "", first_line(error))  # a query may be a signature
+        names = " ".join(type(cause).__name__ for cause in chain)
+        if self._store and (isinstance(error, PermissionError) or "Credentials" in names or "GatedRepo" in names):
+            return _TransferError(url, f"access is denied ({text})", self._store.access)
+        return _TransferError(url, text, "check the URL and the network")
+
+
+def _web_page(url: str) -> _TransferError:
+    return _Unusable(url, "is a web page, not data", "give the URL of the file itself")
+
+
+def _without_query(url: str) -> str:
+    """Return a URL for messages: without password and query, which may be a signature."""
+    scheme, _, rest = url.partition("://")
+    host, slash, path = rest.partition("?")[0].partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+
+# --- public data ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicData:
+    """A data set that anyone may download: mirrors, the best first, and file name -> MD5."""
+
+    base_urls: tuple[str, ...]
+    files: Mapping[str, str]
+
+
+PUBLIC = {
+    # Zalando Research, MIT licence
+    "fashion-mnist": PublicData(
+        base_urls=(
+            "https://storage.googleapis.com/tensorflow/tf-keras-datasets/",
+            "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        ),
+        files={
+            "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
+            "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
+            "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+        },
+    ),
+    # Yann LeCun, Corinna Cortes and Christopher Burges, CC BY-SA 3.0
+    "mnist": PublicData(
+        base_urls=(
+            "https://ossci-datasets.s3.amazonaws.com/mnist/",
+            "https://storage.googleapis.com/cvdf-datasets/mnist/",
+        ),
+        files={
+            "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+            "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+            "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+        },
+    ),
+}
+# Jobs whose data is a public set of another name.
+PUBLIC_NAMES = {"fashion-mnist": "fashion-mnist", "fashion-mnist-keras": "fashion-mnist", "mnist-parallel": "mnist"}
+
+_WHERE_TO_GET = {
+    "cats-dogs": (
+        "Get the pictures of the Dogs vs. Cats competition from https://www.kaggle.com/c/dogs-vs-cats/data and sort "
+        "them into training_set/cats, training_set/dogs, test_set/cats and test_set/dogs"
+    ),
+    "caltech101": (
+        "Get Caltech 101 from https://data.caltech.edu/records/mzrjq-6wc02 and unpack 101_ObjectCategories, one folder "
+        "for each class; or list the images in desc_train.csv, desc_valid.csv and desc_test.csv, with rows of "
+        "file,label and the class names in classes.txt"
+    ),
+    "oct-vgg16": (
+        "Get the OCT scans of Kermany et al. (2018) from https://data.mendeley.com/datasets/rscbjbr9sj and unpack them "
+        "into train/ and test/, each with the folders CNV, DME, DRUSEN and NORMAL"
+    ),
+}
+
+
+def where_to_get(job: str) -> str:
+    """Return where to get the data of a built-in job that may not be downloaded, and the layout it needs."""
+    return f"{_WHERE_TO_GET[job]}; then run flatout train {job} --data FOLDER"
+
+
+def download_public(data: PublicData, folder: Path, note: Callable[[str], None]) -> Path:
+    """Download the files that are missing or damaged into a folder, and return the folder.
+
+    Every mirror is tried in turn. A file gets its name when it is complete and its MD5 is right. Of two processes, the
+    second waits and finds the files. `note` gets a line for each file.
+
+    Raises:
+        InputError: a file could not be downloaded from any mirror, or not written.
+        DiskFull: the disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = lock(folder / ".download.lock")
+        assert descriptor is not None
+        try:
+            for name, md5 in data.files.items():
+                if not (folder / name).is_file() or _md5(folder / name) != md5:
+                    _download_public_file(data, name, folder, note)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        reason = f"{folder}: cannot write the downloaded data: {error.strerror or error}"
+        raise (DiskFull if error.errno in NO_SPACE else InputError)(reason) from None
+    return folder
+
+
+def _download_public_file(data: PublicData, name: str, folder: Path, note: Callable[[str], None]) -> None:
+    failures: list[str] = []
+    part = folder / f".{name}.part"
+    with contextlib.ExitStack() as stack:
+        stack.callback(part.unlink, missing_ok=True)
+        for url in (base_url + name for base_url in data.base_urls):
+            note(f"downloading {url}")
+            try:
+                _Server(url).get_file(part)
+            except _TransferError as error:
+                failures.append(f"{url} ({error.reason})")
+                continue
+            if (md5 := _md5(part)) == data.files[name]:
+                part.replace(folder / name)
+                return
+            failures.append(f"{url} (the file there has MD5 {md5} instead of {data.files[name]})")
+    raise InputError(
+        f"{name} could not be downloaded: {'; '.join(failures)}. Check the network, or get {', '.join(data.files)} "
+        f"by other means, put them into {folder} and run again"
+    )
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        # Against damage, not attacks; it is what the publishers give.
+        return hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()

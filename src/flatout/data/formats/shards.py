@@ -1,0 +1,538 @@
+"""Data sets in several large files: WebDataset shards and TFRecord files, whose images are read in place.
+
+WebDataset shards are tar files. The members of a sample follow each other, and have one name up to the first dot:
+`000001.jpg` is an image, `000001.cls` its class as text, `000001.json` a dictionary with the class under a key.
+
+A record of a TFRecord file is its length (8 bytes, little-endian), the masked CRC-32C of these, the data, and the
+masked CRC-32C of the data: https://www.tensorflow.org/tutorials/load_data/tfrecord. The data is a protocol buffer,
+`tf.train.Example`: https://protobuf.dev/programming-guides/encoding/. TensorFlow is not needed.
+"""
+
+import json
+import math
+import os
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby, islice, pairwise, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flatout.data.decode import MAX_FILE_BYTES
+from flatout.data.formats.folders import is_image_name, visible
+from flatout.data.image_bytes import ImageBytesList, ShardFile, Slice
+from flatout.data.labels import find_class_list_beside
+from flatout.data.source import DataRef, ReadOptions, Source, assemble
+from flatout.data.splits import SPLITS, in_order, split_of, split_within
+from flatout.data.unpack import TAR_SUFFIXES, open_decompressed, tar_members
+from flatout.errors import InputError
+
+WEBDATASET_KIND, TFRECORD_KIND = "WebDataset shards", "TFRecord files"
+ABOUT = {
+    TFRECORD_KIND: (
+        "the folder, a file, or a pattern with braces",
+        "names such as `train-00000-of-00010` or `train.tfrecord`",
+    ),
+    WEBDATASET_KIND: (
+        "the folder, a `.tar` or `.tar.gz`, or a pattern with braces",
+        "files with members such as `000001.jpg` and `000001.cls` or `000001.json`",
+    ),
+}
+_MAX_PATHS = 100_000
+_RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
+
+# WebDataset
+_JSON_KEYS = ("label", "labels", "cls", "class", "target", "class_id", "category")
+_PEEKED, _PEEKED_BYTES = 16, 1 << 24
+_MAX_LABEL_BYTES = 1 << 20
+
+# TFRecord: Slim's train-00000-of-00010, TFDS's mnist-train.tfrecord-00000-of-00001, Kaggle's train00-512.tfrec
+_TFRECORD_NAME = re.compile(r".*\.tfrec(ord)?s?(-\d+-of-\d+)?(\.gz)?|[^.]*-\d+-of-\d+", re.I)
+_IMAGE_KEYS = ("image/encoded", "image", "image_raw", "image/raw", "img", "image_bytes", "encoded")
+_LABEL_KEYS = ("image/class/label", "label", "class", "target", "labels", "image/class/text")
+_TEXT_KEY = "image/class/text"
+_SHAPE_KEYS = (
+    ("image/height", "height", "rows"),
+    ("image/width", "width", "cols"),
+    ("image/channels", "depth", "channels", "image/depth"),
+)
+_CLASS_LISTS = ("labels.txt", "label.labels.txt")
+_MAX_NUMBERS = 10_000  # of a feature, such as 0 or 1 for each class
+
+
+def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    """Return WebDataset shards, if one begins with an image and its label, or TFRecord files, by name; or None."""
+    splits = find_shards(path, lambda name: name.lower().endswith(TAR_SUFFIXES))
+    if any(_begins_with_sample(file, options) for files in splits.values() for file in files):
+        return reference(
+            WEBDATASET_KIND, path, splits, lambda splits: read_webdataset(path, splits, class_list, options)
+        )
+    splits = find_shards(path, lambda name: bool(_TFRECORD_NAME.fullmatch(name)))
+    beside = find_class_list_beside(path if path.is_dir() else path.parent, _CLASS_LISTS)
+    names = class_list or beside
+    inputs = (names,) if names and not class_list else ()
+    return reference(TFRECORD_KIND, path, splits, lambda splits: read_tfrecord(path, splits, names, options), inputs)
+
+
+# --- files ---
+
+
+def find_shards(path: Path, is_shard: Callable[[str], bool]) -> dict[str, list[Path]]:
+    """Return split -> shards by name, in a folder, as one file, or of a pattern with braces.
+
+    The split is that of the folder, or of a word of the name; shards without one are training data.
+    """
+    found: dict[str, list[Path]] = {}
+    for split, file in _files(path) if path.is_dir() else ((None, file) for file in expand_braces(path)):
+        if is_shard(file.name) and file.is_file():
+            found.setdefault(split or split_within(file.name) or "train", []).append(file)
+    return {split: found[split] for split in SPLITS if split in found}
+
+
+def _files(folder: Path) -> Iterator[tuple[str | None, Path]]:
+    for entry in visible(folder):
+        if not entry.is_dir():
+            yield None, entry.path
+        elif entry.name.lower() == "data" or split_of(entry.name):
+            yield from ((split_of(entry.name), inner.path) for inner in visible(entry.path))
+
+
+def reference(
+    kind: str,
+    path: Path,
+    splits: dict[str, list[Path]],
+    read: Callable[[dict[str, list[Path]]], Source],
+    beside: tuple[Path, ...] = (),
+) -> DataRef | None:
+    """Return the data in split -> shards, or None without shards; `beside` are other files that determine it.
+
+    Raises:
+        InputError: there are no training shards.
+    """
+    if not splits:
+        return None
+    splits = in_order(splits, path)
+    files = (file for some in splits.values() for file in some)
+    return DataRef(kind=kind, path=path, inputs=(*files, *beside), read=lambda: read(splits))
+
+
+def expand_braces(path: Path) -> list[Path]:
+    """Expand `{000..127}` and `{train,val}` as a shell does; an existing file is not expanded.
+
+    Raises:
+        InputError: there are too many names.
+    """
+    if "{" not in str(path) or path.exists():
+        return [path]
+    names = _expand(str(path))
+    if len(names) > _MAX_PATHS:
+        raise InputError(f"{path}: stands for more than {_MAX_PATHS:,} files; give their folder")
+    return list(map(Path, names))
+
+
+def _expand(text: str) -> list[str]:
+    """Expand braces, those in braces too, stopping after one name more than the limit."""
+    marks, depth = [text.find("{")], 0
+    for place in range(marks[0], len(text)) if "{" in text else ():
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0 or (depth == 1 and text[place] == ","):
+            marks.append(place)
+        if depth == 0:
+            break
+    else:  # without braces, or without the last one
+        return [text]
+    start, end = marks[0], marks[-1]
+    inside = (choice for a, b in pairwise(marks) for choice in _expand(text[a + 1 : b]))
+    choices = _range(text[start + 1 : end]) or inside
+    rests = _expand(text[end + 1 :])
+    return [text[:start] + choice + rest for choice, rest in islice(product(choices, rests), _MAX_PATHS + 1)]
+
+
+def _range(text: str) -> list[str]:
+    if not (match := _RANGE.fullmatch(text)):
+        return []
+    first, last = int(match[1]), int(match[2])
+    step = 1 if first <= last else -1
+    return [f"{number:0{len(match[1])}}" for number in islice(range(first, last + step, step), _MAX_PATHS + 1)]
+
+
+# --- WebDataset ---
+
+
+def read_webdataset(path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions) -> Source:
+    """Return the source of split -> shards."""
+    places: dict[str, ImageBytesList] = {}
+    parts: dict[str, tuple[ImageBytesList, list[Any]]] = {}
+    for split, files in splits.items():
+        images, labels, places[split] = ImageBytesList(), [], ImageBytesList()
+        for file in files:
+            shard = ShardFile(file)
+            with shard.opened() as descriptor, open(descriptor, "rb", closefd=False) as stream:
+                stream.seek(0)
+                for key, members in _samples(member for _, member in tar_members(stream, file)):
+                    image, label = _image_and_label(f"{file}: sample {key}", members, options)
+                    images.append(_slice(shard, image))
+                    places[split].append(place := _slice(shard, label))
+                    labels.append(_label(place, options))
+        parts[split] = images, labels
+    return assemble(
+        WEBDATASET_KIND,
+        path,
+        parts,
+        class_list=class_list,
+        locate=lambda split, i: str(places[split][i]),
+        task=options.task,
+    )
+
+
+def _begins_with_sample(file: Path, options: ReadOptions) -> bool:
+    first: list[tarfile.TarInfo] = []
+    try:
+        with open_decompressed(file) as stream:
+            for _, member in tar_members(stream, file):
+                first.append(member)
+                if len(first) == _PEEKED or member.offset_data + member.size > _PEEKED_BYTES:
+                    break
+    except (InputError, OSError):  # reported where the file is read as a shard or an archive
+        return False
+    return any(_images(members, options) and _labels(members, options) for _, members in _samples(first))
+
+
+def _samples(members: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
+    """Yield the name of each sample and its members by extension."""
+
+    def split_name(member: tarfile.TarInfo) -> tuple[str, str]:
+        folder, slash, last = member.name.rpartition("/")
+        stem, _, extension = last.partition(".")
+        return (folder + slash + stem if stem else ""), extension.lower()
+
+    named = ((*split_name(member), member) for member in members if member.isreg())
+    for key, group in groupby(named, key=lambda entry: entry[0]):
+        if key:  # not hidden files
+            yield key, {extension: member for _, extension, member in group}
+
+
+def _slice(shard: ShardFile, member: tarfile.TarInfo) -> Slice:
+    return Slice(shard, f"member {member.name}", member.offset_data, member.size)
+
+
+def _images(members: dict[str, tarfile.TarInfo], options: ReadOptions) -> list[tarfile.TarInfo]:
+    """Return the images of a sample. Ignore auxiliary ones such as `seg.png` next to `jpg`."""
+    if options.file_column:
+        return [members[key] for key in (options.file_column.lower(),) if key in members]
+    images = {extension: member for extension, member in members.items() if is_image_name(f".{extension}")}
+    return [member for extension, member in images.items() if "." not in extension] or list(images.values())
+
+
+def _labels(members: dict[str, tarfile.TarInfo], options: ReadOptions) -> list[tarfile.TarInfo]:
+    return [members[extension] for extension in (options.label_column.lower() or "cls", "json") if extension in members]
+
+
+def _image_and_label(
+    where: str, members: dict[str, tarfile.TarInfo], options: ReadOptions
+) -> tuple[tarfile.TarInfo, tarfile.TarInfo]:
+    images, labels = _images(members, options), _labels(members, options)
+    if len(images) != 1 or not labels:
+        raise InputError(
+            f"{where}: has the members {', '.join(sorted(members))}; one image and a "
+            f".{options.label_column.lower() or 'cls'} or .json member are needed; --set data.file_column=EXTENSION "
+            "and --set data.label_column=EXTENSION name others"
+        )
+    return images[0], labels[0]
+
+
+def _label(place: Slice, options: ReadOptions) -> Any:
+    """Return the label in a member: its text, or a value of its dictionary, which may be a list."""
+    if place.size > _MAX_LABEL_BYTES:
+        raise InputError(f"{place}: has {place.size:,} bytes, too many for a label")
+    try:
+        text = place.read_bytes().decode("utf-8-sig").strip()
+        if not place.name.lower().endswith(".json"):
+            return text
+        table = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{place}: cannot be read as a label: {error}") from None
+    keys = (options.label_column,) if options.label_column else _JSON_KEYS
+    label = next((table[key] for key in keys if key in table), None) if isinstance(table, dict) else None
+    if not isinstance(label, (int, float, str, list)) or isinstance(label, bool):
+        raise InputError(
+            f"{place}: has no label (a number, a text or a list of them) under {' or '.join(keys)}; --set "
+            "data.label_column=KEY names another key"
+        )
+    return label
+
+
+# --- TFRecord ---
+
+
+class _NoLabel(InputError):
+    """A record with an image but no class."""
+
+
+class _Sample(NamedTuple):
+    place: str
+    image: Slice | np.ndarray
+    labels: list[int | float | str]
+    text: str
+
+    @property
+    def label(self) -> int | float | str:
+        return self.labels[0]
+
+
+# Numbers, and places of bytes in the record: images stay in the file until they are decoded.
+_Features = dict[str, list[int | float | slice]]
+
+
+def read_tfrecord(path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions) -> Source:
+    """Return the source of split -> files; all records are read, and checked if google-crc32c is installed."""
+    samples: dict[str, list[_Sample]] = {}
+    notes: list[str] = []
+    for split, files in splits.items():
+        try:
+            samples[split] = [sample for file in files for sample in _read_samples(file, options)]
+        except _NoLabel as error:
+            if split == "train":
+                raise
+            notes.append(f"there is no {split} split: {error}")
+    if not _has_crc32c():
+        notes.append("the checksums of the records were not compared: that needs pip install 'flatout[tfrecord]'")
+    every = [sample for some in samples.values() for sample in some]
+    is_single = all(len(sample.labels) == 1 for sample in every)
+    texts = _class_texts(every) if is_single and class_list is None else {}
+    parts: dict[str, tuple[Any, list[Any]]] = {}
+    are_raw = {isinstance(sample.image, np.ndarray) for sample in every}
+    shapes = {sample.image.shape for sample in every if isinstance(sample.image, np.ndarray)}
+    if len(are_raw) > 1 or len(shapes) > 1:
+        raise InputError(f"{path}: raw images must be of one size, and none encoded; their sizes are {sorted(shapes)}")
+    for split, some in samples.items():
+        images: list[Any] = [sample.image for sample in some]
+        labels = [texts.get(sample.label, sample.label) if is_single else sample.labels for sample in some]
+        parts[split] = (np.stack(images) if shapes else images), labels
+    return assemble(
+        TFRECORD_KIND,
+        path,
+        parts,
+        names=tuple(texts.values()) or None,
+        class_list=class_list,
+        notes=tuple(notes),
+        locate=lambda split, i: samples[split][i].place,
+        task=options.task,
+    )
+
+
+def _class_texts(samples: list[_Sample]) -> dict[int | float | str, str]:
+    """Return number -> name of the classes, in the order of the numbers, if every record has both."""
+    pairs = {sample.label: sample.text for sample in samples}
+    if not all(pairs.values()) or not all(isinstance(label, int) for label in pairs):
+        return {}
+    if any(pairs[sample.label] != sample.text for sample in samples):
+        return {}
+    counts = Counter(pairs.values())
+    # ImageNet has two classes called crane.
+    return {
+        number: f"{name} ({number})" if counts[name] > 1 else name
+        for number, name in sorted(pairs.items(), key=lambda pair: int(pair[0]))
+    }
+
+
+def _read_samples(file: Path, options: ReadOptions) -> Iterator[_Sample]:
+    shard = ShardFile(file)
+    with shard.opened() as descriptor:
+        for number, (offset, record) in enumerate(_records(shard, descriptor)):
+            try:
+                features = _features(record)
+            except (ValueError, IndexError) as error:
+                raise InputError(f"{file}: record {number}: is not a tf.train.Example ({error})") from None
+            yield _sample(shard, number, offset, record, features, options)
+
+
+def _records(shard: ShardFile, descriptor: int) -> Iterator[tuple[int, bytes]]:
+    """Yield offset and data of each record, checked."""
+    offset, number = 0, 0
+    header = os.pread(descriptor, 12, 0)
+    while header:
+        where = f"{shard.path}: record {number}"
+        if len(header) < 12 or not _is_intact(header[:8], header[8:]):
+            raise InputError(f"{where}: is damaged, or this is not a TFRecord file (at byte {offset:,}); get it again")
+        length = int.from_bytes(header[:8], "little")
+        if offset + length + 16 > shard.size:
+            raise InputError(f"{where}: is cut off; get the file again")
+        if length > MAX_FILE_BYTES:
+            raise InputError(f"{where}: has {length:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
+        # The data alone, which is not copied again; then its checksum with the next header.
+        data, behind = os.pread(descriptor, length, offset + 12), os.pread(descriptor, 16, offset + 12 + length)
+        if not _is_intact(data, behind[:4]):
+            raise InputError(f"{where}: is damaged: its checksum is wrong; get the file again")
+        yield offset + 12, data
+        offset, number, header = offset + length + 16, number + 1, behind[4:]
+
+
+def _sample(
+    shard: ShardFile, number: int, offset: int, record: bytes, features: _Features, options: ReadOptions
+) -> _Sample:
+    place = f"{shard.path}: record {number}"
+    image_keys = (options.file_column,) if options.file_column else _IMAGE_KEYS
+    label_keys = (options.label_column,) if options.label_column else _LABEL_KEYS
+    image = next((features[key] for key in image_keys if features.get(key)), [])
+    labels = next((features[key] for key in label_keys if features.get(key)), [])
+    if len(image) != 1 or not isinstance(image[0], slice) or not labels or len(labels) > _MAX_NUMBERS:
+        raise (_NoLabel if len(image) == 1 and not labels else InputError)(
+            f"{place}: has the features {', '.join(sorted(features)) or 'none'}; an image under "
+            f"{' or '.join(image_keys[:2])} and a class under {' or '.join(label_keys[:2])} are needed; --set "
+            "data.file_column=KEY and --set data.label_column=KEY name others"
+        )
+    where = image[0]
+    shape = [_number(features, keys) for keys in _SHAPE_KEYS]
+    shape[2] = shape[2] or 1
+    pixels: Slice | np.ndarray = Slice(shard, f"record {number}", offset + where.start, where.stop - where.start)
+    if pixels.size == math.prod(shape) and pixels.size:
+        if shape[2] not in (1, 3):
+            raise InputError(f"{place}: has raw pixels of {shape[2]} channels; 1 or 3 are needed")
+        pixels = np.frombuffer(record[where], np.uint8).reshape(shape)
+    named = [_text(record, label, place) if isinstance(label, slice) else label for label in labels]
+    text = next((_text(record, value, place) for value in features.get(_TEXT_KEY, []) if isinstance(value, slice)), "")
+    return _Sample(place, pixels, named, text)
+
+
+def _number(features: _Features, keys: tuple[str, ...]) -> int:
+    values = next((features[key] for key in keys if features.get(key)), [0])
+    return max(0, values[0]) if isinstance(values[0], int) else 0
+
+
+def _text(record: bytes, value: slice, place: str) -> str:
+    try:
+        return record[value].decode("utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"{place}: its class is not UTF-8 text") from None
+
+
+def _features(record: bytes) -> _Features:
+    """Return name -> values of the features of a `tf.train.Example`.
+
+    Example {1: Features {1: map<string, Feature>}}, Feature {1: BytesList, 2: FloatList, 3: Int64List}, each list
+    {1: repeated value}.
+
+    Raises:
+        ValueError, IndexError: the record is damaged or something else.
+    """
+    found: _Features = {}
+    for features in inside(record, slice(0, len(record)), 1):
+        for entry in inside(record, features, 1):
+            name = next((record[key].decode() for key in inside(record, entry, 1)), "")
+            values: list[int | float | slice] = []
+            for feature in inside(record, entry, 2):
+                for bytes_list in inside(record, feature, 1):
+                    values += inside(record, bytes_list, 1)
+                for float_list in inside(record, feature, 2):
+                    for place in inside(record, float_list, 1):  # packed or one by one
+                        values += np.frombuffer(record[place], "<f4")[: _MAX_NUMBERS + 1].tolist()
+                for int64_list in inside(record, feature, 3):
+                    values += islice(_int64s(record, int64_list), _MAX_NUMBERS + 1)
+            found[name] = values
+    return found
+
+
+def _int64s(record: bytes, place: slice) -> Iterator[int]:
+    """Yield the values of an Int64List, packed or not."""
+    for number, value in fields(record, place):
+        if number != 1:
+            continue
+        if not isinstance(value, slice):
+            yield signed(value)
+            continue
+        position = value.start
+        while position < value.stop:
+            integer, position = varint(record, position, value.stop)
+            yield signed(integer)
+
+
+# --- checksums and protocol buffers, also of TensorFlow's checkpoints ---
+
+
+def masked_crc32c(data: bytes) -> bytes:
+    """Return the checksum, 4 bytes, of TFRecord files and TensorFlow's checkpoints.
+
+    Raises:
+        ImportError: google-crc32c is not installed.
+    """
+    import google_crc32c
+
+    crc = google_crc32c.value(data)
+    return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
+
+
+def _has_crc32c() -> bool:
+    try:
+        masked_crc32c(b"")
+    except ImportError:
+        return False
+    return True
+
+
+def _is_intact(data: bytes, checksum: bytes) -> bool:
+    try:
+        return masked_crc32c(data) == checksum
+    except ImportError:
+        return True
+
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+def inside(record: bytes, place: slice, wanted: int) -> Iterator[slice]:
+    """Yield the places of the length-delimited fields of one number."""
+    for number, value in fields(record, place):
+        if number == wanted and isinstance(value, slice):
+            yield value
+
+
+def fields(record: bytes, place: slice) -> Iterator[tuple[int, Any]]:
+    """Yield number and value of each field of a message: a number, or the place of bytes, which are not copied.
+
+    Raises:
+        ValueError: this is not a message.
+    """
+    position, stop = place.start, place.stop
+    while position < stop:
+        tag, position = varint(record, position, stop)
+        wire_type = tag & 7
+        if wire_type == _BYTES:
+            length, position = varint(record, position, stop)
+        elif wire_type == _VARINT:
+            value, position = varint(record, position, stop)
+            yield tag >> 3, value
+            continue
+        elif wire_type in (_FIXED64, _FIXED32):
+            length = 8 if wire_type == _FIXED64 else 4
+        else:
+            raise ValueError(f"unknown wire type {wire_type}")
+        if position + length > stop:
+            raise ValueError("a field ends after its message")
+        yield tag >> 3, slice(position, position + length)
+        position += length
+
+
+def varint(record: bytes, position: int, stop: int) -> tuple[int, int]:
+    """Return a number of up to ten bytes, the lowest seven bits first, and the position behind it."""
+    if position < stop and (number := record[position]) < 0x80:  # nearly all
+        return number, position + 1
+    number = 0
+    for shift in range(0, 70, 7):
+        if position >= stop:
+            raise ValueError("a number is cut off")
+        byte = record[position]
+        position += 1
+        number |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return number, position
+    raise ValueError("a number has more than ten bytes")
+
+
+def signed(number: int) -> int:
+    """Return the signed meaning of an unsigned number of 64 bits."""
+    number &= (1 << 64) - 1
+    return number - (1 << 64) if number >> 63 else number

@@ -1,0 +1,149 @@
+"""ImageBytes images: files of their own, or slices of larger files that any number of threads read in place."""
+
+import errno
+import os
+import shutil
+import tempfile
+import weakref
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol, overload
+
+from flatout.data.decode import MAX_FILE_BYTES
+from flatout.data.unpack import LimitedStream, is_compressed, open_decompressed, reading
+from flatout.errors import DiskFull
+from flatout.files import NO_SPACE
+
+_COPIED_BYTES = 1 << 20
+
+
+class ImageBytes(Protocol):
+    """An encoded image: a `pathlib.Path`, or a part of another file. `str()` of it is its name in messages."""
+
+    def read_bytes(self) -> bytes:
+        """Return the bytes; raises OSError."""
+        ...
+
+
+class ShardFile:
+    """A file that holds many images.
+
+    A compressed one is decompressed into a temporary file without a name, which disappears with the process.
+
+    Raises:
+        InputError: the file cannot be read, is damaged, or is a decompression bomb.
+        DiskFull: there is no room for the decompressed bytes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._temporary: IO[bytes] | None = None
+        with reading(path):
+            self.size = path.stat().st_size
+            if is_compressed(path):
+                self._temporary = self._decompress()
+                self.size = self._temporary.tell()
+
+    def _decompress(self) -> IO[bytes]:
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
+        weakref.finalize(self, file.close)
+        try:
+            with open_decompressed(self.path) as stream:
+                shutil.copyfileobj(LimitedStream(stream, self.path), file, _COPIED_BYTES)
+            file.flush()
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                where = f"{tempfile.gettempdir()}: the disk is full: {self.path} is decompressed there"
+                raise DiskFull(f"{where}; set TMPDIR to a folder on a larger disk") from None
+            raise
+        return file
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Lend a descriptor for `os.pread`, for a short time, as there may be thousands of files."""
+        if self._temporary is not None:
+            yield self._temporary.fileno()
+            return
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A part of a file; `name` is its place there, such as "record 17"."""
+
+    file: ShardFile
+    name: str
+    offset: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.file.path}: {self.name}"
+
+    def read_bytes(self) -> bytes:
+        """Return the bytes of the part; raises OSError."""
+        if self.size > MAX_FILE_BYTES:
+            raise OSError(errno.EFBIG, f"it has {self.size:,} bytes, more than {MAX_FILE_BYTES:,}, the limit")
+        with self.file.opened() as descriptor:
+            data = os.pread(descriptor, self.size, self.offset)
+        if len(data) < self.size:
+            raise OSError(errno.EIO, "it is cut off")
+        return data
+
+
+class ImageBytesList(Sequence[ImageBytes]):
+    """Images in a list that stores paths and slices in few bytes: millions take little memory."""
+
+    def __init__(self, *parts: Iterable[ImageBytes]) -> None:
+        # Each image has an owner (the folder of a path, the file of a slice, or an image of another kind), a name
+        # there, and if it is a slice, an offset and a size.
+        self._owners: list[Any] = []
+        self._numbers: dict[Any, int] = {}  # of the owners
+        self._owner = array("L")
+        self._names, self._ends = bytearray(), array("Q")
+        self._places = array("Q")
+        for part in parts:
+            for image in part:
+                self.append(image)
+
+    def append(self, image: ImageBytes) -> None:
+        """Add an image."""
+        owner, name, offset, size = image, "", 0, 0
+        if isinstance(image, Path):
+            owner, name = os.path.split(image)
+        elif isinstance(image, Slice):
+            owner, name, offset, size = image.file, image.name, image.offset, image.size
+        number = len(self._owners)
+        if owner is not image:
+            number = self._numbers.setdefault(owner, number)
+        if number == len(self._owners):
+            self._owners.append(owner)
+        self._owner.append(number)
+        self._names += os.fsencode(name)
+        self._ends.append(len(self._names))
+        self._places.extend((offset, size))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> ImageBytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ImageBytes]: ...
+    def __getitem__(self, index: int | slice) -> ImageBytes | Sequence[ImageBytes]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        owner = self._owners[self._owner[index]]
+        name = os.fsdecode(bytes(self._names[self._ends[index - 1] if index else 0 : self._ends[index]]))
+        if isinstance(owner, str):
+            return Path(owner, name)
+        if isinstance(owner, ShardFile):
+            return Slice(owner, name, *self._places[2 * index : 2 * index + 2])
+        return owner

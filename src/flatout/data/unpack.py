@@ -1,0 +1,304 @@
+"""ZIP and tar archives: unpacked once into the cache, within limits that hostile ones would exceed.
+
+Only regular files and folders are written, below the folder of the archive; links, devices, repeated names and
+decompression bombs are refused.
+"""
+
+import bz2
+import errno
+import gzip
+import io
+import json
+import lzma
+import os
+import re
+import shutil
+import stat
+import struct
+import tarfile
+import weakref
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from flatout.console import Console
+from flatout.data.cache import UNPACKED, NotWritable, cache_folder, combined_digest, make_room, making
+from flatout.errors import DiskFull, InputError, first_line
+from flatout.files import NO_SPACE, lock, printable, write_atomically
+
+if TYPE_CHECKING:
+    from flatout.data.cache import Progress
+
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+SUFFIXES = (".zip", *TAR_SUFFIXES)
+
+# What is larger than its compressed form by more than this is taken for a decompression bomb.
+_MAX_EXPANSION = 200
+_EXPANSION_SLACK_BYTES = 1 << 26
+_MAX_MEMBERS = 10_000_000
+_READ_BYTES = 1 << 20
+_BLOCK = 512
+_COMPRESSIONS = {b"\x1f\x8b\x08": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+_ENCRYPTED = 0x1
+# What libraries raise on damaged files.
+_DAMAGE = (
+    *(OSError, EOFError, ValueError, LookupError, ArithmeticError, RuntimeError, MemoryError, struct.error),
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+)
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a path is a ZIP or tar archive, by its name."""
+    return path.name.lower().endswith(SUFFIXES) and path.is_file()
+
+
+class UnpackedArchive:
+    """The content of an archive in `folder`, which the cache does not remove while this object exists."""
+
+    def __init__(self, entry: Path, folder: Path) -> None:
+        self.folder, self._entry = folder, entry
+        descriptor = lock(entry / UNPACKED, shared=True)
+        assert descriptor is not None
+        self._release = weakref.finalize(self, os.close, descriptor)
+
+    def remove(self) -> None:
+        """Remove the folder, unless another process uses it."""
+        self._release()
+        descriptors: list[int | None] = []
+        try:
+            descriptors.append(lock(self._entry.with_name(f"{self._entry.name}.lock"), wait=False))
+            descriptors.append(lock(self._entry / UNPACKED, wait=False))
+            if None not in descriptors:
+                shutil.rmtree(self._entry)
+        except OSError:  # another process has removed it, or the cache will
+            pass
+        finally:
+            for descriptor in filter(None, descriptors):
+                os.close(descriptor)
+
+
+def unpack(path: Path, report: "Progress | None" = None) -> UnpackedArchive:
+    """Unpack an archive into the cache, unless that has been done and the archive has not changed since.
+
+    Raises:
+        InputError: the archive is damaged, empty, or holds what is refused; the cache cannot be written.
+        DiskFull: there is no room for the content.
+    """
+    report = report or Console()
+    status = path.stat()
+    known = f"{path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}"
+    entry = cache_folder() / "unpacked" / combined_digest([os.fsencode(known)])
+    with making(entry, "unpacking this archive", report):
+        if entry.exists():
+            entry.touch()  # it is used now
+        else:
+            _publish(path, entry, report)
+        unpacked = UnpackedArchive(entry, entry / path.name)
+    for removed in make_room(cache_folder()):
+        report.note(f"removed the least recently used entry from the cache, which is full: {removed.what}")
+    return unpacked
+
+
+def _publish(path: Path, entry: Path, report: "Progress") -> None:
+    """Write the content beside its place, then rename the folder."""
+    unfinished = entry.with_name(f"{entry.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        (unfinished / path.name).mkdir(parents=True)
+        with reading(path):
+            _write_members(path, unfinished / path.name, report)
+        write_atomically(unfinished / UNPACKED, json.dumps({"url": printable(path.absolute())}).encode())
+        unfinished.rename(entry)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise NotWritable(entry.parent, error) from None
+        raise
+
+
+def _write_members(path: Path, folder: Path, report: "Progress") -> None:
+    is_zip = path.suffix.lower() == ".zip"
+    size, free = path.stat().st_size, shutil.disk_usage(folder).free
+    total = _zip_size(path) if is_zip else size  # the least, if a tar archive is compressed
+    refuse_bomb(path, size, total)
+    full = DiskFull(
+        f"{folder.parent.parent}: the disk is full: {path} needs {total:,} bytes to be unpacked, {free:,} are free; "
+        "make room, or set FLATOUT_CACHE to a folder on a larger disk"
+    )
+    if total > free:
+        raise full
+    report.note(f"unpacking {path} ({total / 1e6:,.1f} MB)")
+    written = 0
+    members = _zip_members(path) if is_zip else _tar_members(path)
+    for count, (name, stream) in enumerate(members, start=1):
+        where = f"{path}: member {printable(name)[:300]}"
+        if count > _MAX_MEMBERS:
+            raise InputError(f"{path}: has more than {_MAX_MEMBERS:,} members; unpack it and give the folder")
+        target = folder.joinpath(*_parts(where, name))
+        with reading(where):
+            try:
+                (target if stream is None else target.parent).mkdir(parents=True, exist_ok=True)
+                if stream is None:
+                    continue
+                with target.open("xb") as file:
+                    while block := stream.read(_READ_BYTES):
+                        written += len(block)
+                        refuse_bomb(where, size, written)
+                        file.write(block)
+                        report.update(min(written, total) // 10**6, max(1, total // 10**6), "MB")
+            except (FileExistsError, NotADirectoryError, IsADirectoryError):
+                raise InputError(f"{where}: is there twice; remove one, or unpack it and give the folder") from None
+            except OSError as error:
+                if error.errno in NO_SPACE:
+                    raise full from None
+                raise
+    if not any(folder.iterdir()):
+        raise InputError(f"{path}: is an empty archive")
+
+
+def _parts(where: str, name: str) -> list[str]:
+    """Return the folders and the file that a member names."""
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if name.startswith("/") or ".." in parts or "\0" in name or (parts and re.fullmatch("[A-Za-z]:", parts[0])):
+        raise InputError(f"{where}: leads out of the archive; get the archive from a source that you trust")
+    return parts
+
+
+def _zip_size(path: Path) -> int:
+    with zipfile.ZipFile(path) as archive:
+        return sum(info.file_size for info in archive.infolist())
+
+
+def _zip_members(path: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
+    """Yield the name of each member, and its content, or None for a folder."""
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            name = info.filename.replace("\\", "/")
+            where = f"{path}: member {printable(name)}"
+            if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
+                raise InputError(f"{where}: is a link or device; pack regular files and folders only")
+            if info.flag_bits & _ENCRYPTED:
+                raise InputError(f"{where}: is encrypted; unpack the archive and give the folder")
+            if name.endswith("/"):
+                yield name, None
+            else:
+                with archive.open(info) as stream:
+                    yield name, stream
+
+
+def _tar_members(path: Path) -> Iterator[tuple[str, IO[bytes] | None]]:
+    """Yield the name of each member, and its content, or None for a folder."""
+    with open_decompressed(path) as stream:
+        for archive, member in tar_members(stream, path):
+            yield member.name, archive.extractfile(member)
+
+
+def tar_members(file: IO[bytes], path: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    """Yield the files and folders of a tar archive, or of several that were concatenated, and their archive.
+
+    `tarfile` takes a damaged header, and the end of a file that was cut off between two members, for the end of the
+    archive. An end has a block of zeros.
+
+    Raises:
+        InputError: the archive is damaged, cut off, or holds links, devices or sparse files.
+    """
+    with reading(path):
+        stream = LimitedStream(file, path)
+        while True:
+            with tarfile.open(fileobj=stream, mode="r:") as archive:  # pyright: ignore[reportArgumentType, reportCallIssue]
+                while (member := archive.next()) is not None:
+                    archive.members.clear()  # type: ignore[attr-defined] - millions would take gigabytes
+                    where = f"{path}: member {printable(member.name)}"
+                    if not (member.isreg() or member.isdir()) or member.issparse():
+                        raise InputError(f"{where}: is a link, device or sparse file; unpack it and give the folder")
+                    if member.size < 0:
+                        raise InputError(f"{where}: is damaged; get the archive again")
+                    yield archive, member
+                end = archive.offset  # type: ignore[attr-defined]
+            block = stream.last
+            if len(block) < _BLOCK:
+                raise InputError(f"{path}: is cut off or not a tar archive: it has no end marker; get it again")
+            if any(block):
+                raise InputError(f"{path}: is damaged: no header at byte {end:,}; get it again")
+            while block and not any(block):
+                block = stream.read(_BLOCK)
+            if not block:
+                return
+            stream.seek(stream.tell() - len(block))
+
+
+class LimitedStream(io.RawIOBase):
+    """The decompressed bytes of a file, refused if they are many more than those of the file.
+
+    `last` is what was read last. Larger pieces than a mebibyte, such as a damaged header may ask for, are refused.
+    """
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        super().__init__()
+        self.last = b""
+        self._file, self._path, self._compressed = file, path, path.stat().st_size
+
+    def read(self, size: int = -1) -> bytes:
+        """Read up to `size` bytes; raises InputError."""
+        if not 0 <= size <= _READ_BYTES:
+            raise InputError(f"{self._path}: is damaged (a header of {size:,} bytes); get it again")
+        self.last = self._file.read(size)
+        refuse_bomb(self._path, self._compressed, self._file.tell())
+        return self.last
+
+    def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position; raises InputError."""
+        assert whence == io.SEEK_SET
+        refuse_bomb(self._path, self._compressed, position)
+        return self._file.seek(position)
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._file.tell()
+
+
+def refuse_bomb(where: object, compressed: int, expanded: int) -> None:
+    """Refuse what expands from `compressed` bytes to far more; called with what is known, or read so far.
+
+    Raises:
+        InputError: it looks like a decompression bomb.
+    """
+    if expanded > _MAX_EXPANSION * compressed + _EXPANSION_SLACK_BYTES:
+        raise InputError(
+            f"{where}: expands from {compressed:,} to {expanded:,} bytes or more; if it is not a decompression bomb, "
+            "unpack it first"
+        )
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether a file is compressed with gzip, bzip2 or xz; raises OSError."""
+    return _opener(path) is not None
+
+
+@contextmanager
+def open_decompressed(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that may be compressed with gzip, bzip2 or xz; raises OSError."""
+    with (_opener(path) or open)(path, "rb") as stream:
+        yield stream
+
+
+def _opener(path: Path) -> Any:
+    with path.open("rb") as file:
+        start = file.read(6)
+    return next((opener for magic, opener in _COMPRESSIONS.items() if start.startswith(magic)), None)
+
+
+@contextmanager
+def reading(where: object) -> Iterator[None]:
+    """Turn whatever libraries raise for a file that is damaged or cannot be read into InputError."""
+    try:
+        yield
+    except (InputError, DiskFull):
+        raise
+    except _DAMAGE as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise InputError(f"{where}: cannot be read: {error.strerror}") from None
+        raise InputError(f"{where}: is damaged or cut off ({first_line(error)}); get it again") from None

@@ -1,0 +1,602 @@
+"""Data named by a URL, and public data: downloaded once into the cache, from servers of every kind on this machine."""
+
+import base64
+import hashlib
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import pytest
+
+from flatout.cli import main
+from flatout.console import Console
+from flatout.data.build import find
+from flatout.data.cache import clear, entries
+from flatout.data.fetch import PUBLIC, PUBLIC_NAMES, PublicData, download_public, where_to_get
+from flatout.data.source import DataRef
+from flatout.errors import DiskFull, InputError
+from flatout.jobs import builtin_jobs
+from tests.data.small_sets import png
+from tests.data.web_server import Resource, Server
+from tests.hubs import using_hub
+
+pytestmark = [
+    pytest.mark.usefixtures("cache"),
+    # Of the libraries, in their use of each other and of sockets.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
+
+
+FLATOUT = [sys.executable, "-c", "import sys; from flatout.cli import main; sys.exit(main(sys.argv[1:]))"]
+
+
+def npz(count: int = 60, seed: int = 0) -> bytes:
+    """Return images of two classes that differ in brightness, as an .npz file."""
+    labels = np.arange(count) % 2
+    pixels = np.random.default_rng(seed).integers(0, 128, (count, 8, 8), np.uint8)
+    file = io.BytesIO()
+    np.savez(file, images=pixels + (128 * labels[:, None, None]).astype(np.uint8), labels=labels)
+    return file.getvalue()
+
+
+def fetch(url: str, stream: io.StringIO | None = None) -> Path:
+    found = find(url, console=Console(stream))
+    assert isinstance(found, DataRef)
+    return found.path
+
+
+def message(url: str) -> str:
+    with pytest.raises(InputError) as caught:
+        fetch(url)
+    return str(caught.value)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".download.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+# --- web servers ---
+
+
+def test_a_file_is_downloaded_once(server: Server, cache: Path):
+    server.resources["/set/photos.npz"] = Resource(npz())
+    output = io.StringIO()
+    path = fetch(server.url("/set/photos.npz"), output)
+    assert path.name == "photos.npz"
+    assert path.is_relative_to(cache / "remote")
+    assert path.read_bytes() == npz()
+    assert fetch(server.url("/set/photos.npz"), output) == path
+    assert len(server.gets()) == 1
+    first, second = output.getvalue().splitlines()
+    assert first == f"downloading {server.url('/set/photos.npz')} (0.0 MB)"
+    assert second.endswith("/set/photos.npz: unchanged since it was downloaded into the cache")
+
+
+def test_another_version_is_another_entry(server: Server):
+    server.resources["/photos.npz"] = Resource(npz())
+    old = fetch(server.url("/photos.npz"))
+    server.resources["/photos.npz"] = Resource(npz(seed=1), etag='"2"')
+    new = fetch(server.url("/photos.npz"))
+    assert (old.read_bytes(), new.read_bytes()) == (npz(), npz(seed=1))
+    # Without an ETag, the time of the last change tells.
+    for day in (1, 2, 1):
+        time_stamp = {"Last-Modified": f"Sun, 0{day} Nov 2026 08:00:00 GMT"}
+        server.resources["/photos.npz"] = Resource(npz(seed=day), etag=None, headers=time_stamp)
+        assert fetch(server.url("/photos.npz")).read_bytes() == npz(seed=day)
+    assert len(server.gets()) == 4
+
+
+def test_a_connection_that_is_cut(server: Server, cache: Path):
+    server.resources["/photos.npz"] = Resource(npz(), cut_after=1000)
+    url = server.url("/photos.npz")
+    assert message(url) == f"{url}: the connection ended early; run the same command again"
+    server.resources["/photos.npz"].cut_after = None
+    assert fetch(url).read_bytes() == npz()
+    assert not list(cache.glob("remote/*.partial"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_killed_download_keeps_complete_files(server: Server, cache: Path, number: int, code: int):
+    for i in range(3):
+        server.resources[f"/{i}.tar"] = Resource(b"%d" % i * 1000, stall_after=500 if i == 2 else None)
+    url = server.url("/{0..2}.tar")
+    process = subprocess.Popen([*FLATOUT, "check", url, "--json"])
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(cache.glob("remote/*.partial/?.tar"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.send_signal(number)
+    assert process.wait(10) == code
+    server.resources["/2.tar"].stall_after = None
+    output = io.StringIO()
+    with pytest.raises(InputError):  # no tar archives
+        fetch(url, output)
+    assert output.getvalue().startswith("continuing after 2 files: ")
+    assert sorted(server.gets()) == ["/0.tar", "/1.tar", "/2.tar", "/2.tar"]
+    (folder,) = cache.glob("remote/*/")
+    assert contents(folder) == {f"{i}.tar": b"%d" % i * 1000 for i in range(3)}
+
+
+@pytest.mark.parametrize("change", [{"etag": '"2"'}, {"content": npz(count=62)}], ids=["etag", "size"])
+def test_a_file_that_changes_is_refused(server: Server, cache: Path, change: dict):
+    changed = Resource(**{"content": npz(seed=1), **change})
+    server.resources["/photos.npz"] = Resource(npz(), then=changed)
+    url = server.url("/photos.npz")
+    assert message(url).startswith(f"{url}: changed during the download")
+    assert not list(cache.glob("remote/*/*"))
+    assert fetch(url).read_bytes() == changed.content
+
+
+def test_servers_that_refuse_head_or_do_not_tell_the_size(server: Server):
+    server.resources["/photos.npz"] = Resource(npz(), methods=("GET",))
+    assert fetch(server.url("/photos.npz?signature=secret")).read_bytes() == npz()
+    server.resources["/others.npz"] = Resource(npz(), tells_size=False)
+    assert fetch(server.url("/others.npz")).read_bytes() == npz()
+
+
+@pytest.mark.parametrize(
+    ("path", "header", "name"),
+    [
+        ("/download?id=5", "attachment; filename=photos.npz", "photos.npz"),
+        ("/download?id=5", 'attachment; filename="../../../photos.npz"', "photos.npz"),
+        ("/..%2F..%2Fphotos.npz", "", "photos.npz"),
+        ("/my%20photos.npz?token=a/b.c", "", "my photos.npz"),
+        ("/.hidden.npz", "", "hidden.npz"),
+    ],
+)
+def test_names_of_files(server: Server, cache: Path, path: str, header: str, name: str):
+    headers = {"Content-Disposition": header} if header else {}
+    server.resources[path.partition("?")[0]] = Resource(npz(), headers=headers)
+    found = fetch(server.url(path))
+    assert found.name == name
+    assert found.parent.parent == cache / "remote"
+
+
+def test_shards_by_braces(server: Server):
+    for name in ("train/00", "train/01", "test/00"):
+        server.resources[f"/set/{name}.bin"] = Resource(name.encode())
+    words = message(server.url("/set/{train,test}/{00..01}.bin?token=1"))
+    assert words == f"{server.url('/set/test/01.bin')}: the server answers 404 Not Found; check the URL"
+    local = Path(message(server.url("/set/train/{00..01}.bin?token=1")).partition(": ")[0])
+    assert local.name == "{00..01}.bin"
+    assert contents(local.parent) == {"00.bin": b"train/00", "01.bin": b"train/01"}
+
+
+@pytest.mark.parametrize(("status", "words"), [(403, "403 Forbidden; .*netrc"), (404, "404 Not Found; check the URL")])
+def test_error_status(server: Server, cache: Path, status: int, words: str):
+    server.resources["/photos.npz"] = Resource(b"", status=status)
+    with pytest.raises(InputError, match=rf"/photos.npz: the server answers {words}") as caught:
+        fetch(server.url("/photos.npz?signature=secret"))
+    assert "secret" not in str(caught.value)
+    assert not list(cache.glob("remote/*/*"))
+
+
+def test_a_host_that_does_not_answer_or_falls_silent(server: Server):
+    assert "Cannot connect to host 127.0.0.1:1 " in message("http://127.0.0.1:1/photos.npz?signature=secret")
+    assert "http://host.invalid/photos.npz: " in message("http://host.invalid/photos.npz")
+    server.resources["/photos.npz"] = Resource(npz(), stall_after=1000)
+    assert "no answer for 0.5 s; check the network" in message(server.url("/photos.npz"))
+
+
+def test_a_copy_is_named_when_the_server_is_gone(server: Server):
+    server.resources["/photos.npz"] = Resource(npz())
+    path = fetch(server.url("/photos.npz"))
+    del server.resources["/photos.npz"]
+    assert message(server.url("/photos.npz")).endswith(f"or give the path of the last copy: {path}")
+    assert "copy" not in message(server.url("/others.npz"))
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://user:secret@host/photos.npz", r"http://host/photos.npz: a password in a URL .* ~/\.netrc"),
+        ("s3://", "s3://: names no host, bucket or repository; give the whole URL"),
+        ("ftp://host/photos.npz", r"ftp:// is not read; flatout downloads from http://, https://, s3://, gs://, hf://"),
+    ],
+)
+def test_urls_that_are_refused(url: str, words: str):
+    with pytest.raises(InputError, match=words) as caught:
+        fetch(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_web_pages_folders_and_circles_are_refused(server: Server, cache: Path):
+    server.resources["/photos.npz"] = Resource(b"<html>", headers={"Content-Type": "text/html; charset=utf-8"})
+    assert "is a web page, not data; give the URL of the file itself" in message(server.url("/photos.npz"))
+    server.resources["/login.npz"] = Resource(b" <!DOCTYPE html><html>Log in")
+    assert "is a web page, not data" in message(server.url("/login.npz"))
+    server.resources["/photos/"] = Resource(b"{}")
+    assert "names no file" in message(server.url("/photos/"))
+    server.resources["/again.npz"] = Resource(b"", status=302, headers={"Location": server.url("/again.npz")})
+    assert "the server redirects without end" in message(server.url("/again.npz"))
+    assert not list(cache.glob("remote/*/*"))
+
+
+@pytest.mark.parametrize("target", ["same", "other", "file"])
+def test_redirects_do_not_take_credentials_along(server: Server, tmp_path: Path, target: str):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    host = "127.0.0.1" if target == "same" else "localhost"
+    to = "file:///etc/passwd" if target == "file" else server.url("/there/photos.npz", host)
+    server.resources["/photos.npz"] = Resource(b"", status=302, headers={"Location": to})
+    if target == "file":
+        assert "file:///etc/passwd" in message(server.url("/photos.npz"))
+        return
+    if target == "other":
+        assert "localhost answers 404" in message(server.url("/photos.npz"))
+        server.requests.clear()
+    server.resources["/there/photos.npz"] = Resource(npz())
+    assert fetch(server.url("/photos.npz")).read_bytes() == npz()
+    login = f"Basic {base64.b64encode(b'me:secret').decode()}"
+    sent = {path: headers.get("Authorization") for _, path, headers in server.requests}
+    assert sent == {"/photos.npz": login, "/there/photos.npz": login if target == "same" else None}
+
+
+def test_a_redirect_from_https_to_http_is_refused(server: Server, tmp_path: Path):
+    """aiohttp would send the password of the host without encryption."""
+    if not shutil.which("openssl"):
+        pytest.skip("needs openssl")
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *subject, *files], check=True, capture_output=True
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    (tmp_path / "netrc").write_text("machine localhost login me password secret\n")
+    with Server() as encrypted:
+        encrypted.socket = context.wrap_socket(encrypted.socket, server_side=True)
+        to = server.url("/photos.npz?signature=secret", "localhost")
+        encrypted.resources["/photos.npz"] = Resource(b"", status=302, headers={"Location": to})
+        thread = threading.Thread(target=encrypted.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        url = encrypted.url("/photos.npz", "localhost").replace("http:", "https:")
+        # aiohttp reads the certificates that it trusts when it is imported.
+        environment = os.environ | {"SSL_CERT_FILE": str(tmp_path / "cert.pem")}
+        ended = subprocess.run([*FLATOUT, "check", url], env=environment, capture_output=True, text=True, check=False)
+        encrypted.shutdown()
+        thread.join()
+    assert ended.stderr.startswith(f"flatout: {url}: redirects to {to.partition('?')[0]}, without encryption")
+    assert ended.returncode == 2
+    assert not server.requests
+
+
+# --- the disk and the cache ---
+
+
+def test_several_at_once_download_once(server: Server):
+    server.resources["/photos.npz"] = Resource(npz(count=5000))
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(fetch, [server.url("/photos.npz")] * 4))
+    assert len(paths) == len(server.gets()) == 1
+
+
+def test_progress_reaches_the_whole(server: Server, monkeypatch: pytest.MonkeyPatch):
+    shown: list[tuple[int, int, str]] = []
+    console = Console()
+    monkeypatch.setattr(console, "update", lambda *progress: shown.append(progress))
+    for i in range(2):
+        server.resources[f"/{i}.bin"] = Resource(npz(count=20_000))
+    with pytest.raises(InputError):
+        find(server.url("/{0..1}.bin"), console=console)
+    assert shown == sorted(shown)
+    assert shown[-1] == (2, 2, "MB")
+
+
+def test_a_full_disk_and_a_cache_that_cannot_be_written(server: Server, cache: Path):
+    server.resources["/large.npz"] = Resource(b"", headers={"Content-Length": str(2**60)}, tells_size=False)
+    with pytest.raises(DiskFull, match="needs 1,152,921,504,606,846,976 bytes"):
+        fetch(server.url("/large.npz"))
+    server.resources["/photos.npz"] = Resource(npz(count=20_000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with pytest.raises(DiskFull, match=r"the disk is full, or a limit reached: .* set FLATOUT_CACHE"):
+            fetch(server.url("/photos.npz"))
+    finally:
+        signal.signal(signal.SIGXFSZ, handler)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(cache.glob("remote/*/*"))
+    shutil.rmtree(cache)
+    cache.touch()
+    assert f"{cache / 'remote'}: cannot be written" in message(server.url("/photos.npz"))
+
+
+def test_the_least_recently_used_download_is_removed(server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in "abc":
+        server.resources[f"/{name}.npz"] = Resource(npz())
+    a, b = (fetch(server.url(f"/{name}.npz")) for name in "ab")
+    for age, path in enumerate((b, a)):
+        os.utime(path.parent, (age, age))
+    used = find(server.url("/b.npz"), console=Console(None))
+    os.utime(b.parent, (0, 0))
+    monkeypatch.setenv("FLATOUT_CACHE_LIMIT", f"{2.5 * len(npz()) / 1000}k")
+    output = io.StringIO()
+    c = fetch(server.url("/c.npz"), output)
+    # b is older, but in use.
+    assert f"which is full: {server.url('/a.npz')}" in output.getvalue()
+    assert sorted(entry.what for entry in entries(cache)) == [server.url("/b.npz"), server.url("/c.npz")]
+    removed, kept = clear(entries(cache))
+    assert [entry.path for entry in removed] == [c.parent]
+    assert [entry.path for entry in kept] == [b.parent]
+    del used
+
+
+def test_commands(
+    server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flatout.report.page.draw_all", lambda run: None)
+    server.resources["/photos.npz"] = Resource(npz())
+    url, run = server.url("/photos.npz"), str(tmp_path / "run")
+    changes = ["--epochs", "1", "--batch-size", "8", "--devices", "cpu"]
+    assert main(["train", url, "--model", "fast-cnn-16", "--out", run, *changes]) == 0
+    assert f'path = "{url}"' in (tmp_path / "run" / "recipe.toml").read_text()
+    assert 'job = "photos"' in (tmp_path / "run" / "recipe.toml").read_text()
+    assert main(["train", url, "--out", run, "--resume", "--devices", "cpu"]) == 0
+    capfd.readouterr()
+    assert main(["evaluate", run, "--devices", "cpu", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["test_count"] == 6
+    assert main(["pack", url, "--size", "8", "--out", str(tmp_path / "pack"), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["images"] == 60
+    assert len(server.gets()) == 1
+    assert main(["train", "fashion-mnist", "--data", server.url("/missing.npz")]) == 2
+    captured = capfd.readouterr()
+    words = f"{server.url('/missing.npz')}: the server answers 404 Not Found; check the URL"
+    assert captured.err == f"flatout: {words}\n"
+
+
+# --- object stores ---
+
+PHOTOS = {f"{name}/{i}.png": png(grey + i) for name, grey in (("cat", 0), ("dog", 100)) for i in range(3)}
+
+
+class Bucket:
+    """The bucket `photos`. A WSGI application counts the objects that are downloaded, and calls a function before."""
+
+    def __init__(self, app: Callable[..., Any]) -> None:
+        self._app = app
+        self.client: Any = None
+        self.downloads: list[str] = []
+        self.before: Callable[[], None] = lambda: None
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        is_object = environ["REQUEST_METHOD"] == "GET" and environ["PATH_INFO"].count("/") > 1
+        if is_object and "list-type" not in environ["QUERY_STRING"]:
+            self.downloads.append(environ["PATH_INFO"])
+            self.before()
+        return self._app(environ, start_response)
+
+    def put(self, files: dict[str, bytes]) -> None:
+        for key, content in files.items():
+            self.client.put_object(Bucket="photos", Key=key, Body=content)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[tuple[str, Bucket]]:
+    pytest.importorskip("s3fs", reason="needs s3fs")
+    moto = pytest.importorskip("moto.server", reason="needs moto[server]")
+    bucket = Bucket(moto.DomainDispatcherApplication(moto.create_backend_app))
+    served = pytest.importorskip("werkzeug.serving").make_server("127.0.0.1", 0, bucket, threaded=True)
+    thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{served.server_port}", bucket
+    served.shutdown()
+    thread.join()
+    served.server_close()
+
+
+@pytest.fixture
+def bucket(endpoint: tuple[str, Bucket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    url, bucket = endpoint
+    for name, value in {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "me",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": str(tmp_path / "none"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none"),
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    urllib.request.urlopen(f"{url}/moto-api/reset", b"", timeout=10).close()
+    bucket.downloads.clear()
+    bucket.before = lambda: None
+    bucket.client = pytest.importorskip("boto3").client("s3")
+    bucket.client.create_bucket(Bucket="photos")
+    return bucket
+
+
+def test_a_folder_of_a_store(bucket: Bucket, cache: Path):
+    bucket.put({f"sets/pets/{name}": content for name, content in PHOTOS.items()})
+    bucket.put({"sets/pets/": b"", "sets/petshop/other.png": b"another"})
+    output = io.StringIO()
+    folder = fetch("s3://photos/sets/pets/", output)
+    assert folder.name == "pets"
+    assert folder.is_relative_to(cache)
+    assert contents(folder) == PHOTOS
+    assert fetch("s3://photos/sets/pets", output) == folder
+    assert len(bucket.downloads) == len(PHOTOS)
+    assert [line.partition(": ")[0] for line in output.getvalue().splitlines()] == [
+        "downloading s3://photos/sets/pets (0.0 MB)",
+        "s3://photos/sets/pets",
+    ]
+    bucket.put({"sets/pets/cat/4.png": png(4)})
+    assert contents(fetch("s3://photos/sets/pets/")) == {**PHOTOS, "cat/4.png": png(4)}
+
+
+def test_an_object_that_changes_is_refused(bucket: Bucket, cache: Path):
+    bucket.put({"photos.npz": b"1" * 5000})
+    bucket.before = lambda: bucket.put({"photos.npz": b"2" * 5000})
+    assert message("s3://photos/photos.npz").startswith("s3://photos/photos.npz: changed during the download; ")
+    assert not list(cache.glob("remote/*/*"))
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://photos/none", "there is no such file or folder; check the URL"),
+        ("s3://photos", "the folder holds no files; check the URL"),
+        ("s3://no-such-bucket/a", "there is no such file or folder; check the URL"),
+    ],
+)
+def test_nothing_in_a_store(bucket: Bucket, url: str, words: str):
+    assert message(url) == f"{url}: {words}"
+
+
+def test_a_store_that_denies_access_or_does_not_answer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert "127.0.0.1:1" in message("s3://photos/photos.npz")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    assert "access is denied (Unable to locate credentials); set AWS_ACCESS_KEY_ID" in message("s3://photos/photos.npz")
+
+
+@pytest.mark.parametrize("key", ["set/../../evil.png", "set/../evil.png", "set//cat/0.png"])
+def test_names_that_leave_the_folder_are_refused(bucket: Bucket, cache: Path, key: str):
+    bucket.put({key: b"evil", "set/cat/0.png": b"1"})
+    assert "rename" in message("s3://photos/set/")
+    assert not list(cache.glob("remote/*/*"))
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers as the Hugging Face hub does for the data set `user/pets` with PHOTOS in it."""
+
+    server: "HubServer"
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        name = path.removeprefix("/datasets/user/pets/resolve/main/")
+        if path == "/api/datasets/user/pets/tree/main":
+            photos = self.server.photos.items()
+            entries = [{"type": "file", "path": n, "size": len(p), "oid": f"{hash(p):x}"} for n, p in photos]
+            self.answer(json.dumps(entries).encode())
+        elif path == "/api/datasets/user/pets":
+            self.answer(json.dumps({"id": "user/pets", "sha": "c0ffee" * 6 + "c0ff", "siblings": []}).encode())
+        elif name in self.server.photos:
+            self.server.downloads.append(name)
+            self.answer(self.server.photos[name])
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(206 if "Range" in self.headers else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class HubServer(ThreadingHTTPServer):
+    downloads: list[str]
+    photos: dict[str, bytes]
+
+
+def test_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with HubServer(("127.0.0.1", 0), Hub) as hub:
+        hub.downloads, hub.photos = [], dict(PHOTOS)
+        thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        with using_hub(f"http://127.0.0.1:{hub.server_port}", tmp_path, monkeypatch):
+            folder = fetch("hf://datasets/user/pets")
+            assert folder.name == "pets"
+            assert contents(folder) == PHOTOS
+            assert fetch("hf://datasets/user/pets") == folder
+            assert sorted(hub.downloads) == sorted(PHOTOS)
+            hub.photos["cat/0.png"] = png(7)
+            assert contents(fetch("hf://datasets/user/pets")) == {**PHOTOS, "cat/0.png": png(7)}
+            missing = message("hf://datasets/user/none")
+            assert missing.endswith("/none: there is no such file or folder; check the URL")
+        hub.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs")])
+def test_a_missing_package_is_named(scheme: str, package: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, scheme, raising=False)
+    assert f"needs the package {package}: pip install" in message(f"{scheme}://photos/set")
+
+
+# --- public data ---
+
+FILES = {"a.bin": b"a" * 300_000, "b.bin": b"b" * 5}
+
+
+@pytest.fixture
+def mirrors(server: Server) -> Callable[..., PublicData]:
+    """Return a function from names of mirrors to public data; mirrors of other names have nothing."""
+    for name, content in FILES.items():
+        server.resources[f"/good/{name}"] = Resource(content)
+        server.resources[f"/wrong/{name}"] = Resource(b"other")
+        server.resources[f"/cut/{name}"] = Resource(content, cut_after=len(content) // 2)
+    digests = {name: hashlib.md5(content).hexdigest() for name, content in FILES.items()}
+    return lambda *names: PublicData(base_urls=tuple(server.url(f"/{name}/") for name in names), files=digests)
+
+
+def public_files(folder: Path) -> dict[str, bytes]:
+    return {name: content for name, content in contents(folder).items() if name != ".download.lock"}
+
+
+def test_public_data_is_downloaded_once(server: Server, tmp_path: Path, mirrors: Callable[..., PublicData]):
+    folder = tmp_path / "new" / "folder"
+    lines: list[str] = []
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(download_public, mirrors("good"), folder, lines.append) for _ in range(2)]
+    assert [job.result() for job in jobs] == [folder, folder]
+    assert public_files(folder) == FILES
+    assert [line.rpartition("/good/")[2] for line in lines] == list(FILES)
+    (folder / "a.bin").write_bytes(b"damaged")
+    download_public(mirrors("good"), folder, lines.append)
+    assert public_files(folder) == FILES
+    assert server.gets() == ["/good/a.bin", "/good/b.bin", "/good/a.bin"]
+
+
+@pytest.mark.parametrize("first", ["missing", "wrong", "cut"])
+def test_the_next_mirror_is_tried(tmp_path: Path, mirrors: Callable[..., PublicData], first: str):
+    download_public(mirrors(first, "good"), tmp_path / "data", lambda _: None)
+    assert public_files(tmp_path / "data") == FILES
+
+
+def test_no_mirror_has_public_data(tmp_path: Path, mirrors: Callable[..., PublicData]):
+    with pytest.raises(InputError) as caught:
+        download_public(mirrors("missing", "wrong", "cut"), tmp_path / "data", lambda _: None)
+    assert "/missing/a.bin (there is no such file or folder)" in str(caught.value)
+    assert "/wrong/a.bin (the file there has MD5" in str(caught.value)
+    assert "/cut/a.bin (the connection ended early)" in str(caught.value)
+    assert f"get a.bin, b.bin by other means, put them into {tmp_path / 'data'}" in str(caught.value)
+    assert public_files(tmp_path / "data") == {}
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="file/folder: cannot write"):
+        download_public(mirrors("good"), tmp_path / "file" / "folder", lambda _: None)
+
+
+def test_every_job_has_data():
+    for job in builtin_jobs():
+        if job in PUBLIC_NAMES:
+            assert PUBLIC_NAMES[job] in PUBLIC
+        elif job != "digits":
+            assert "https://" in where_to_get(job)
+            assert where_to_get(job).endswith(f"flatout train {job} --data FOLDER")

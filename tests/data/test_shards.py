@@ -1,0 +1,217 @@
+"""WebDataset shards and TFRecord files."""
+
+import gzip
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatout.cli import main
+from flatout.data.formats.shards import expand_braces
+from flatout.data.image_bytes import ImageBytesList, ShardFile, Slice
+from flatout.data.recognise import recognise
+from flatout.data.source import Source
+from flatout.errors import InputError
+from tests.data import containers as c
+from tests.data.small_sets import png, read, shard, table
+
+# --- files ---
+
+
+def test_braces_stand_for_ranges_and_alternatives():
+    assert list(map(str, expand_braces(Path("a/{x,y}-{08..10}.tar")))) == [
+        *("a/x-08.tar", "a/x-09.tar", "a/x-10.tar"),
+        *("a/y-08.tar", "a/y-09.tar", "a/y-10.tar"),
+    ]
+    names = ["x1a", "x1b", "x0a", "x0b", "x", "ya", "yb", "yya"]
+    assert list(map(str, expand_braces(Path("{x{1..0}{a,b},x,y{a,b,{y}a}}")))) == names
+    assert expand_braces(Path("a{b,c.tar")) == [Path("a{b,c.tar")]
+    with pytest.raises(InputError, match="more than 100,000 files"):
+        expand_braces(Path("{0..999999999}{0..999999999}.tar"))
+
+
+def test_a_pattern_of_compressed_shards(tmp_path: Path):
+    c.webdataset("cls")(tmp_path)
+    for file in sorted(tmp_path.glob("*.tar")):
+        c.write(tmp_path / f"{file.name.replace('test', 'val')}.gz", gzip.compress(file.read_bytes()))
+    source = read(tmp_path / "{train-{000000..000001},val-{000000..000001}}.tar.gz")
+    assert source.splits == {"train": (0, 15), "valid": (15, 24)}
+    assert [file.read_bytes() for file in source.files or ()] == [sample.data for sample in c.SAMPLES]
+
+
+def test_missing_and_damaged_shards_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    c.webdataset("cls")(tmp_path)
+    assert main(["train", str(tmp_path / "train-{000000..000002}.tar"), "--out", str(tmp_path / "run")]) == 2
+    assert "train-000002.tar: there is no such file" in capsys.readouterr().err
+    path = tmp_path / "test-000000.tar"
+    for damaged in (b"damaged", path.read_bytes()[:-10240]):
+        c.write(path, damaged)
+        with pytest.raises(InputError, match=r"test-000000\.tar: is (damaged or )?cut off"):
+            read(tmp_path)
+
+
+def test_concatenated_tar_files_are_read_to_the_end(tmp_path: Path):
+    first, second = (shard(tmp_path / f"{i}", {f"{i}.png": png(), f"{i}.cls": b"%d" % i}) for i in range(2))
+    c.write(tmp_path / "both.tar", first.read_bytes() + second.read_bytes())
+    assert len(read(tmp_path / "both.tar")) == 2
+
+
+def test_a_tar_file_beside_class_folders_is_not_a_shard(tmp_path: Path):
+    folder = c.class_folders(tmp_path)
+    c.write(folder / "backup.tar", b"damaged")
+    assert recognise(folder).kind == "class folders"
+
+
+def test_a_list_returns_the_images_that_were_put_in(tmp_path: Path) -> None:
+    file = tmp_path / "one.jpg"
+    file.write_bytes(b"0123456789")
+    one, other = ShardFile(file), ShardFile(file)
+    slices = [Slice(one, "member \udcff.jpg", 2, 3), Slice(other, "member \u20ac.jpg", 1, 2**40)]
+    images = ImageBytesList([slices[0], file, slices[1]], [c.SAMPLES[0]])  # pyright: ignore[reportArgumentType]
+    assert list(images) == [slices[0], file, slices[1], c.SAMPLES[0]]
+    assert images[1:3] == [file, slices[1]]
+    assert images[0].read_bytes() == b"234"
+
+
+# --- labels ---
+
+LABELS = [["cat", "dog"], ["dog"], [], ["cat"]]
+ROWS = [[1, 1], [0, 1], [0, 0], [1, 0]]
+
+
+def samples(labels: list[Any]) -> dict[str, bytes]:
+    """Return members with labels in JSON."""
+    members = {f"{i}.json": json.dumps({"label": label}).encode() for i, label in enumerate(labels)}
+    return dict(sorted((members | {f"{i}.png": png() for i in range(len(labels))}).items()))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "JSON lines", "WebDataset"])
+def test_lists_of_labels_and_numbers(tmp_path: Path, kind: str):
+    def with_labels(labels: list[Any]) -> Source:
+        if kind == "parquet":
+            return read(table(tmp_path / "a.parquet", image=[png()] * 4, label=labels))
+        if kind == "WebDataset":
+            return read(shard(tmp_path / "a.tar", samples(labels)))
+        for i in range(4):
+            c.write(tmp_path / f"{i}.png", png())
+        rows = (json.dumps({"file_name": f"{i}.png", "label": label}) for i, label in enumerate(labels))
+        c.write(tmp_path / "metadata.jsonl", "\n".join(rows).encode())
+        return read(tmp_path)
+
+    for labels in (LABELS, ROWS):
+        source = with_labels(labels)
+        assert (source.task, source.labels.tolist()) == ("multi-label", ROWS)
+        assert source.classes == (("cat", "dog") if labels is LABELS else ("0", "1"))
+    source = with_labels([0.5, 1.25, -3.0, 2.75])
+    assert (source.task, source.labels.tolist()) == ("regression", [0.5, 1.25, -3.0, 2.75])
+    with pytest.raises(InputError, match=r"(row 2|line 3|2\.json): not a (finite )?number: (nan|NaN)"):
+        with_labels([0.5, 1.25, float("nan"), 2.75])
+
+
+GOOD = {"0.png": png(), "0.cls": b"cat", "1.png": png(), "1.cls": b"dog"}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"2.png": png()}, r"sample 2: has the members png; one image and a \.cls or \.json member are needed"),
+        ({"2.png": png(), "2.jpg": png(), "2.cls": b"cat"}, "sample 2: has the members cls, jpg, png"),
+        ({"2.png": png(), "2.cls": b"\xff"}, r"member 2\.cls: cannot be read as a label"),
+        ({"2.png": png(), "2.json": b"{"}, r"member 2\.json: cannot be read as a label"),
+        ({"2.png": png(), "2.json": b'{"label": {}}'}, r"member 2\.json: has no label \(a number, a text or a list"),
+        ({"2.png": png(), "2.cls": b""}, r"train-0\.tar: member 2\.cls: empty label"),
+    ],
+)
+def test_samples_of_a_shard_must_be_whole(tmp_path: Path, more: dict[str, bytes], message: str):
+    with pytest.raises(InputError, match=message):
+        read(shard(tmp_path / "train-0.tar", GOOD | more))
+
+
+def test_members_that_are_neither_image_nor_label(tmp_path: Path):
+    path = shard(tmp_path / "train-0.tar", GOOD | {"1.seg.png": b"a mask", "1.depth.webp": b"a map", ".x/.y.png": b""})
+    assert [file.read_bytes() for file in read(path).files or ()] == [png(), png()]
+    path = shard(tmp_path / "train-0.tar", {f"{i}.{k}": b"%d" % i for i in range(2) for k in ("png", "jpg", "cls")})
+    assert [str(file)[-5:] for file in read(path, file_column="jpg").files or ()] == ["0.jpg", "1.jpg"]
+
+
+def test_a_key_of_the_dictionary_may_be_named(tmp_path: Path):
+    members = {name: png() if name.endswith("png") else b'{"label": 5, "breed": "%s"}' % name[:1].encode()
+               for name in ("0.png", "0.json", "1.png", "1.json")}  # fmt: skip
+    assert read(shard(tmp_path / "a.tar", members), label_column="breed").classes == ("0", "1")
+
+
+# --- TFRecord ---
+
+
+def records(path: Path, *examples: dict[str, bytes | int]) -> Path:
+    c.write(path, b"".join(c.tf_record(c.example(features)) for features in examples))
+    return path
+
+
+def test_records_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = records(tmp_path / "a.tfrecord", *({"image": png(i), "label": i} for i in range(3)))
+    content = path.read_bytes()
+    c.write(path, content[:-1])
+    with pytest.raises(InputError, match=r"a\.tfrecord: record 2: is cut off"):
+        read(path)
+    c.write(path, c.tf_record(b"\xff" * 9))
+    with pytest.raises(InputError, match=r"a\.tfrecord: record 0: is not a tf\.train\.Example"):
+        read(path)
+    c.write(path, content.replace(png(1), png(1)[::-1]))
+    with pytest.raises(InputError, match=r"a\.tfrecord: record 1: is damaged: its checksum is wrong"):
+        read(path)
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    assert any(r"pip install 'flatout[tfrecord]'" in note for note in read(path).notes)
+
+
+def test_missing_features_are_named_with_those_that_are_there(tmp_path: Path):
+    path = records(tmp_path / "a.tfrecord", {"photo": png(0), "kind": 4}, {"photo": png(1), "kind": 7})
+    with pytest.raises(InputError, match=r"record 0: has the features kind, photo; .*data\.file_column=KEY"):
+        read(path)
+    source = read(path, file_column="photo", label_column="kind")
+    assert (source.classes, source.labels.tolist()) == (("4", "7"), [0, 1])
+
+
+def test_a_test_split_without_classes_is_left_out(tmp_path: Path):
+    records(tmp_path / "train01.tfrec", *({"image": png(i), "class": i} for i in range(2)))
+    records(tmp_path / "test01.tfrec", {"image": png(), "id": 7})
+    source = read(tmp_path)
+    assert list(source.splits) == ["train"]
+    assert source.notes[0].startswith(
+        f"there is no test split: {tmp_path}/test01.tfrec: record 0: has the features id, image"
+    )
+
+
+def test_two_classes_of_one_name_stay_two(tmp_path: Path):
+    """As the cranes of ImageNet, a bird and a machine."""
+    rows = ((135, b"crane"), (518, b"crane"), (1, b"tench"))
+    examples = [{"image/encoded": png(), "image/class/label": n, "image/class/text": text} for n, text in rows]
+    assert read(records(tmp_path / "a.tfrecord", *examples)).classes == ("tench", "crane (135)", "crane (518)")
+
+
+def test_raw_images_must_have_one_size(tmp_path: Path):
+    examples = [{"image_raw": bytes(h * 4), "height": h, "width": 4, "depth": 1, "label": h} for h in (3, 4)]
+    with pytest.raises(InputError, match="raw images must be of one size"):
+        read(records(tmp_path / "a.tfrecord", *examples))
+
+
+def test_values_of_every_kind(tmp_path: Path):
+    def with_labels(*labels: bytes) -> Source:
+        """Return the source of records with a feature of these bytes."""
+        every = [
+            c.example({"image": png()}) + c.field(1, c.field(1, c.field(1, b"label") + c.field(2, v))) for v in labels
+        ]
+        c.write(tmp_path / "a.tfrecord", b"".join(map(c.tf_record, every)))
+        return read(tmp_path / "a.tfrecord")
+
+    source = with_labels(c.field(1, c.field(1, b"cat") + c.field(1, b"dog")), c.field(1, c.field(1, b"dog")))
+    assert (source.task, source.classes, source.labels.tolist()) == ("multi-label", ("cat", "dog"), [[1, 1], [0, 1]])
+    source = with_labels(*(c.field(3, c.field(1, bytes(row))) for row in ([1, 1], [0, 1])))
+    assert (source.task, source.labels.tolist()) == ("multi-label", [[1, 1], [0, 1]])
+    source = with_labels(*(c.field(2, c.field(1, struct.pack("<f", value))) for value in (0.5, -2.25)))
+    assert (source.task, source.labels.tolist()) == ("regression", [0.5, -2.25])
+    with pytest.raises(InputError, match="record 1: negative label -1"):
+        with_labels(c.field(3, b"\x08" + c.varint(3)), c.field(3, c.field(1, c.varint(-1))))
