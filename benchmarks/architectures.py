@@ -43,7 +43,7 @@ from torch import nn
 from about import about
 from flatout.console import duration
 from flatout.data.feed import Samples
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.eager.engine import TorchEngine
 from flatout.models.heads import FeatureNetwork, find_head, set_head
 from flatout.models.layers import head_modules

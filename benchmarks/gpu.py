@@ -31,7 +31,7 @@ from flatout.data.feed import Samples
 from flatout.data.load import find, splits_of
 from flatout.data.order import Batch
 from flatout.data.pack import Pack, PackSettings
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.base import Engine
 from flatout.engine.devices import machine, parse_devices
 from flatout.engine.eager.accelerator import accelerator_of

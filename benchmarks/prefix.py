@@ -19,7 +19,7 @@ from flatout.data.build import load_pack
 from flatout.data.feed import Samples
 from flatout.data.load import find, splits_of
 from flatout.data.pack import Pack, PackSettings
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.eager.engine import TorchEngine
 from flatout.engine.factory import join
 from flatout.jobs import load_job

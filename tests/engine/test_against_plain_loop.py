@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from flatout.data.feed import Samples
 from flatout.data.order import epoch_batches
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.base import Evaluation
 from flatout.recipe import Optimizer, Recipe
 from flatout.run.loop import Callbacks, train

@@ -12,7 +12,7 @@ import torch
 from flatout.data import order
 from flatout.data.feed import Samples
 from flatout.data.order import epoch_batches
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.eager.engine import TorchEngine
 from flatout.numerics import random
 from flatout.run.loop import train

@@ -16,7 +16,7 @@ from torch.nn import functional
 import flatout
 from flatout.data.feed import Samples
 from flatout.data.order import training_batches
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.eager.engine import TorchEngine
 from flatout.errors import InputError, Stopped
 from flatout.models.weights import read_weights

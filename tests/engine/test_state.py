@@ -2,7 +2,7 @@
 
 import torch
 
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.eager.engine import TorchEngine
 from flatout.run.loop import Callbacks, train
 from flatout.run.progress import Progress

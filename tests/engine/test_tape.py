@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.eager import cuda_graph
 from flatout.engine.eager.engine import TorchEngine
 from flatout.engine.eager.split import Inputs

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from flatout.data.feed import Samples
 from flatout.data.order import training_batches
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.eager.engine import TorchEngine
 from flatout.numerics.augment import epoch_transforms
 from flatout.recipe import Recipe

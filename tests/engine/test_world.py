@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.eager.grad_reduce import ALIGNMENT
 from flatout.errors import RankLost
 from tests.engine import ranks

@@ -74,8 +74,8 @@ class LauncherServer:
 
 def serve() -> None:
     """Fork a launcher for each line of standard input, and print its process."""
-    import flatout.dist.elastic
-    import flatout.dist.rendezvous  # noqa: F401
+    import flatout.distributed.elastic
+    import flatout.distributed.rendezvous  # noqa: F401
 
     # Launchers that have ended leave no zombie.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -18,11 +18,11 @@ import psutil
 
 from flatout.console import Console
 from flatout.dist import heartbeat
-from flatout.dist.launcher import spawn
+from flatout.distributed.launch import launch
 from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
 
 if TYPE_CHECKING:
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
 
 TWO = ("cpu", "cpu")
 RANK = "RANK"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flatout.dist.hosts import Hosts
+from flatout.distributed.environment import Hosts
 from flatout.errors import InputError, TrainingFailed
 from tests.system import rank_functions as ranks
 from tests.system.launchers import END_SECONDS, START_SECONDS, eventually

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flatout.console import Console
-from flatout.dist.launcher import spawn
+from flatout.distributed.launch import launch
 from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
 from flatout.run.launch import run_on_devices
 from tests.system import rank_functions as ranks
@@ -55,7 +55,7 @@ def test_an_error_for_the_user_is_raised_as_it_is(error: Exception) -> None:
 SCRIPT = """
     import sys
     from flatout.console import Console
-    from flatout.dist.launcher import spawn
+    from flatout.distributed.launch import launch
 
     class Model:
         def __init__(self, size):

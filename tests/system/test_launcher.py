@@ -26,7 +26,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(launchers: LauncherServer, t
 
 KILLED_BEFORE_RANKS = """
 import os, signal
-from flatout.dist.elastic import Agent
+from flatout.distributed.elastic import Agent
 from tests.system import rank_functions as ranks
 
 Agent.run = lambda self: os.kill(os.getpid(), signal.SIGKILL)

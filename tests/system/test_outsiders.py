@@ -15,8 +15,8 @@ import pytest
 
 from flatout.console import Console
 from flatout.dist import shared_memory
-from flatout.dist.env import Launched, serve_store
-from flatout.dist.world import World
+from flatout.distributed.environment import Launched, serve_store
+from flatout.distributed.world import World
 from flatout.errors import RankLost
 from flatout.run.launch import run_on_devices
 from tests.system import rank_functions as ranks

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flatout.dist import heartbeat
-from flatout.dist.heartbeat import (
+from flatout.distributed.heartbeat import (
     SILENT_SECONDS,
     STALLED_SECONDS,
     STARTING_SECONDS,

@@ -136,7 +136,7 @@ def test_a_library_is_used_in_its_folders_alone(library: str) -> None:
 
 def test_the_engine_does_not_start_processes() -> None:
     for path in files("engine"):
-        assert not own_imports(path) & {"flatout.dist.launcher", "flatout.dist.worker"}, path
+        assert not own_imports(path) & {"flatout.distributed.launch", "flatout.distributed.worker"}, path
 
 
 def test_the_loop_knows_no_device() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from flatout.data.pack import Pack
 
 if TYPE_CHECKING:
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

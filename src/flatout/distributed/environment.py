@@ -106,10 +106,16 @@ class Hosts:
 
     def __post_init__(self) -> None:
         parts = self.nodes.split(":")
-        if len(parts) > 2 or not all(part.isascii() and part.isdigit() for part in parts) or not 1 <= self.least <= self.most:
+        if (
+            len(parts) > 2
+            or not all(part.isascii() and part.isdigit() for part in parts)
+            or not 1 <= self.least <= self.most
+        ):
             raise InputError(f"--nodes {self.nodes}: must be a number of hosts or MIN:MAX, from 1")
         if self.node_rank is not None and not 0 <= self.node_rank < self.most:
-            raise InputError(f"--node-rank {self.node_rank}: must be from 0 to {self.most - 1}, as there are {self.most} nodes")
+            raise InputError(
+                f"--node-rank {self.node_rank}: must be from 0 to {self.most - 1}, as there are {self.most} nodes"
+            )
         if not self.timeout > 0:
             raise InputError(f"--rendezvous-timeout {self.timeout:g}: must be more than 0 seconds")
         if self.most == 1:

@@ -1,26 +1,49 @@
-"""Start a process for each device of this host, and return what the first rank returns."""
+"""Start a process for each device of this host, restart them if one is lost, and return what the first rank returns.
 
+torch's elastic agent starts, watches and ends the ranks; it runs in a thread, so that this one can show what rank 0 shows
+and pass on the user's signals. An agent is used for one attempt: whether another one follows is decided here.
+"""
+
+import base64
 import contextlib
+import json
+import logging
 import os
 import pickle
+import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console
 from flatout.data.cache import temporary_folder
-from flatout.dist.env import launched
-from flatout.dist.hosts import Hosts
-from flatout.errors import InputError, Stopped, TrainingFailed, signals_handled
+from flatout.distributed.environment import Hosts
+from flatout.distributed.rank import Payload, end_group, read_position, ready_ranks
+from flatout.errors import InputError, RankLost, Stopped, TrainingFailed, signals_handled
 
 if TYPE_CHECKING:
-    from flatout.dist.worker import Payload
+    from torch.distributed.elastic.agent.server.api import RunResult
 
 
-def spawn(
+_LOOK_SECONDS = 0.1
+# torch's agent kills ranks that have not ended this long after another one has failed.
+_KILL_SECONDS = 30.0
+# The launcher of another host may take this long to tell why its ranks are gone.
+_REASON_SECONDS = 3.0
+# Hosts may end this long after each other.
+_EXIT_SECONDS = 60.0
+# Room for the stack of a rank that hung or crashed.
+_TAIL_LINES = 30
+_HUNG = re.compile(r"^Timeout \((\d+:\d\d:\d\d)", re.MULTILINE)
+
+
+def launch(
     function: Callable[..., Any],
     args: Sequence[Any],
     *,
@@ -33,8 +56,6 @@ def spawn(
     """Call function(console, *args) in one new process for each device name; see `flatout.run.launch`."""
     import cloudpickle
 
-    from flatout.dist.worker import Payload
-
     try:
         call = cloudpickle.dumps((function, tuple(args)))
     except Exception as error:  # users' objects may raise anything
@@ -43,77 +64,321 @@ def spawn(
             f"({type(error).__name__}: {error}); remove locks, open files and the like from them, "
             "and from the global variables that they use"
         ) from error
+    search_path = [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)]
     payload = Payload(
         launcher=os.getpid(),
-        path=_search_path(),
+        path=search_path,
         python_path=os.environ.get("PYTHONPATH"),
         call=call,
         has_display=console.has_display,
         has_bar=console.has_bar,
         lines=console.hand_over(),
     )
+    # torch's warnings about lost connections repeat what the messages say.
+    variables = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    variables = {name: value for name, value in variables.items() if name not in os.environ}
+    # flatout is found as it was here, whatever changed sys.path.
+    variables["PYTHONPATH"] = os.pathsep.join(search_path)
     try:
-        return _run(payload, names, threads, console, hosts or Hosts(), restarts)
+        with contextlib.ExitStack() as stack:
+            folder = _private_folder(stack, payload)
+            signals = _Signals()
+            stack.enter_context(signals_handled(signals.note, signal.SIGINT, signal.SIGTERM))
+            return _Launch(stack, folder, names, variables, console, hosts or Hosts(), restarts, signals).run()
     except (InputError, TrainingFailed, Stopped, KeyboardInterrupt) as error:
         # Its traceback, which a notebook keeps, would keep the store and its port.
         error.__context__ = None
         raise error.with_traceback(None)  # noqa: B904
 
 
-def _run(
-    payload: "Payload", names: Sequence[str], threads: int, console: Console, hosts: Hosts, restarts: int
-) -> Any:
-    """Run the ranks of this host; return the first one's value, or raise why there is none."""
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+def _private_folder(stack: contextlib.ExitStack, payload: Payload) -> Path:
+    try:
+        folder, held = temporary_folder()
+        stack.callback(os.close, held)
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        (folder / "payload").write_bytes(pickle.dumps(payload))
+    except OSError as error:
+        raise TrainingFailed(
+            f"the temporary folder cannot be written: {error.strerror or error}; free space in it, or set TMPDIR to "
+            "another one"
+        ) from None
+    return folder
 
-    from flatout.dist.elastic import Agent, Signals
-    from flatout.dist.one_host import OneHost
-    from flatout.dist.rendezvous import Rendezvous
 
-    with contextlib.ExitStack() as stack:
+class _Signals:
+    """The user's signals: the first one (0 for none), whether a SIGINT followed, and whether they raise exceptions now."""
+
+    def __init__(self) -> None:
+        self.number, self.at_once, self.raise_now = 0, False, True
+
+    def note(self, number: int, frame: Any) -> None:
+        self.at_once = self.at_once or (self.number != 0 and number == signal.SIGINT)
+        self.number = self.number or number
+        if self.raise_now:
+            raise self.error()
+
+    def error(self) -> BaseException:
+        return KeyboardInterrupt() if self.number == signal.SIGINT else Stopped(self.number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EndedRank:
+    """How a rank of this host ended.
+
+    Attributes:
+        name: the rank, for messages.
+        exit_code: negative for a signal.
+        kind: that of its outcome (see `rank.main`); empty if it wrote none.
+        value: what its function returned or raised.
+        time: when it wrote its outcome.
+    """
+
+    rank: int
+    local_rank: int
+    name: str
+    exit_code: int
+    kind: str
+    message: str
+    value: Any
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _End:
+    """How an attempt ended: `error` None for success; whether to restart, and whether that counts; the reason in words."""
+
+    error: BaseException | None = None
+    value: Any = None
+    reason: str = ""
+    may_restart: bool = False
+    is_counted: bool = True
+
+
+class _Launch:
+    """The ranks of this host, in all attempts."""
+
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        folder: Path,
+        names: Sequence[str],
+        variables: dict[str, str],
+        console: Console,
+        hosts: Hosts,
+        restarts: int,
+        signals: _Signals,
+    ) -> None:
+        from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+        from flatout.distributed.rendezvous import OneHost, RankFiles, SeveralHosts
+
+        # torch logs what it starts and ends; flatout's messages say the same in one line.
+        torch_log = logging.getLogger("torch.distributed.elastic")
+        torch_log.propagate = False
+        torch_log.addHandler(logging.NullHandler())
+        self._folder, self._names, self._console, self._hosts = folder, names, console, hosts
+        self._restarts, self._signals = restarts, signals
+        self._rendezvous: OneHost = OneHost(folder) if hosts.most == 1 else SeveralHosts(hosts)
+        stack.callback(self._rendezvous.leave)
+        self._spec = WorkerSpec(
+            role="flatout",
+            local_world_size=len(names),
+            entrypoint=sys.executable,
+            args=("-P", "-m", "flatout.distributed.rank", str(folder)),
+            rdzv_handler=self._rendezvous,
+            max_restarts=0,
+            monitor_interval=_LOOK_SECONDS,
+        )
+        self._files = RankFiles(folder, names, variables, self._rendezvous)
+        display = folder / "display"
+        display.touch()
+        self._display = stack.enter_context(display.open(encoding="utf-8"))
+        self._line = ""
+        self._is_forwarded = False
+
+    def run(self) -> Any:
+        """Run the ranks, again if need be; return the first one's value, or raise why there is none."""
+        self._signals.raise_now = False
+        restart = 0
+        while True:
+            end = self._run_once()
+            if end.error is None:
+                return end.value
+            if not end.may_restart or (end.is_counted and restart == self._restarts):
+                self._rendezvous.end_run(end.reason)
+                raise end.error
+            if end.is_counted:
+                restart += 1
+                self._console.finish()
+                self._console.note(f"{end.reason}: restart {restart} of {self._restarts} from the newest checkpoint")
+
+    def _run_once(self) -> _End:
+        from torch.distributed import DistError
+        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+
+        agent = LocalElasticAgent(self._spec, self._files, exit_barrier_timeout=_EXIT_SECONDS)
+        where = f"--rendezvous {self._hosts.rendezvous}"
         try:
-            folder, held = temporary_folder()
-            stack.callback(os.close, held)
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            (folder / "payload").write_bytes(pickle.dumps(payload))
-        except OSError as error:
-            raise TrainingFailed(
-                f"the temporary folder cannot be written: {error.strerror or error}; free space in it, or set TMPDIR to "
-                "another one"
-            ) from None
-        signals = Signals()
-        stack.enter_context(signals_handled(signals.note, signal.SIGINT, signal.SIGTERM))
-        rendezvous = OneHost(folder) if hosts.most == 1 else Rendezvous.open(hosts)
-        agent = Agent(names, folder, rendezvous, restarts, console, signals)
-        agent.environment = _environment(threads)
-        stack.callback(agent.close)
-        rendezvous.check()
-        kind, where = InputError, f"--rendezvous {hosts.rendezvous}"
-        try:
-            agent.run()
+            # In the main thread torch would replace the signal handlers, for good.
+            with ThreadPoolExecutor(1) as thread:
+                running = thread.submit(agent.run)
+                while not running.done():
+                    wait([running], _LOOK_SECONDS)
+                    self._show()
+                    self._handle_signals(agent)
+            result = running.result()
         except RendezvousTimeoutError:
-            kind = TrainingFailed if rendezvous.attempt else InputError
-            raise kind(
-                f"{where}: {rendezvous.missing()} in {hosts.timeout:g} s; start the same command there, or wait longer "
-                "with --rendezvous-timeout"
-            ) from None
+            kind = TrainingFailed if self._rendezvous.attempt else InputError
+            return _End(
+                error=kind(
+                    f"{where}: {self._rendezvous.missing()} in {self._hosts.timeout:g} s; start the same command there, or "
+                    "wait longer with --rendezvous-timeout"
+                )
+            )
         except RendezvousClosedError:
-            raise kind(f"{where}: the run has ended: {rendezvous.hear(0) or 'see the other hosts'}") from None
-        except RendezvousError:
-            raise kind(f"{where}: the first host is gone; see its output") from None
-        if agent.error is not None:
-            raise agent.error
-        return agent.value()
+            if self._signals.number:
+                return _End(error=self._signals.error())
+            return _End(
+                error=InputError(f"{where}: the run has ended: {self._rendezvous.reason() or 'see the other hosts'}")
+            )
+        except (RendezvousError, DistError):
+            return _End(error=InputError(f"{where}: the first host is gone; see its output"))
+        finally:
+            # A group may outlive the process that led it.
+            for pid in _pids(agent):
+                end_group(pid)
+        if result is None:
+            return _End(error=InputError(f"{where}: the run has ended, with as many hosts as it could use"))
+        return self._judge(self._ended_ranks(agent, result))
+
+    def _show(self) -> None:
+        """Show what rank 0 has written to its display."""
+        while line := self._display.readline():
+            self._line += line
+            if self._line.endswith("\n"):
+                self._console.replay(self._line)
+                self._line = ""
+
+    def _handle_signals(self, agent: Any) -> None:
+        """Pass the user's signal on once all ranks are ready for it; they stop at a step that they agree on."""
+        if not self._signals.number:
+            return
+        if self._signals.at_once:
+            for pid in _pids(agent):
+                end_group(pid)
+        if self._is_forwarded:
+            return
+        ready = ready_ranks(self._folder)
+        ended = {int(path.name.partition("-")[2]) for path in self._folder.glob("outcome-*")}
+        if len({*ready} | ended) == len(self._names) or self._rendezvous.is_waiting:
+            self._is_forwarded = True
+            self._rendezvous.end_run("the user stopped the run")
+            for pid in ready.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, self._signals.number)
+
+    # --- how an attempt ended -------------------------------------------------------------------------------------
+
+    def _ended_ranks(self, agent: Any, result: "RunResult") -> list[_EndedRank]:
+        ended = []
+        for worker in agent.get_worker_group().workers:
+            failure, outcome = result.failures.get(worker.global_rank), {}
+            with contextlib.suppress(OSError):
+                outcome = json.loads((self._folder / f"outcome-{worker.local_rank}").read_text(encoding="utf-8"))
+            value = pickle.loads(base64.b64decode(outcome["value"])) if outcome else None
+            ended.append(
+                _EndedRank(
+                    rank=worker.global_rank,
+                    local_rank=worker.local_rank,
+                    name=f"rank {worker.global_rank} ({self._names[worker.local_rank]}, process {worker.id})",
+                    exit_code=failure.exitcode if failure else 0,
+                    kind=outcome.get("kind", ""),
+                    message=outcome.get("message", ""),
+                    value=value,
+                    time=outcome.get("time", time.time()),
+                )
+            )
+        return ended
+
+    def _judge(self, ranks: list[_EndedRank]) -> _End:
+        """Find the first cause, and whether another attempt makes sense."""
+        signals, hosts = self._signals, self._rendezvous
+        kinds = {rank.kind for rank in ranks}
+        if kinds == {"done"}:
+            return _End(value=ranks[0].value)
+        if signals.at_once:
+            return _End(error=KeyboardInterrupt(), reason="the user interrupted the run")
+        if refused := [rank for rank in ranks if rank.kind == "error"]:
+            # As a rule all have raised the same; the lowest rank speaks for the run.
+            return _End(error=refused[0].value, reason=refused[0].message)
+        if cause := self._cause(ranks):
+            reason, advice = self._explain(cause, ranks)
+            text = f"{reason}; the other ranks were ended.{advice}{self._tail(cause)}"
+            return _End(error=TrainingFailed(text), reason=reason, may_restart=not signals.number)
+        if signals.number:
+            return _End(error=signals.error(), reason="the user stopped the run")
+        if stopped := [rank for rank in ranks if rank.kind == "stopped"]:
+            # Another host may have stopped the ranks to let a new host in.
+            is_over = not hosts.are_several or hosts.reason() != ""
+            return _End(error=stopped[0].value, reason="the run was stopped", may_restart=not is_over, is_counted=False)
+        lost = min(ranks, key=lambda rank: rank.time)
+        if not hosts.are_several:
+            return _End(error=RankLost(lost.message or "all ranks were ended"), reason=lost.message, may_restart=True)
+        reason = lost.message if lost.kind == "silent" else "the ranks of another host are gone"
+        told = hosts.reason(_REASON_SECONDS)
+        error = TrainingFailed(f"{told or reason}\nThe ranks of this host were ended; see the logs of the other one.")
+        return _End(error=error, reason=told or reason, may_restart=not told)
+
+    def _cause(self, ranks: list[_EndedRank]) -> _EndedRank | None:
+        """Return the rank that ended by itself, neither after another one nor by a signal of the user or the agent."""
+        if crashed := [rank for rank in ranks if rank.kind in ("crash", "memory")]:
+            return min(crashed, key=lambda rank: rank.time)
+        silenced = [rank for rank in ranks if not rank.kind and rank.exit_code not in (0, -signal.SIGTERM)]
+        if died := [rank for rank in silenced if rank.exit_code != -signal.SIGKILL]:
+            return died[0]
+        # The agent kills ranks too, but not before others have waited for it.
+        is_by_agent = any(rank.kind and time.time() - rank.time > _KILL_SECONDS for rank in ranks)
+        is_for_silence = any(rank.kind == "silent" for rank in ranks)
+        is_cause = silenced and not self._signals.number and (is_for_silence or not is_by_agent)
+        return silenced[0] if is_cause else None
+
+    def _explain(self, cause: _EndedRank, ranks: list[_EndedRank]) -> tuple[str, str]:
+        """Return what happened to a rank and where in training, and what may help."""
+        position, advice = read_position(self._folder, cause.local_rank), ""
+        waited = [rank.message for rank in ranks if rank.kind == "silent"]
+        if cause.kind == "memory":
+            text = f"ran out of memory {position}: {cause.message}"
+            advice = " A smaller batch_size or more devices need less memory on each."
+        elif cause.kind:
+            text = f"failed {position}: {cause.message}"
+        elif hung := _HUNG.search(self._output(cause)):
+            text = f"made no progress for {hung[1]} h {position} (--hang-timeout)"
+        elif waited:
+            text = f"did not answer {position} and was killed ({waited[0]})"
+        elif cause.exit_code < 0:
+            text = f"was killed by {signal.Signals(-cause.exit_code).name} {position}"
+            if cause.exit_code == -signal.SIGKILL:
+                advice = " The system does that when memory runs out: a smaller batch_size or more devices need less."
+        else:
+            text = f"ended with exit code {cause.exit_code} {position}"
+        return f"{cause.name} {text}", advice
+
+    def _output(self, rank: _EndedRank) -> str:
+        """Return the last lines of a rank's log, or of its output before the log was open."""
+        with contextlib.suppress(OSError):
+            text = (self._folder / f"output-{rank.local_rank}").read_text(encoding="utf-8", errors="replace")
+            return "\n".join(text.splitlines()[-_TAIL_LINES:])
+        return ""
+
+    def _tail(self, rank: _EndedRank) -> str:
+        """Return the last lines of a rank's log for a message, with the log's name."""
+        lines, path, name = self._output(rank).splitlines(), self._folder / f"output-{rank.local_rank}", "its output"
+        if path.is_symlink():
+            log = path.readlink()
+            name = log.relative_to(Path.cwd()) if log.is_relative_to(Path.cwd()) else log
+        return "\n".join([f" The last lines of {name}:", *(f"  {line}" for line in lines)]) if lines else ""
 
 
-def _environment(threads: int) -> dict[str, str]:
-    """Return the variables of all ranks, besides torch's."""
-    # torch's warnings about lost connections repeat what the messages say.
-    defaults = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    defaults = {name: value for name, value in defaults.items() if name not in os.environ}
-    # flatout is found as it was here, whatever changed sys.path.
-    return {**defaults, "PYTHONPATH": os.pathsep.join(_search_path())}
-
-
-def _search_path() -> list[str]:
-    return [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)]
+def _pids(agent: Any) -> list[int]:
+    return [worker.id for worker in agent.get_worker_group().workers if worker.id]

@@ -66,10 +66,10 @@ class Watch:
         has_left: whether the rank has left the others in good order.
     """
 
-    def __init__(self, parent: int, folder: Path | None = None, local_rank: int = 0) -> None:
+    def __init__(self, folder: Path | None = None, local_rank: int = 0) -> None:
         self.limit: float | None = None
         self.has_left = False
-        self._parent, self._folder = parent, folder
+        self._folder, self._thread = folder, None
         self._progress = self._pauses = 0
         self._position: Any = bytearray(_POSITION.size)
         if folder:
@@ -78,9 +78,11 @@ class Watch:
             with path.open("r+b") as file:
                 self._position = mmap.mmap(file.fileno(), 0)
 
-    def start(self) -> None:
-        """Start the thread."""
-        threading.Thread(target=self._run, name="flatout-watch", daemon=True).start()
+    def start(self, parent: int | None = None) -> None:
+        """Start the thread, unless it runs; `parent` is the process that must live."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(parent or os.getppid(),), name="watch", daemon=True)
+            self._thread.start()
 
     def report_step(self, epoch: int, step: int) -> None:
         """Note the position: epochs done, and steps done in the next one."""
@@ -101,9 +103,9 @@ class Watch:
             self._pauses -= 1
             self._progress += 1
 
-    def _run(self) -> None:
+    def _run(self, parent: int) -> None:
         seen = -1
-        while os.getppid() == self._parent:
+        while os.getppid() == parent:
             if not self._progress or self._pauses or not self.limit:
                 faulthandler.cancel_dump_traceback_later()
                 seen = -1
@@ -145,8 +147,10 @@ def read_position(folder: Path, local_rank: int) -> str:
 _watch: Watch | None = None
 
 
-def current_watch() -> Watch | None:
-    """Return the watch of this process; None where flatout's launcher has not started it as a rank."""
+def current_watch() -> Watch:
+    """Return the watch of this process."""
+    global _watch
+    _watch = _watch or Watch()
     return _watch
 
 
@@ -196,8 +200,8 @@ def main() -> int:
     os.environ.pop("PYTHONPATH")
     if payload.python_path is not None:
         os.environ["PYTHONPATH"] = payload.python_path
-    _watch = Watch(payload.launcher, folder, local_rank)
-    _watch.start()
+    _watch = Watch(folder, local_rank)
+    _watch.start(payload.launcher)
     console = _RankConsole(folder, payload, rank, local_rank)
     ready = folder / f"ready-{local_rank}-{os.getpid()}"
     kind, message, value = _run(payload.call, console, ready)
@@ -240,7 +244,13 @@ def _report(outcome: Path, kind: str, message: str, value: Any) -> None:
     import cloudpickle
 
     pickled = base64.b64encode(cloudpickle.dumps(value)).decode()
-    report = {"message": message, "timestamp": str(int(time.time())), "kind": kind, "time": time.time(), "value": pickled}
+    report = {
+        "message": message,
+        "timestamp": str(int(time.time())),
+        "kind": kind,
+        "time": time.time(),
+        "value": pickled,
+    }
     write_atomically(outcome, json.dumps(report).encode())
 
 

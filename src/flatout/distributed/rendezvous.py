@@ -263,6 +263,4 @@ class RankFiles(LogsSpecs):
         for i, variables in envs.items():
             variables |= {**own, DEVICE: self._names[i], "TORCHELASTIC_ERROR_FILE": files["outcome"][i]}
         # The rank itself joins both streams in one file.
-        return LogsDest(
-            stdouts=dict.fromkeys(envs, os.devnull), stderrs=files["output"], error_files=files["outcome"]
-        )
+        return LogsDest(stdouts=dict.fromkeys(envs, os.devnull), stderrs=files["output"], error_files=files["outcome"])

@@ -1,10 +1,10 @@
 """Add up tensors of the CPU ranks of one host through memory that they share.
 
-Every rank writes its numbers into its own row, says so, waits for the others to say so, and adds the rows up in
+Every rank writes its numbers into its own row, signals that, waits for the signals of the others, and adds the rows up in
 the order of the ranks, so that all get the same bits. Rows exist twice and take turns: a rank cannot reach the third
-use before all others have finished the first. Ranks speak over Unix sockets, a byte for each event; a byte takes 2 µs,
-the kernel orders it after the memory written before it, and a rank that dies closes its end, which the others notice at
-once. The memory has no name, and the sockets have one only while the ranks connect, in a folder that other users cannot enter.
+use before all others have finished the first. A signal is a byte on a Unix socket; it takes 2 µs, the kernel orders it
+after the memory written before it, and a rank that dies closes its end, which the others notice at once. The memory has
+no name, and the sockets have one only while the ranks connect, in a folder that other users cannot enter.
 """
 
 import contextlib
@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from flatout.data.cache import temporary_folder
+from flatout.distributed.rank import PeerSilent
 from flatout.errors import RankLost
 from flatout.host import usable_cores
 
 if TYPE_CHECKING:
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
 
 # Bytes of a row for small sums (batch statistics, counts); larger tensors go in pieces.
 ROW_BYTES = 1 << 20
@@ -37,6 +38,7 @@ ALIGNMENT = 64
 CONNECT_SECONDS = 60.0
 
 _SUM, _READY, _DONE = 0, 1, 2
+_BYTES = [bytes([event]) for event in (_SUM, _READY, _DONE)]
 
 
 class SharedMemory:
@@ -44,10 +46,10 @@ class SharedMemory:
 
     def __init__(self, world: "World") -> None:
         self.rank, self.size = world.rank, world.size
-        self._heartbeat, self._barrier = world.heartbeat, world.barrier
+        self._watch, self._barrier, self._timeout = world.watch, world.barrier, world.timeout
         self._peers = _connect(world)
-        self._heard = {peer: [0, 0, 0] for peer in self._peers}
-        self._said = [0, 0, 0]
+        self._received = {peer: [0, 0, 0] for peer in self._peers}
+        self._sent = [0, 0, 0]
         self._spin = SPIN_SECONDS if usable_cores() >= self.size else 0.0
         self._rows = self._allocate(2 * self.size * ROW_BYTES).view(2, self.size, ROW_BYTES)
 
@@ -58,9 +60,9 @@ class SharedMemory:
         return torch.cat([self._sum_row(piece) for piece in pieces]).view(tensor.shape)
 
     def _sum_row(self, values: torch.Tensor) -> torch.Tensor:
-        rows = self._rows[self._said[_SUM] % 2].view(values.dtype)[:, : len(values)]
+        rows = self._rows[self._sent[_SUM] % 2].view(values.dtype)[:, : len(values)]
         rows[self.rank] = values
-        self.wait(_SUM, self.say(_SUM))
+        self.wait(_SUM, self.signal(_SUM))
         return rows.sum(0, dtype=values.dtype)
 
     def buckets(self, sizes: Sequence[int], dtype: torch.dtype) -> "list[SharedBucket]":
@@ -75,40 +77,43 @@ class SharedMemory:
             offset = end
         return buckets
 
-    def say(self, event: int) -> int:
-        """Tell the other ranks that this one has come to an event; return how often it has."""
-        self._said[event] += 1
+    def signal(self, event: int) -> int:
+        """Tell the other ranks that this one has reached an event; return how often it has."""
+        self._sent[event] += 1
         for peer, connection in self._peers.items():
             try:
                 connection.send(_BYTES[event])
             except OSError:
                 raise _lost(peer) from None
-        return self._said[event]
+        return self._sent[event]
 
     def wait(self, event: int, times: int) -> None:
-        """Wait until every other rank has come to an event so many times."""
-        for peer, heard in self._heard.items():
-            if heard[event] < times:
-                self._hear(peer, event, times)
+        """Wait until every other rank has reached an event so many times."""
+        for peer, received in self._received.items():
+            if received[event] < times:
+                self._wait_for_peer(peer, event, times)
 
-    def _hear(self, peer: int, event: int, times: int) -> None:
-        connection, heard = self._peers[peer], self._heard[peer]
+    def _wait_for_peer(self, peer: int, event: int, times: int) -> None:
+        connection, received = self._peers[peer], self._received[peer]
         deadline = time.perf_counter() + self._spin
-        while heard[event] < times:
+        while received[event] < times:
+            is_spinning = time.perf_counter() < deadline
             try:
-                if time.perf_counter() < deadline:
-                    said = connection.recv(4096, socket.MSG_DONTWAIT)
+                if is_spinning:
+                    signals = connection.recv(4096, socket.MSG_DONTWAIT)
                 else:
-                    with self._heartbeat.waiting("sum in shared memory"):
-                        said = connection.recv(4096)
+                    with self._watch.paused():
+                        signals = connection.recv(4096)
             except BlockingIOError:
-                continue
+                if is_spinning:
+                    continue
+                raise PeerSilent(f"rank {peer} did not answer for {self._timeout:.0f} s") from None
             except OSError:
-                said = b""
-            if not said:
+                signals = b""
+            if not signals:
                 raise _lost(peer)
-            for byte in said:
-                heard[byte] += 1
+            for byte in signals:
+                received[byte] += 1
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """Return uint8 zeros [nbytes] that all ranks see."""
@@ -126,7 +131,7 @@ class SharedMemory:
             os.close(file)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         for connection in self._peers.values():
             connection.close()
 
@@ -146,16 +151,16 @@ class SharedBucket:
         return self._rows[self._turn, self._memory.rank]
 
     def start(self) -> None:
-        """Say that the input is complete."""
-        self._started = self._memory.say(_READY)
+        """Signal that the input is complete."""
+        self._started = self._memory.signal(_READY)
 
     def add(self) -> None:
-        """Do this rank's part of the adding up, once the inputs of all are complete."""
+        """Do this rank's part of the sum, once the inputs of all are complete."""
         self._memory.wait(_READY, self._started)
         first, *others = self._rows[self._turn, :, self._part]
         for row in others:
             first += row
-        self._added = self._memory.say(_DONE)
+        self._added = self._memory.signal(_DONE)
 
     def finish(self) -> torch.Tensor:
         """Wait for the sum, [n]; it stays until the next `start` but one."""
@@ -163,9 +168,6 @@ class SharedBucket:
         total = self._rows[self._turn, 0]
         self._turn = 1 - self._turn
         return total
-
-
-_BYTES = [bytes([event]) for event in (_SUM, _READY, _DONE)]
 
 
 def _lost(peer: int) -> RankLost:
@@ -198,8 +200,11 @@ def _connect(world: "World") -> dict[int, socket.socket]:
             raise RankLost(f"the ranks of this host did not connect: {error}") from None
         # Nobody closes the door before all are in.
         world.barrier()
+        # Not by `settimeout`, with which a socket no longer knows MSG_DONTWAIT.
+        limit = struct.pack("@ll", int(world.timeout), int(world.timeout % 1 * 1e6))
         for connection in peers.values():
             connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         stack.pop_all()
     return dict(sorted(peers.items()))
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from flatout.distributed.environment import HANG_TIMEOUT, STORE, Launched, restart_count
-from flatout.distributed.rank import PeerSilent, Watch, current_watch
+from flatout.distributed.rank import PeerSilent, current_watch
 from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
 
 Value = TypeVar("Value")
@@ -169,7 +169,7 @@ class World:
         self.is_joined = False
         self.seconds = 0.0
         self.timeout = HANG_TIMEOUT + _MARGIN_SECONDS
-        self.watch = current_watch() or Watch(os.getppid())
+        self.watch = current_watch()
         self.control = Control(self)
         self._memory: Any = None
         self._objects: Any = None
@@ -298,9 +298,8 @@ class World:
             self._owns_group = True
         self._objects = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self.is_joined = True
-        self.watch.limit = hang_timeout
-        if current_watch() is None:
-            self.watch.start()
+        self.watch.limit, self.watch.has_left = hang_timeout, False
+        self.watch.start()
         if self.device.type == "cpu" and is_one_host:
             from flatout.distributed.shared_memory import SharedMemory
 

@@ -29,7 +29,7 @@ from flatout.scale.steps import endless_epochs
 
 if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import DeviceSplit, Engine
 
 # The rate rises by so many decades in so many steps, to a lower end for Adam, whose steps do not shrink with gradients.
@@ -106,7 +106,7 @@ def _measure(
         step = len(points)
         train.train_step(inputs, rate, step)
         world.control.received()
-        world.heartbeat.report_step(0, step + 1)
+        world.watch.report_step(0, step + 1)
         loss = engine.counts()[0].loss
         # The average is divided by the sum of its weights, as Adam's are.
         average = SMOOTHING * average + (1 - SMOOTHING) * loss

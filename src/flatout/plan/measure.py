@@ -19,7 +19,7 @@ from flatout.tasks import task_of
 
 if TYPE_CHECKING:
     from flatout.data.feed import Samples
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import Engine
     from flatout.engine.devices import Devices
 

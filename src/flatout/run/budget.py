@@ -14,7 +14,7 @@ from flatout.run.trust import TRAINING_IMAGES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import DeviceSplit, Engine
 
 # What pictures, the report and the end of the processes take, besides the last evaluation.
@@ -174,7 +174,7 @@ def seconds_per_step(
             for inputs in train.feed(epoch_batches(recipe, train.samples, 0)):
                 train.train_step(inputs, 1e-6, number)
                 world.control.received()
-                world.heartbeat.keep_alive()
+                world.watch.keep_alive()
                 number += 1
                 if number == count:
                     break

@@ -13,7 +13,7 @@ from flatout.recipe import FREE_KEYS, Recipe, from_dict, of_run
 from flatout.run.progress import Progress, from_plain, to_plain
 
 if TYPE_CHECKING:
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import Engine
 
 _BEST = "best."

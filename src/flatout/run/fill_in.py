@@ -10,7 +10,7 @@ from flatout.tasks import with_task
 if TYPE_CHECKING:
     from flatout.data.feed import Samples
     from flatout.data.pack import Pack
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
 
 
 def about_splits(recipe: Recipe, pack: "Pack", splits: "Mapping[str, Samples]") -> list[str]:

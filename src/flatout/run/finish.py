@@ -14,7 +14,7 @@ import numpy as np
 from flatout import __version__
 from flatout.data.feed import Samples
 from flatout.data.labels import count_classes
-from flatout.dist.control import Flag
+from flatout.distributed.world import Flag
 from flatout.errors import Stopped
 from flatout.host import installed, peak_rss_bytes
 from flatout.numerics.augment import tta_views
@@ -136,11 +136,8 @@ def finish(
         state=engine.state(),
         memory=_memory(session, engine),
     )
-    if session.world.is_main:
-        with session.world.heartbeat.alone("writing the report"):
-            _write(run, shown)
     # No process ends before the run is whole.
-    session.world.barrier()
+    session.world.from_main(lambda: _write(run, shown))
     return failure
 
 

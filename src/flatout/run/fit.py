@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from flatout.callbacks.base import Callback
     from flatout.data.source import DataRef, Source
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
 
 T = TypeVar("T")
 
@@ -40,6 +40,7 @@ def fit(
     overwrite: bool = False,
     cache: bool = True,
     restarts: int | None = None,
+    hang_timeout: float = 300.0,
     minutes: float | None = None,
     callbacks: "Callback | str | Sequence[Callback | str]" = (),
     metrics: Any = (),
@@ -71,6 +72,7 @@ def fit(
         overwrite: replace the run in `out`.
         cache: keep the decoded images for the next run.
         restarts: how often the ranks of several devices restart from the newest checkpoint after one was lost.
+        hang_timeout: seconds without progress, as in a callback, after which a rank of several is ended.
         minutes: train as many steps as fit into this time, from this call to the report.
         callbacks: `flatout.Callback` objects, and names of experiment trackers: `tensorboard`, `wandb`, `trackio`,
             `mlflow`.
@@ -96,7 +98,7 @@ def fit(
     import sys
 
     from flatout.callbacks.trackers import callbacks_of
-    from flatout.dist.env import launched
+    from flatout.distributed.environment import launched
     from flatout.engine.devices import engine_for, parse_devices
     from flatout.engine.factory import speeds_on
     from flatout.models.keras import KerasModule, is_keras
@@ -133,6 +135,7 @@ def fit(
         overwrite=overwrite,
         cache=cache,
         restarts=restarts,
+        hang_timeout=hang_timeout,
         minutes=minutes,
         began=began,
         allow_code=isinstance(model, str),
@@ -208,7 +211,7 @@ def run_session(session: Session, console: Console, function: "Callable[[Console
     Raises:
         InputError, TrainingFailed, Stopped: as `train_recipe`.
     """
-    from flatout.dist.env import launched
+    from flatout.distributed.environment import launched
     from flatout.engine.devices import parse_devices
     from flatout.engine.factory import choose_processes, kept_devices
     from flatout.run.launch import check_batch, run_on_devices
@@ -223,7 +226,14 @@ def run_session(session: Session, console: Console, function: "Callable[[Console
         # Its name and keys are checked before the data is read.
         optim.of_library(recipe.optimizer)
     if launched() is not None:
-        return run_on_devices(function, (session,), spec=options.devices, engine=engine, console=console)
+        return run_on_devices(
+            function,
+            (session,),
+            spec=options.devices,
+            engine=engine,
+            console=console,
+            hang_timeout=options.hang_timeout,
+        )
     devices = parse_devices(options.devices, engine)
     if options.devices != "auto":
         # Before the data is read and the ranks start.
@@ -256,13 +266,14 @@ def run_session(session: Session, console: Console, function: "Callable[[Console
             console=console,
             hosts=options.hosts,
             restarts=options.restarts,
+            hang_timeout=options.hang_timeout,
             threads=chosen.threads,
         )
 
 
 def _run(console: Console, world: "World", session: Session) -> "tuple[Path, list[dict[str, Any]]]":
     """Train on one of the ranks; return the folder and, from the process of a device, attributes of the callbacks."""
-    from flatout.dist.env import launched
+    from flatout.distributed.environment import launched
 
     folder, attributes = session.run(console, world), []
     if launched() is not None and world.is_main and session.options.callbacks:

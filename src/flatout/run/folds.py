@@ -70,7 +70,7 @@ def cross_validate(
 
 def _check(recipe: Recipe, options: Options) -> None:
     """Raise InputError for what cross-validation cannot do."""
-    from flatout.dist.env import launched
+    from flatout.distributed.environment import launched
 
     given = f"data.folds = {recipe.data.folds}"
     if options.minutes is not None:
@@ -100,7 +100,7 @@ def _divide(pack: "Pack", recipe: Recipe, console: Console) -> np.ndarray:
 def _train_all(recipe: Recipe, pack: "Pack", options: Options, console: Console, module: "nn.Module | None") -> None:
     """Train the folds that have not finished, in this process or in one for each device."""
     from flatout.data.shared_pack import share
-    from flatout.dist.launcher import spawn
+    from flatout.distributed.launch import launch
     from flatout.engine.eager.device_setup import cpu_threads
 
     specs = _specs(recipe, options)
@@ -112,7 +112,7 @@ def _train_all(recipe: Recipe, pack: "Pack", options: Options, console: Console,
         call = (recipe, shared, options, module, specs)
         threads = cpu_threads(len(specs))
         restarts = options.restarts or 0
-        spawn(_train_share, call, names=specs, threads=threads, console=console, restarts=restarts)
+        launch(_train_share, call, names=specs, threads=threads, console=console, restarts=restarts)
 
 
 def _specs(recipe: Recipe, options: Options) -> list[str]:
@@ -134,8 +134,8 @@ def _train_share(
     """Train this process's share of the folds, one after the other, on its device."""
     import torch
 
-    from flatout.dist.env import launched
-    from flatout.dist.world import World
+    from flatout.distributed.environment import launched
+    from flatout.distributed.world import World
     from flatout.engine.factory import precisions
 
     process = launched()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from flatout.data.order import steps_per_epoch
-from flatout.dist.control import Flag
+from flatout.distributed.world import Flag
 from flatout.engine.recorder import requested_recorder
 from flatout.errors import signals_handled
 from flatout.recipe import Recipe
@@ -20,7 +20,7 @@ from flatout.run.loop import Callbacks
 from flatout.run.progress import Progress
 
 if TYPE_CHECKING:
-    from flatout.dist.control import Control
+    from flatout.distributed.world import Control
     from flatout.engine.base import DeviceSplit, Engine
     from flatout.run.session import Session
 
@@ -81,7 +81,7 @@ class Monitor(Callbacks):
         text = f"epoch {progress.epoch + 1}/{recipe.epochs}{loss}"
         images = round(recipe.total_steps(self._steps) * self._images_per_epoch / self._steps)
         self._console.update(progress.images_trained, images, "images trained", text)
-        self._session.world.heartbeat.report_step(progress.epoch, progress.step)
+        self._session.world.watch.report_step(progress.epoch, progress.step)
         if self._live:
             self._live.step(self._loss)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flatout.callbacks.base import Callback
-from flatout.dist.hosts import Hosts
+from flatout.distributed.environment import HANG_TIMEOUT, Hosts
 from flatout.errors import InputError
 from flatout.run.own import OwnFunctions
 
@@ -25,6 +25,7 @@ class Options:
         hosts: the hosts that take part.
         restarts: how often the ranks are restarted from the newest checkpoint after one was lost; None: as often as
             elastic hosts may be lost.
+        hang_timeout: seconds without progress after which a rank of several is ended.
         allow_code: whether a model named as `package.module:factory` may be imported.
         minutes: the time budget of the whole run; None for the recipe's own length.
         began: when the user asked for the run, by time.perf_counter.
@@ -43,6 +44,7 @@ class Options:
     allow_code: bool = False
     hosts: Hosts = field(default_factory=Hosts)
     restarts: int | None = None
+    hang_timeout: float = HANG_TIMEOUT
     minutes: float | None = None
     began: float = field(default_factory=time.perf_counter)
     notes: tuple[str, ...] = ()
@@ -60,3 +62,5 @@ class Options:
             raise InputError(f"--minutes {self.minutes:g}: must be greater than 0")
         if self.restarts is not None and self.restarts < 0:
             raise InputError(f"--restarts {self.restarts}: must be 0 or more")
+        if not (self.hang_timeout > 0 and math.isfinite(self.hang_timeout)):
+            raise InputError(f"--hang-timeout {self.hang_timeout:g}: must be greater than 0 seconds")

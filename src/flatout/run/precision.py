@@ -14,7 +14,7 @@ from flatout.run.budget import seconds_per_step
 
 if TYPE_CHECKING:
     from flatout.data.feed import Samples
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import Engine
 
 # Training images, in batches, and seconds of each measurement. The formats are measured in turn, and the shortest time

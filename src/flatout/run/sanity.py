@@ -13,7 +13,7 @@ from flatout.numerics.schedule import scaled_rate
 from flatout.recipe import Recipe
 
 if TYPE_CHECKING:
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import DeviceSplit, Engine
 
 # Steps on one batch, and how many of the last of them are averaged. Runs of which they are more than a share skip them.
@@ -48,7 +48,7 @@ def check(
         # A short warm-up. The seed is always the same, so that dropout adds no noise to the losses.
         train.train_step(inputs, rate * step / STEPS, 0)
         world.control.received()
-        world.heartbeat.keep_alive()
+        world.watch.keep_alive()
         if step == 1:
             first = engine.counts()[0].loss
         elif step == STEPS - LAST_STEPS:

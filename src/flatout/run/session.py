@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console, counted
 from flatout.data.order import steps_per_epoch
-from flatout.dist.consistency import agree, data_facts
-from flatout.dist.env import restart_count
+from flatout.distributed.consistency import agree, data_facts
+from flatout.distributed.environment import restart_count
 from flatout.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
 from flatout.files import write_atomically
 from flatout.numerics.schedule import describe_jump, describe_scaling
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from flatout.data.pack import Pack
     from flatout.data.shared_pack import SharedPack
     from flatout.data.source import DataRef, Source
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import DeviceSplit, Engine
     from flatout.run.head_stage import HeadStage
 
@@ -105,7 +105,7 @@ class Session:
 
         If a run `begins`, its folder has the recipe from now on: it can be resumed even if it is killed soon.
         """
-        from flatout.dist.world import World
+        from flatout.distributed.world import World
 
         self.console, self.world, self._prepared_at = console, World(), time.time()
         with contextlib.ExitStack() as self._open:
@@ -142,6 +142,9 @@ class Session:
                     ended, failure = self._train(engine, placed, progress)
                 failure = finish(self, engine, pack, splits, placed, progress, ended, failure)
                 failure = self.calls.end(failure)
+        # Ranks that have left are not ended where another one ends with an error.
+        world.barrier()
+        world.leave()
         if failure:
             raise failure
         return self.out
@@ -187,8 +190,7 @@ class Session:
             return
 
         def load_alone() -> Pack:
-            with self.world.heartbeat.alone("making the pack"):
-                pack = load(data, recipe, cache=self.options.cache, report=self.console)
+            pack = load(data, recipe, cache=self.options.cache, report=self.console)
             self.console.finish()
             return pack
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from flatout.data.feed import Samples
     from flatout.data.pack import Pack
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import Engine
     from flatout.run.head_stage import HeadStage
 
@@ -131,8 +131,4 @@ def _load_weights(model: "nn.Module", recipe: Recipe, world: "World", note: Call
     """Load the weights to start from into rank 0's model, which the engine distributes: one rank downloads them."""
     from flatout.models.pretrained import load_pretrained
 
-    def load() -> None:
-        with world.heartbeat.alone("loading the weights"):
-            load_pretrained(model, recipe, note)
-
-    world.from_main(load)
+    world.from_main(lambda: load_pretrained(model, recipe, note))

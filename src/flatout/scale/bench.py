@@ -23,7 +23,7 @@ from flatout.scale.steps import READ_AHEAD, Timed, preparing, training, training
 
 if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import DeviceSplit, Engine
 
 # How often each rate is measured, in turn with the others; the seconds of each measurement; and the seconds after which

@@ -9,7 +9,7 @@ from flatout.data.order import epoch_batches
 from flatout.recipe import Recipe
 
 if TYPE_CHECKING:
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import DeviceSplit, Engine
 
 # The shortest measurement that determines the number of steps of the others, in seconds.
@@ -89,11 +89,11 @@ def preparing(split: "DeviceSplit", world: "World", recipe: Recipe) -> Steps:
     """Prepare the inputs of the steps of each epoch, and take none."""
     for epoch in endless_epochs(split, recipe):
         for _ in epoch:
-            world.heartbeat.keep_alive()
+            world.watch.keep_alive()
             yield
 
 
 def _step(split: "DeviceSplit", world: "World", inputs: Any, number: int) -> None:
     split.train_step(inputs, 0.0, number)
     world.control.received()
-    world.heartbeat.report_step(0, number + 1)
+    world.watch.report_step(0, number + 1)

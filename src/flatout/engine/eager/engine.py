@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.data.feed import Samples
-from flatout.dist.world import ALONE, World
+from flatout.distributed.world import ALONE, World
 from flatout.engine.eager import state as states
 from flatout.engine.eager.accelerator import Accelerator, accelerator_of
 from flatout.engine.eager.batch_norm import BatchNorm
@@ -336,7 +336,7 @@ class TorchEngine:
     # --- results and state ----------------------------------------------------------------------------------------
 
     def counts(self) -> tuple[Counts, int | None]:
-        with self.world.heartbeat.waiting():
+        with self.world.watch.paused():
             return self.metric_sums.fetch()
 
     def communication_seconds(self) -> float:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.eager.accelerator import Accelerator
 from flatout.engine.eager.batch_norm import BatchNorm
 from flatout.errors import TrainingFailed, is_out_of_memory

@@ -11,7 +11,7 @@ import time
 import torch
 from torch import nn
 
-from flatout.dist.world import Bucket, World
+from flatout.distributed.world import Bucket, World
 
 BUCKET_BYTES = 16 << 20
 ALIGNMENT = 16

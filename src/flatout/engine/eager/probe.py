@@ -22,9 +22,9 @@ from torch import nn
 
 from flatout.data.feed import Samples
 from flatout.data.order import Batch
-from flatout.dist.env import Launched
-from flatout.dist.shared_memory import SharedMemory
-from flatout.dist.world import World
+from flatout.distributed.environment import Launched
+from flatout.distributed.shared_memory import SharedMemory
+from flatout.distributed.world import World
 from flatout.engine.eager.accelerator import accelerator_of
 from flatout.engine.eager.device_setup import BF16_WORTH, choose_precision, cpu_threads
 from flatout.engine.eager.engine import TorchEngine
@@ -148,9 +148,10 @@ class ForkedWorld(World):
 
     def broadcast_object(self, value: Value) -> Value:
         """See `World`."""
-        return self._exchange("broadcast_object", value)[0]
+        return self.all_gather_object(value)[0]
 
-    def _exchange(self, operation: str, value: Value) -> list[Value]:
+    def all_gather_object(self, value: Value) -> list[Value]:
+        """See `World`."""
         self._parent.send(value)
         return self._parent.recv()
 

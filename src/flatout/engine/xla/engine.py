@@ -20,7 +20,7 @@ from torch import nn
 
 from flatout.data.feed import Samples, prefetch
 from flatout.data.order import evaluation_batches
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.eager.device_setup import PRECISIONS
 from flatout.engine.eager.split import EVALUATION_BATCH
 from flatout.engine.recorder import Recorder

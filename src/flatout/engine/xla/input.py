@@ -12,7 +12,7 @@ import numpy as np
 
 from flatout.data.feed import Samples
 from flatout.data.order import Batch
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.eager.device_setup import MEMORY_SHARE
 from flatout.engine.xla.mesh import MeshSharding
 from flatout.engine.xla.step import Inputs
