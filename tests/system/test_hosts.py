@@ -16,7 +16,7 @@ import pytest
 from flatout.distributed.environment import Hosts
 from flatout.errors import InputError, TrainingFailed
 from tests.system import rank_functions as ranks
-from tests.system.launchers import END_SECONDS, START_SECONDS, eventually
+from tests.system.conftest import END_SECONDS, START_SECONDS, eventually
 from tests.system.rank_functions import run
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

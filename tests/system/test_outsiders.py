@@ -21,7 +21,7 @@ from flatout.errors import RankLost
 from flatout.run.launch import run_on_devices
 from tests.system import rank_functions as ranks
 from tests.system.conftest import children, listening
-from tests.system.launchers import START_SECONDS, eventually
+from tests.system.conftest import START_SECONDS, eventually
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

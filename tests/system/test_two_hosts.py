@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from flatout.cli import main
-from tests.system.launchers import START_SECONDS, eventually
+from tests.system.conftest import START_SECONDS, eventually
 from tests.system.run_files import metrics, summary, weights
 
 pytestmark = pytest.mark.slow

@@ -113,14 +113,14 @@ class Watch:
                 seen = self._progress
                 faulthandler.dump_traceback_later(self.limit, exit=True, file=2)
             time.sleep(_LOOK_SECONDS)
-        ended = [os.getpid()]
+        own, others = os.getpid(), set[int]()
         if self._folder:
             # Stopped ranks cannot end themselves.
-            ended[:0] = ready_ranks(self._folder).values()
+            others = {*ready_ranks(self._folder).values()} - {own}
             shutil.rmtree(self._folder, ignore_errors=True)
-        for pid in ended:
+        for pid in (*others, own):
             end_group(pid)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(own, signal.SIGKILL)
 
 
 def ready_ranks(folder: Path) -> dict[int, int]:
@@ -189,8 +189,9 @@ def main() -> int:
     global _watch
     start_quickly()
     folder, rank, local_rank = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    # One file for both streams, as two that write to the same file would overwrite each other.
-    os.dup2(2, 1)
+    output = os.open(folder / f"output-{local_rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     # Of the thread that crashed alone: the stacks of all would hide the last lines of the log.

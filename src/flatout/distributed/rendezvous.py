@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
@@ -259,8 +258,8 @@ class RankFiles(LogsSpecs):
         own["TORCHELASTIC_RESTART_COUNT"] = str(self._rendezvous.attempt)
         if self._rendezvous.store_file:
             own[STORE] = str(self._rendezvous.store_file)
-        files: dict[str, Any] = {kind: {i: str(folder / f"{kind}-{i}") for i in envs} for kind in ("outcome", "output")}
+        outcomes = {i: str(folder / f"outcome-{i}") for i in envs}
         for i, variables in envs.items():
-            variables |= {**own, DEVICE: self._names[i], "TORCHELASTIC_ERROR_FILE": files["outcome"][i]}
-        # The rank itself joins both streams in one file.
-        return LogsDest(stdouts=dict.fromkeys(envs, os.devnull), stderrs=files["output"], error_files=files["outcome"])
+            variables |= {**own, DEVICE: self._names[i], "TORCHELASTIC_ERROR_FILE": outcomes[i]}
+        # Ranks write their output to files themselves: torch leaves those that it opens unclosed.
+        return LogsDest(stdouts=dict.fromkeys(envs, ""), stderrs=dict.fromkeys(envs, ""), error_files=outcomes)
