@@ -1,7 +1,7 @@
 """Start a process for each device of this host, restart them if one is lost, and return what the first rank returns.
 
-torch's elastic agent starts, watches and ends the ranks; it runs in a thread, so that this one can show what rank 0 shows
-and pass on the user's signals. An agent is used for one attempt: whether another one follows is decided here.
+torch's elastic agent starts, watches and ends the ranks. It runs in a thread, so that this one can show what rank 0
+shows and pass on the user's signals. An agent is used for one attempt: whether another one follows is decided here.
 """
 
 import base64
@@ -106,7 +106,7 @@ def _private_folder(stack: contextlib.ExitStack, payload: Payload) -> Path:
 
 
 class _Signals:
-    """The user's signals: the first one (0 for none), whether a SIGINT followed, and whether they raise exceptions now."""
+    """The user's signals: the first one (0 for none), whether a SIGINT followed, and whether they raise now."""
 
     def __init__(self) -> None:
         self.number, self.at_once, self.raise_now = 0, False, True
@@ -145,7 +145,7 @@ class _EndedRank:
 
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    """How an attempt ended: `error` None for success; whether to restart, and whether that counts; the reason in words."""
+    """How an attempt ended: None or an error, the reason in words, whether to restart, and whether that counts."""
 
     error: BaseException | None = None
     value: Any = None
@@ -205,7 +205,7 @@ class _Launch:
             if end.error is None:
                 return end.value
             if not end.may_restart or (end.is_counted and restart == self._restarts):
-                self._rendezvous.end_run(end.reason)
+                self._rendezvous.end_run(end.reason or str(end.error))
                 raise end.error
             if end.is_counted:
                 restart += 1
@@ -213,44 +213,46 @@ class _Launch:
                 self._console.note(f"{end.reason}: restart {restart} of {self._restarts} from the newest checkpoint")
 
     def _run_once(self) -> _End:
-        from torch.distributed import DistError
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
         agent = LocalElasticAgent(self._spec, self._files, exit_barrier_timeout=_EXIT_SECONDS)
-        where = f"--rendezvous {self._hosts.rendezvous}"
-        try:
-            # In the main thread torch would replace the signal handlers, for good.
-            with ThreadPoolExecutor(1) as thread:
-                running = thread.submit(agent.run)
-                while not running.done():
-                    wait([running], _LOOK_SECONDS)
-                    self._show()
-                    self._handle_signals(agent)
-            result = running.result()
-        except RendezvousTimeoutError:
-            kind = TrainingFailed if self._rendezvous.attempt else InputError
-            return _End(
-                error=kind(
-                    f"{where}: {self._rendezvous.missing()} in {self._hosts.timeout:g} s; start the same command there, or "
-                    "wait longer with --rendezvous-timeout"
-                )
-            )
-        except RendezvousClosedError:
-            if self._signals.number:
-                return _End(error=self._signals.error())
-            return _End(
-                error=InputError(f"{where}: the run has ended: {self._rendezvous.reason() or 'see the other hosts'}")
-            )
-        except (RendezvousError, DistError):
-            return _End(error=InputError(f"{where}: the first host is gone; see its output"))
-        finally:
+        # In the main thread torch would replace the signal handlers, for good.
+        with ThreadPoolExecutor(1) as thread:
+            running = thread.submit(agent.run)
+            while not running.done():
+                wait([running], _LOOK_SECONDS)
+                self._show()
+                self._handle_signals(agent)
+        self._show()
+        for pid in _pids(agent):
             # A group may outlive the process that led it.
-            for pid in _pids(agent):
-                end_group(pid)
-        if result is None:
-            return _End(error=InputError(f"{where}: the run has ended, with as many hosts as it could use"))
+            end_group(pid)
+        # Not raised here, as its traceback and this frame would keep each other, and the store.
+        if error := running.exception():
+            return _End(error=self._of_rendezvous(error))
+        if (result := running.result()) is None:
+            return _End(error=InputError("the run has ended; it had as many hosts as it could use, without this one"))
         return self._judge(self._ended_ranks(agent, result))
+
+    def _of_rendezvous(self, error: BaseException) -> BaseException:
+        """Return the message for an error of the agent: the hosts have not met."""
+        from torch.distributed import DistError
+        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+
+        where, rendezvous = f"--rendezvous {self._hosts.rendezvous}", self._rendezvous
+        if self._signals.number:
+            return self._signals.error()
+        if isinstance(error, RendezvousTimeoutError):
+            kind = TrainingFailed if rendezvous.attempt else InputError
+            return kind(
+                f"{where}: {rendezvous.missing()} in {self._hosts.timeout:g} s; start the same command there, or wait "
+                "longer with --rendezvous-timeout"
+            )
+        if isinstance(error, RendezvousClosedError):
+            return InputError(f"{where}: the run has ended: {rendezvous.reason() or 'see the other hosts'}")
+        if isinstance(error, (RendezvousError, DistError)):
+            return InputError(f"{where}: the first host is gone; see its output")
+        return error
 
     def _show(self) -> None:
         """Show what rank 0 has written to its display."""
@@ -304,8 +306,7 @@ class _Launch:
     def _judge(self, ranks: list[_EndedRank]) -> _End:
         """Find the first cause, and whether another attempt makes sense."""
         signals, hosts = self._signals, self._rendezvous
-        kinds = {rank.kind for rank in ranks}
-        if kinds == {"done"}:
+        if all(rank.kind == "done" for rank in ranks):
             return _End(value=ranks[0].value)
         if signals.at_once:
             return _End(error=KeyboardInterrupt(), reason="the user interrupted the run")

@@ -23,7 +23,7 @@ from flatout.distributed.environment import DEVICE, STORE, Hosts
 from flatout.distributed.world import serve_store
 from flatout.errors import InputError
 
-# A rendezvous of elastic hosts waits this long for one more host; a host without a heartbeat for LOST_SECONDS is left out.
+# Elastic hosts wait this long for one more host; a host without a heartbeat for LOST_SECONDS is left out.
 _LAST_CALL_SECONDS, _LOST_SECONDS = 2, 5
 # The host with the store waits this long for the others to read why the run ended.
 _FAREWELL_SECONDS = 5.0
@@ -215,8 +215,8 @@ def _open_store(hosts: Hosts) -> tuple[TCPStore, bool]:
         except OSError as error:
             if hosts.node_rank == 0 or isinstance(error, socket.gaierror):
                 raise InputError(
-                    f"{where}: this host cannot listen there: {error.strerror}; it must be a free port of an address of "
-                    "the host with --node-rank 0"
+                    f"{where}: this host cannot listen there: {error.strerror}; it must be a free port of an address "
+                    "of the host with --node-rank 0"
                 ) from None
     deadline = time.monotonic() + hosts.timeout
     while True:

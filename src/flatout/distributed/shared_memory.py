@@ -1,7 +1,7 @@
 """Add up tensors of the CPU ranks of one host through memory that they share.
 
-Every rank writes its numbers into its own row, signals that, waits for the signals of the others, and adds the rows up in
-the order of the ranks, so that all get the same bits. Rows exist twice and take turns: a rank cannot reach the third
+Every rank writes its numbers into its own row, signals that, waits for the signals of the others, and adds the rows up
+in the order of the ranks, so that all get the same bits. Rows exist twice and take turns: a rank cannot reach the third
 use before all others have finished the first. A signal is a byte on a Unix socket; it takes 2 µs, the kernel orders it
 after the memory written before it, and a rank that dies closes its end, which the others notice at once. The memory has
 no name, and the sockets have one only while the ranks connect, in a folder that other users cannot enter.

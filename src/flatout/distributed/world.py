@@ -33,7 +33,7 @@ _PATIENCE = datetime.timedelta(hours=12)
 
 
 class Flag(IntFlag):
-    """What a rank can ask of all ranks: to fetch the running loss, write a checkpoint, end the run, or change its length."""
+    """What a rank can ask of all: to fetch the running loss, write a checkpoint, end the run, or change its length."""
 
     NONE = 0
     LOSS = 1
