@@ -1,4 +1,4 @@
-"""Processes of a run: what comes back from them, and how they end when they, their launcher or the user do not go on."""
+"""Processes of a run: what comes back from them, and how they end if they, their launcher or the user end them."""
 
 import io
 import json

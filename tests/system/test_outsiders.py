@@ -14,14 +14,13 @@ import psutil
 import pytest
 
 from flatout.console import Console
-from flatout.dist import shared_memory
-from flatout.distributed.environment import Launched, serve_store
-from flatout.distributed.world import World
+from flatout.distributed import shared_memory
+from flatout.distributed.environment import Launched
+from flatout.distributed.world import World, serve_store
 from flatout.errors import RankLost
 from flatout.run.launch import run_on_devices
 from tests.system import rank_functions as ranks
-from tests.system.conftest import children, listening
-from tests.system.conftest import START_SECONDS, eventually
+from tests.system.conftest import START_SECONDS, children, eventually, listening
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.console import Console
 from flatout.data.cache import temporary_folder
 from flatout.distributed.environment import Hosts
-from flatout.distributed.rank import Payload, end_group, read_position, ready_ranks
+from flatout.distributed.rank import end_group, read_position, ready_ranks
 from flatout.errors import InputError, RankLost, Stopped, TrainingFailed, signals_handled
 
 if TYPE_CHECKING:
@@ -64,21 +64,16 @@ def launch(
             f"({type(error).__name__}: {error}); remove locks, open files and the like from them, "
             "and from the global variables that they use"
         ) from error
-    search_path = [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)]
-    payload = Payload(
-        launcher=os.getpid(),
-        path=search_path,
-        python_path=os.environ.get("PYTHONPATH"),
-        call=call,
-        has_display=console.has_display,
-        has_bar=console.has_bar,
-        lines=console.hand_over(),
-    )
+    payload = {
+        "launcher": os.getpid(),
+        "call": call,
+        "has_display": console.has_display,
+        "has_bar": console.has_bar,
+        "lines": console.hand_over(),
+    }
     # torch's warnings about lost connections repeat what the messages say.
     variables = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     variables = {name: value for name, value in variables.items() if name not in os.environ}
-    # flatout is found as it was here, whatever changed sys.path.
-    variables["PYTHONPATH"] = os.pathsep.join(search_path)
     try:
         with contextlib.ExitStack() as stack:
             folder = _private_folder(stack, payload)
@@ -91,7 +86,7 @@ def launch(
         raise error.with_traceback(None)  # noqa: B904
 
 
-def _private_folder(stack: contextlib.ExitStack, payload: Payload) -> Path:
+def _private_folder(stack: contextlib.ExitStack, payload: dict[str, Any]) -> Path:
     try:
         folder, held = temporary_folder()
         stack.callback(os.close, held)
@@ -178,13 +173,18 @@ class _Launch:
         torch_log.addHandler(logging.NullHandler())
         self._folder, self._names, self._console, self._hosts = folder, names, console, hosts
         self._restarts, self._signals = restarts, signals
-        self._rendezvous: OneHost = OneHost(folder) if hosts.most == 1 else SeveralHosts(hosts)
+        self._rendezvous: OneHost = OneHost() if hosts.most == 1 else SeveralHosts(hosts)
         stack.callback(self._rendezvous.leave)
+        # flatout is found as it was here, whatever changed sys.path.
+        search_path = [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)]
+        command = (
+            f"import sys; sys.path[:] = {search_path!r}; from flatout.distributed import rank; sys.exit(rank.main())"
+        )
         self._spec = WorkerSpec(
             role="flatout",
             local_world_size=len(names),
             entrypoint=sys.executable,
-            args=("-P", "-m", "flatout.distributed.rank", str(folder)),
+            args=("-P", "-c", command, str(folder)),
             rdzv_handler=self._rendezvous,
             max_restarts=0,
             monitor_interval=_LOOK_SECONDS,
@@ -230,7 +230,8 @@ class _Launch:
         # Not raised here, as its traceback and this frame would keep each other, and the store.
         if error := running.exception():
             return _End(error=self._of_rendezvous(error))
-        if (result := running.result()) is None:
+        result: Any = running.result()
+        if result is None:
             return _End(error=InputError("the run has ended; it had as many hosts as it could use, without this one"))
         return self._judge(self._ended_ranks(agent, result))
 
@@ -314,9 +315,7 @@ class _Launch:
             # As a rule all have raised the same; the lowest rank speaks for the run.
             return _End(error=refused[0].value, reason=refused[0].message)
         if cause := self._cause(ranks):
-            reason, advice = self._explain(cause, ranks)
-            text = f"{reason}; the other ranks were ended.{advice}{self._tail(cause)}"
-            return _End(error=TrainingFailed(text), reason=reason, may_restart=not signals.number)
+            return self._explain(cause, ranks)
         if signals.number:
             return _End(error=signals.error(), reason="the user stopped the run")
         if stopped := [rank for rank in ranks if rank.kind == "stopped"]:
@@ -344,41 +343,33 @@ class _Launch:
         is_cause = silenced and not self._signals.number and (is_for_silence or not is_by_agent)
         return silenced[0] if is_cause else None
 
-    def _explain(self, cause: _EndedRank, ranks: list[_EndedRank]) -> tuple[str, str]:
-        """Return what happened to a rank and where in training, and what may help."""
-        position, advice = read_position(self._folder, cause.local_rank), ""
+    def _explain(self, cause: _EndedRank, ranks: list[_EndedRank]) -> _End:
+        """Say what happened to a rank and where in training, what may help, and how its log ends."""
+        output, advice = self._folder / f"output-{cause.local_rank}", ""
+        position = read_position(self._folder, cause.local_rank)
+        text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
         waited = [rank.message for rank in ranks if rank.kind == "silent"]
         if cause.kind == "memory":
-            text = f"ran out of memory {position}: {cause.message}"
+            reason = f"ran out of memory {position}: {cause.message}"
             advice = " A smaller batch_size or more devices need less memory on each."
         elif cause.kind:
-            text = f"failed {position}: {cause.message}"
-        elif hung := _HUNG.search(self._output(cause)):
-            text = f"made no progress for {hung[1]} h {position} (--hang-timeout)"
+            reason = f"failed {position}: {cause.message}"
+        elif hung := _HUNG.search(text):
+            reason = f"made no progress for {hung[1]} h {position} (--hang-timeout)"
         elif waited:
-            text = f"did not answer {position} and was killed ({waited[0]})"
+            reason = f"did not answer {position} and was killed ({waited[0]})"
         elif cause.exit_code < 0:
-            text = f"was killed by {signal.Signals(-cause.exit_code).name} {position}"
+            reason = f"was killed by {signal.Signals(-cause.exit_code).name} {position}"
             if cause.exit_code == -signal.SIGKILL:
                 advice = " The system does that when memory runs out: a smaller batch_size or more devices need less."
         else:
-            text = f"ended with exit code {cause.exit_code} {position}"
-        return f"{cause.name} {text}", advice
-
-    def _output(self, rank: _EndedRank) -> str:
-        """Return the last lines of a rank's log, or of its output before the log was open."""
-        with contextlib.suppress(OSError):
-            text = (self._folder / f"output-{rank.local_rank}").read_text(encoding="utf-8", errors="replace")
-            return "\n".join(text.splitlines()[-_TAIL_LINES:])
-        return ""
-
-    def _tail(self, rank: _EndedRank) -> str:
-        """Return the last lines of a rank's log for a message, with the log's name."""
-        lines, path, name = self._output(rank).splitlines(), self._folder / f"output-{rank.local_rank}", "its output"
-        if path.is_symlink():
-            log = path.readlink()
-            name = log.relative_to(Path.cwd()) if log.is_relative_to(Path.cwd()) else log
-        return "\n".join([f" The last lines of {name}:", *(f"  {line}" for line in lines)]) if lines else ""
+            reason = f"ended with exit code {cause.exit_code} {position}"
+        reason, tail = f"{cause.name} {reason}", ""
+        if text:
+            log = output.readlink() if output.is_symlink() else "its output"
+            tail = "\n  ".join([f" The last lines of {log}:", *text.splitlines()[-_TAIL_LINES:]])
+        error = TrainingFailed(f"{reason}; the other ranks were ended.{advice}{tail}")
+        return _End(error=error, reason=reason, may_restart=not self._signals.number)
 
 
 def _pids(agent: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""One rank: the process `python -m flatout.distributed.rank FOLDER` that the launcher starts, and the watch of a rank.
+"""One rank of a run: its process, which the launcher starts, and its watch.
 
 The launcher's private folder holds the payload. Each rank adds its output (`output-N`, later a link to its log), its
 position in training (`position-N`), `ready-N-PID` once it handles signals, its outcome (`outcome-N`, in the format of
@@ -21,7 +21,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from flatout.errors import FAILED, InputError, RankLost, Stopped, TrainingFailed
 from flatout.files import write_atomically
 from flatout.host import start_quickly
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOOK_SECONDS = 0.5
 # An interpreter may take this long to end; a library's threads may hang then.
 _EXIT_SECONDS = 10.0
@@ -40,19 +38,6 @@ _POSITION = struct.Struct("qq")
 
 class PeerSilent(RankLost):
     """Another rank did not take part in a collective operation in time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Payload:
-    """What a rank gets from its launcher: its process, search paths, console and call, `(function, args)` pickled."""
-
-    launcher: int
-    path: list[str]
-    python_path: str | None
-    has_display: bool
-    has_bar: bool
-    lines: list[tuple[str, str]]
-    call: bytes
 
 
 class Watch:
@@ -160,13 +145,10 @@ def current_watch() -> Watch:
 class _RankConsole(Console):
     """The console of a rank. Once its log is open, all output of the process goes there."""
 
-    def __init__(self, folder: Path, payload: Payload, rank: int, local_rank: int) -> None:
-        is_shown = rank == 0 and payload.has_display
-        display = Relay(folder / "display", has_bar=payload.has_bar) if is_shown else None
+    def __init__(self, output: Path, rank: int, display: Relay | None, lines: list[tuple[str, str]]) -> None:
         super().__init__(rank=rank, device=os.environ[DEVICE], display=display)
-        if rank == 0 and restart_count() == 0:
-            self.take_over(payload.lines)
-        self._output = folder / f"output-{local_rank}"
+        self.take_over(lines)
+        self._output = output
 
     def open_log(self, path: Path) -> None:
         super().open_log(path)
@@ -189,23 +171,20 @@ def main() -> int:
     global _watch
     start_quickly()
     folder, rank, local_rank = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    output = os.open(folder / f"output-{local_rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    output = folder / f"output-{local_rank}"
     for stream in (sys.stdout, sys.stderr):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream.fileno())
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     # Of the thread that crashed alone: the stacks of all would hide the last lines of the log.
     faulthandler.enable(all_threads=False)
-    payload: Payload = pickle.loads((folder / "payload").read_bytes())
-    sys.path[:] = payload.path
-    os.environ.pop("PYTHONPATH")
-    if payload.python_path is not None:
-        os.environ["PYTHONPATH"] = payload.python_path
+    payload: dict[str, Any] = pickle.loads((folder / "payload").read_bytes())
     _watch = Watch(folder, local_rank)
-    _watch.start(payload.launcher)
-    console = _RankConsole(folder, payload, rank, local_rank)
+    _watch.start(payload["launcher"])
+    is_shown = rank == 0 and payload["has_display"]
+    display = Relay(folder / "display", has_bar=payload["has_bar"]) if is_shown else None
+    console = _RankConsole(output, rank, display, payload["lines"] if rank == restart_count() == 0 else [])
     ready = folder / f"ready-{local_rank}-{os.getpid()}"
-    kind, message, value = _run(payload.call, console, ready)
+    kind, message, value = _run(payload["call"], console, ready)
     console.close()
     _report(folder / f"outcome-{local_rank}", kind, message, value)
     ready.unlink(missing_ok=True)
@@ -221,11 +200,26 @@ def main() -> int:
 def _run(call: bytes, console: Console, ready: Path) -> tuple[str, str, Any]:
     """Call the function; return the kind of outcome, its message, and the value or the exception for the launcher."""
     raised: list[BaseException] = []
+    is_running = True
+
+    def stop(number: int, frame: Any) -> None:
+        nonlocal is_running
+        if is_running:
+            is_running = False
+            raised.append(KeyboardInterrupt() if number == signal.SIGINT else Stopped(number))
+            raise raised[-1]
+
     try:
-        with _signals_raise(raised):
+        try:
+            # Until training handles them itself. Children of a shell's background job would ignore SIGINT.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, stop)
             ready.touch()
             function, arguments = pickle.loads(call)
             return "done", "", function(console, *arguments)
+        finally:
+            # The outcome is written next, which takes no time.
+            is_running = False
     except BaseException as error:
         # torch's imports, for one, turn an exception that a signal raises into another one.
         error = raised[0] if raised else error
@@ -244,37 +238,6 @@ def _report(outcome: Path, kind: str, message: str, value: Any) -> None:
     """Write an outcome: torch's keys of an error file, and ours."""
     import cloudpickle
 
-    pickled = base64.b64encode(cloudpickle.dumps(value)).decode()
-    report = {
-        "message": message,
-        "timestamp": str(int(time.time())),
-        "kind": kind,
-        "time": time.time(),
-        "value": pickled,
-    }
+    pickled, now = base64.b64encode(cloudpickle.dumps(value)).decode(), time.time()
+    report = {"message": message, "timestamp": str(int(now)), "kind": kind, "time": now, "value": pickled}
     write_atomically(outcome, json.dumps(report).encode())
-
-
-@contextlib.contextmanager
-def _signals_raise(raised: list[BaseException]) -> Iterator[None]:
-    """Let SIGINT and SIGTERM raise exceptions, which `raised` collects, until training handles the signals itself."""
-
-    def stop(number: int, frame: Any) -> None:
-        raised.append(KeyboardInterrupt() if number == signal.SIGINT else Stopped(number))
-        raise raised[-1]
-
-    # A shell's background jobs ignore SIGINT, and their children inherit that.
-    for number in _SIGNALS:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        # The outcome is written next, which takes no time.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-
-
-if __name__ == "__main__":
-    # As the module that the launcher knows: what is pickled here must be found there.
-    from flatout.distributed import rank
-
-    sys.exit(rank.main())

@@ -33,53 +33,38 @@ _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class OneHost(RendezvousHandler):
-    """Counts the attempts, and names a new file for each in which the ranks of the only host meet.
+    """The rendezvous of the ranks of the only host: in a file in their launcher's private folder, new in each attempt.
 
     Attributes:
         attempt: how often the ranks have been started before, the same number on all hosts.
-        store_file: where the ranks meet; None where it is the store at MASTER_ADDR.
+        is_waiting: whether this host waits for others.
     """
 
-    are_several = False
-    is_waiting = False
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self.attempt = folder, -1
-
-    @property
-    def store_file(self) -> Path | None:
-        """See the class."""
-        return self._folder / f"store-{self.attempt}"
+    are_several = is_waiting = False
+    attempt = -1
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See torch. The agent's own store is in its memory, and nothing listens at the address."""
+        # The agent's own store is in its memory, and nothing listens at the address.
         self.attempt += 1
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
 
     def get_backend(self) -> str:
-        """See torch."""
         return "flatout"
 
     def get_run_id(self) -> str:
-        """See torch."""
         return "flatout"
 
     def is_closed(self) -> bool:
-        """See torch."""
         return False
 
     def set_closed(self) -> None:
-        """See torch."""
+        pass
 
     def num_nodes_waiting(self) -> int:
-        """See torch."""
         return 0
 
     def shutdown(self) -> bool:
-        """See torch."""
         return True
-
-    # --- what hosts tell each other -------------------------------------------------------------------------------
 
     def end_run(self, reason: str) -> None:
         """End the run on all hosts; the first reason counts."""
@@ -99,15 +84,11 @@ class OneHost(RendezvousHandler):
 class SeveralHosts(OneHost):
     """torch's rendezvous over a store that flatout opens on one address; the ranks use the same store.
 
-    Attributes: see `OneHost`.
-        is_waiting: whether this host waits for others.
-
     Raises:
         InputError: the store cannot be opened or reached, or the hosts disagree on --nodes.
     """
 
     are_several = True
-    store_file = None
 
     def __init__(self, hosts: Hosts) -> None:
         self.attempt, self._hosts, self._is_ending = 0, hosts, False
@@ -145,11 +126,9 @@ class SeveralHosts(OneHost):
 
     @property
     def use_agent_store(self) -> bool:
-        """See torch; the ranks are clients of this store."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See torch."""
         self.is_waiting = True
         try:
             info = self._handler.next_rendezvous()
@@ -162,13 +141,10 @@ class SeveralHosts(OneHost):
         return RendezvousInfo(info.store, info.rank, info.world_size, store)
 
     def num_nodes_waiting(self) -> int:
-        """See torch."""
         return 0 if self._is_ending else self._handler.num_nodes_waiting()
 
-    # --- what hosts tell each other -------------------------------------------------------------------------------
-
     def end_run(self, reason: str) -> None:
-        """See `OneHost`. A wait for hosts, here or elsewhere, ends."""
+        # A wait for hosts, here or elsewhere, ends.
         self._is_ending = True
         with contextlib.suppress(RuntimeError, RendezvousError):  # the store is gone, and with it the run
             self._store.compare_set("end", "", f"{self._hosts.name}: {reason}")
@@ -176,7 +152,6 @@ class SeveralHosts(OneHost):
             self._torch_handler().shutdown()
 
     def reason(self, seconds: float = 0.0) -> str:
-        """See `OneHost`."""
         until = time.monotonic() + seconds
         with contextlib.suppress(RuntimeError):
             while not self._store.check(["end"]):
@@ -187,7 +162,6 @@ class SeveralHosts(OneHost):
         return ""
 
     def missing(self) -> str:
-        """See `OneHost`."""
         least = self._hosts.least
         if self._hosts.node_rank is None:
             return f"only {self._store.add('came', 0)} of {least} hosts came"
@@ -195,7 +169,7 @@ class SeveralHosts(OneHost):
         return f"node {', '.join(nodes)} did not come"
 
     def leave(self) -> None:
-        """See `OneHost`. The host with the store waits a little for the others."""
+        # The host with the store waits a little for the others.
         os.environ.pop(_NO_SHARED_STORE, None)
         with contextlib.suppress(RuntimeError):
             self._handler.shutdown()
@@ -237,7 +211,7 @@ def _open_store(hosts: Hosts) -> tuple[TCPStore, bool]:
 
 
 class RankFiles(LogsSpecs):
-    """The files of the ranks of this host, which are new in each attempt, and the variables that tell ranks of them."""
+    """The files of the ranks of this host, which are new in each attempt, and the variables that they need."""
 
     def __init__(self, folder: Path, names: Sequence[str], variables: Mapping[str, str], rendezvous: OneHost) -> None:
         super().__init__()
@@ -245,19 +219,16 @@ class RankFiles(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """See torch."""
         return str(self._folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """See torch."""
-        folder, own = self._folder, dict[str, str](self._variables)
-        for kind in ("outcome", "output", "position", "ready"):
-            for path in folder.glob(f"{kind}-*"):
-                path.unlink()
+        folder, attempt = self._folder, self._rendezvous.attempt
+        for path in (p for kind in ("outcome", "output", "position", "ready") for p in folder.glob(f"{kind}-*")):
+            path.unlink()
         # torch counts the restarts of one agent; a host that joins later must resume as well.
-        own["TORCHELASTIC_RESTART_COUNT"] = str(self._rendezvous.attempt)
-        if self._rendezvous.store_file:
-            own[STORE] = str(self._rendezvous.store_file)
+        own = {**self._variables, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        if not self._rendezvous.are_several:
+            own[STORE] = str(folder / f"store-{attempt}")
         outcomes = {i: str(folder / f"outcome-{i}") for i in envs}
         for i, variables in envs.items():
             variables |= {**own, DEVICE: self._names[i], "TORCHELASTIC_ERROR_FILE": outcomes[i]}

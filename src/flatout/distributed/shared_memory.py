@@ -1,4 +1,4 @@
-"""Add up tensors of the CPU ranks of one host through memory that they share.
+"""Add up tensors of the CPU ranks of one host through memory that they share; buckets, which are added up meanwhile.
 
 Every rank writes its numbers into its own row, signals that, waits for the signals of the others, and adds the rows up
 in the order of the ranks, so that all get the same bits. Rows exist twice and take turns: a rank cannot reach the third
@@ -17,9 +17,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from flatout.data.cache import temporary_folder
 from flatout.distributed.rank import PeerSilent
@@ -65,12 +66,13 @@ class SharedMemory:
         self.wait(_SUM, self.signal(_SUM))
         return rows.sum(0, dtype=values.dtype)
 
-    def buckets(self, sizes: Sequence[int], dtype: torch.dtype) -> "list[SharedBucket]":
+    def buckets(self, sizes: Sequence[int], dtype: torch.dtype) -> "list[Bucket]":
         """Return a bucket for each number of elements; they are to be started in this order."""
         each = ALIGNMENT // dtype.itemsize
         rounded = [-(-size // each) * each for size in sizes]
         rows = self._allocate(2 * self.size * sum(rounded) * dtype.itemsize).view(dtype)
-        buckets, offset = [], 0
+        buckets: list[Bucket] = []
+        offset = 0
         for size, room in zip(sizes, rounded, strict=True):
             end = offset + 2 * self.size * room
             buckets.append(SharedBucket(self, rows[offset:end].view(2, self.size, room)[:, :, :size]))
@@ -136,26 +138,45 @@ class SharedMemory:
             connection.close()
 
 
-class SharedBucket:
+class Bucket:
+    """A flat tensor whose sum over the ranks torch.distributed computes while the caller does something else.
+
+    Attributes:
+        input: this rank's numbers, [n], which the caller writes.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.input = torch.zeros(size, dtype=dtype, device=device)
+        self._work: Any = None
+
+    def start(self) -> None:
+        """Start the sum; the input is complete."""
+        self._work = dist.all_reduce(self.input, async_op=True)
+
+    def add(self) -> None:
+        """Do this rank's part of the sum, once the inputs of all are complete."""
+
+    def finish(self) -> torch.Tensor:
+        """Wait for the sum, [n]; it is valid until the next `start` but one."""
+        self._work.wait()
+        self._work = None
+        return self.input
+
+
+class SharedBucket(Bucket):
     """A bucket in shared memory. Every rank adds up its part of the elements, for all."""
 
     def __init__(self, memory: SharedMemory, rows: torch.Tensor) -> None:
         self._memory, self._rows, self._turn = memory, rows, 0
+        self.input = rows[0, memory.rank]
         size = rows.shape[2]
         self._part = slice(memory.rank * size // memory.size, (memory.rank + 1) * size // memory.size)
         self._started = self._added = 0
 
-    @property
-    def input(self) -> torch.Tensor:
-        """Where this rank's numbers go, [n]."""
-        return self._rows[self._turn, self._memory.rank]
-
     def start(self) -> None:
-        """Signal that the input is complete."""
         self._started = self._memory.signal(_READY)
 
     def add(self) -> None:
-        """Do this rank's part of the sum, once the inputs of all are complete."""
         self._memory.wait(_READY, self._started)
         first, *others = self._rows[self._turn, :, self._part]
         for row in others:
@@ -163,10 +184,9 @@ class SharedBucket:
         self._added = self._memory.signal(_DONE)
 
     def finish(self) -> torch.Tensor:
-        """Wait for the sum, [n]; it stays until the next `start` but one."""
         self._memory.wait(_DONE, self._added)
-        total = self._rows[self._turn, 0]
-        self._turn = 1 - self._turn
+        total, self._turn = self._rows[self._turn, 0], 1 - self._turn
+        self.input = self._rows[self._turn, self._memory.rank]
         return total
 
 

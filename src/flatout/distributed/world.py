@@ -15,13 +15,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntFlag
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from flatout.distributed.environment import HANG_TIMEOUT, STORE, Launched, restart_count
 from flatout.distributed.rank import PeerSilent, current_watch
+from flatout.distributed.shared_memory import Bucket, SharedMemory
 from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
 
 Value = TypeVar("Value")
@@ -124,27 +126,6 @@ class Control:
         return received
 
 
-class Bucket(Protocol):
-    """A flat tensor whose sum over the ranks is computed while the caller does something else."""
-
-    @property
-    def input(self) -> torch.Tensor:
-        """This rank's numbers, [n]."""
-        ...
-
-    def start(self) -> None:
-        """Start the sum; the input is complete."""
-        ...
-
-    def add(self) -> None:
-        """Do this rank's part of the sum, once the inputs of all are complete."""
-        ...
-
-    def finish(self) -> torch.Tensor:
-        """Wait for the sum, [n]; it is valid until the next `start` but one."""
-        ...
-
-
 class World:
     """The ranks of a run, seen from one of them.
 
@@ -171,7 +152,7 @@ class World:
         self.timeout = HANG_TIMEOUT + _MARGIN_SECONDS
         self.watch = current_watch()
         self.control = Control(self)
-        self._memory: Any = None
+        self._memory: SharedMemory | None = None
         self._objects: Any = None
         self._owns_group = False
 
@@ -196,11 +177,11 @@ class World:
         self.seconds += time.perf_counter() - began
         return total
 
-    def buckets(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Bucket]:
+    def buckets(self, sizes: Sequence[int], dtype: torch.dtype) -> Sequence[Bucket]:
         """Return a bucket for each number of elements; every rank must start them in this order."""
         if self._memory is not None:
             return self._memory.buckets(sizes, dtype)
-        return [_GroupBucket(size, dtype, self.device) for size in sizes]
+        return [Bucket(size, dtype, self.device) for size in sizes]
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite tensors with those of rank 0."""
@@ -291,7 +272,7 @@ class World:
             timeout = datetime.timedelta(seconds=self.timeout)
             try:
                 # The keys of an earlier attempt are still in the launcher's store.
-                store = dist.PrefixStore(f"attempt_{restart_count()}", _open_store(launched))
+                store = PrefixStore(f"attempt_{restart_count()}", _open_store(launched))
                 dist.init_process_group(name, timeout=timeout, store=store, rank=self.rank, world_size=self.size)
             except (dist.DistError, RuntimeError) as error:
                 raise InputError(f"{launched.where}: the ranks did not meet: {str(error).splitlines()[0]}") from None
@@ -301,8 +282,6 @@ class World:
         self.watch.limit, self.watch.has_left = hang_timeout, False
         self.watch.start()
         if self.device.type == "cpu" and is_one_host:
-            from flatout.distributed.shared_memory import SharedMemory
-
             self._memory = SharedMemory(self)
             self.backend = "memory"
 
@@ -338,38 +317,19 @@ class World:
 ALONE = World()
 
 
-class _GroupBucket:
-    """A bucket of torch.distributed's default group."""
-
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.input = torch.zeros(size, dtype=dtype, device=device)
-        self._work: Any = None
-
-    def start(self) -> None:
-        self._work = dist.all_reduce(self.input, async_op=True)
-
-    def add(self) -> None:
-        pass
-
-    def finish(self) -> torch.Tensor:
-        self._work.wait()
-        self._work = None
-        return self.input
-
-
 def _open_store(launched: Launched) -> Any:
     """Return the store where the ranks meet. Where no launcher provides it, rank 0 does."""
     if STORE in os.environ:
-        return dist.FileStore(os.environ[STORE], launched.size)
+        return FileStore(os.environ[STORE], launched.size)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or launched.rank:
-        return dist.TCPStore(launched.address, launched.port, is_master=False)
+        return TCPStore(launched.address, launched.port, is_master=False)
     try:
         return serve_store(launched.address, launched.port)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise InputError(f"{launched.where}: {error.strerror}") from None
         # A virtual address, such as that of a Kubernetes service.
-        return dist.TCPStore(launched.address, launched.port, is_master=True, wait_for_workers=False)
+        return TCPStore(launched.address, launched.port, is_master=True, wait_for_workers=False)
 
 
 def serve_store(address: str, port: int) -> Any:
@@ -380,7 +340,7 @@ def serve_store(address: str, port: int) -> Any:
         listener.bind(target)
         listener.listen(1024)
         port = listener.getsockname()[1]
-        return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def interface_to(address: str, port: int) -> str:
