@@ -112,6 +112,16 @@ def stay_behind(console: Console, world: "World", how: str) -> None:
     world.all_reduce(torch.ones(3))
 
 
+def prepare_long(console: Console, world: "World") -> str:
+    """Let the other rank wait in a collective of objects, before and after the first step."""
+    world.barrier()
+    if world.is_main:
+        time.sleep(2.5)
+    world.barrier()
+    world.watch.report_step(0, 1)
+    return world.from_main(lambda: time.sleep(2.5) or "done")
+
+
 def stop_soon_after(console: Console) -> None:
     """Join with short limits, and let the second rank be stopped."""
     from flatout.distributed import world as module

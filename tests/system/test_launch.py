@@ -126,6 +126,8 @@ def test_a_rank_without_progress_is_named_and_its_stack_is_shown() -> None:
     with pytest.raises(TrainingFailed, match=r"rank 1 .*made no progress for 0:00:02 h in epoch 1, step 5") as caught:
         run_on_devices(ranks.stay_behind, ("hang",), hang_timeout=2.0, **options)
     assert re.search(r'File ".*rank_functions.py", line \d+ in stay_behind', str(caught.value))
+    # A long set-up and a wait for the work of the first rank do not count as a hang.
+    assert run_on_devices(ranks.prepare_long, (), hang_timeout=1.0, **options) == "done"
 
 
 @pytest.mark.slow

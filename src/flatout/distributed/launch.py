@@ -165,7 +165,7 @@ class _Launch:
     ) -> None:
         from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-        from flatout.distributed.rendezvous import OneHost, RankFiles, SeveralHosts
+        from flatout.distributed.rendezvous import Rendezvous, RankFiles, SeveralHosts
 
         # torch logs what it starts and ends; flatout's messages say the same in one line.
         torch_log = logging.getLogger("torch.distributed.elastic")
@@ -173,7 +173,7 @@ class _Launch:
         torch_log.addHandler(logging.NullHandler())
         self._folder, self._names, self._console, self._hosts = folder, names, console, hosts
         self._restarts, self._signals = restarts, signals
-        self._rendezvous: OneHost = OneHost() if hosts.most == 1 else SeveralHosts(hosts)
+        self._rendezvous: Rendezvous = Rendezvous() if hosts.most == 1 else SeveralHosts(hosts)
         stack.callback(self._rendezvous.leave)
         # flatout is found as it was here, whatever changed sys.path.
         search_path = [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)]

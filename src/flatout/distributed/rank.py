@@ -55,6 +55,7 @@ class Watch:
         self.limit: float | None = None
         self.has_left = False
         self._folder, self._thread = folder, None
+        self._has_begun = False
         self._progress = self._pauses = 0
         self._position: Any = bytearray(_POSITION.size)
         if folder:
@@ -72,10 +73,11 @@ class Watch:
     def report_step(self, epoch: int, step: int) -> None:
         """Note the position: epochs done, and steps done in the next one."""
         _POSITION.pack_into(self._position, 0, epoch, step)
-        self._progress += 1
+        self.keep_alive()
 
     def keep_alive(self) -> None:
         """Note progress at the same position, such as a batch of an evaluation."""
+        self._has_begun = True
         self._progress += 1
 
     @contextlib.contextmanager
@@ -91,7 +93,7 @@ class Watch:
     def _run(self, parent: int) -> None:
         seen = -1
         while os.getppid() == parent:
-            if not self._progress or self._pauses or not self.limit:
+            if not self._has_begun or self._pauses or not self.limit:
                 faulthandler.cancel_dump_traceback_later()
                 seen = -1
             elif self._progress != seen:

@@ -32,7 +32,7 @@ _RETRY_SECONDS = 0.25
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-class OneHost(RendezvousHandler):
+class Rendezvous(RendezvousHandler):
     """The rendezvous of the ranks of the only host: in a file in their launcher's private folder, new in each attempt.
 
     Attributes:
@@ -81,7 +81,7 @@ class OneHost(RendezvousHandler):
         """Leave the run for good."""
 
 
-class SeveralHosts(OneHost):
+class SeveralHosts(Rendezvous):
     """torch's rendezvous over a store that flatout opens on one address; the ranks use the same store.
 
     Raises:
@@ -213,7 +213,9 @@ def _open_store(hosts: Hosts) -> tuple[TCPStore, bool]:
 class RankFiles(LogsSpecs):
     """The files of the ranks of this host, which are new in each attempt, and the variables that they need."""
 
-    def __init__(self, folder: Path, names: Sequence[str], variables: Mapping[str, str], rendezvous: OneHost) -> None:
+    def __init__(
+        self, folder: Path, names: Sequence[str], variables: Mapping[str, str], rendezvous: Rendezvous
+    ) -> None:
         super().__init__()
         self._folder, self._names, self._variables, self._rendezvous = folder, names, variables, rendezvous
 
