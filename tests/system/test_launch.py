@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 
+import flatout
 from flatout.cli import main
 from flatout.console import Console
 from flatout.distributed.launch import launch
@@ -251,6 +252,21 @@ def test_a_second_interrupt_ends_all_at_once(tmp_path: Path) -> None:
 
 
 # --- real runs --------------------------------------------------------------------------------------------------------
+
+
+class Sleeping(flatout.Callback):
+    def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
+        time.sleep(1000)
+
+
+@pytest.mark.slow
+def test_a_callback_that_hangs_is_noticed(tmp_path: Path) -> None:
+    data: Any = (np.zeros((60, 8, 8, 1), np.uint8), np.arange(60) % 3)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
+    options: dict[str, Any] = {"epochs": 1, "batch_size": 20, "devices": "2xcpu", "quiet": True}
+    with pytest.raises(TrainingFailed, match=r"rank 0 .* made no progress for 0:00:02 h in epoch 1"):
+        flatout.fit(net, data, out=tmp_path / "run", callbacks=[Sleeping()], hang_timeout=2.0, **options)
+
 
 MARK = "FLATOUT_TEST_RUN"
 # A user's own model. In the tenth training step after the start (seven are an epoch), one rank has a mishap.

@@ -165,7 +165,7 @@ class _Launch:
     ) -> None:
         from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-        from flatout.distributed.rendezvous import Rendezvous, RankFiles, SeveralHosts
+        from flatout.distributed.rendezvous import RankFiles, Rendezvous, SeveralHosts
 
         # torch logs what it starts and ends; flatout's messages say the same in one line.
         torch_log = logging.getLogger("torch.distributed.elastic")
