@@ -1,7 +1,6 @@
 """What other users of a machine can reach of a run: torch unpickles what they write into its store."""
 
 import contextlib
-import os
 import socket
 import stat
 import struct
@@ -90,21 +89,9 @@ def test_a_connection_that_stays_silent_does_not_hang_the_start(monkeypatch: pyt
         shared_memory.SharedMemory(FirstOfTwo(silent.connect))
 
 
-def test_other_users_cannot_reach_the_socket_of_the_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither by the folder nor, where the folder's mode does not hold them off, by connecting."""
+def test_other_users_cannot_enter_the_folder_of_the_socket_of_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "CONNECT_SECONDS", 0.2)
     modes: list[int] = []
     with pytest.raises(RankLost):
         shared_memory.SharedMemory(FirstOfTwo(lambda address: modes.append(Path(address).parent.stat().st_mode)))
     assert [stat.S_IMODE(mode) for mode in modes] == [0o700]
-    # As if the process that connects were another user's.
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with socket.socket(socket.AF_UNIX) as other:
-
-        def speak(address: str) -> None:
-            other.connect(address)
-            other.sendall(struct.pack("i", 1))
-
-        with pytest.raises(RankLost, match="did not connect: timed out"):
-            shared_memory.SharedMemory(FirstOfTwo(speak))

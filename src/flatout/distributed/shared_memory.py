@@ -10,7 +10,6 @@ no name, and the sockets have one only while the ranks connect, in a folder that
 import contextlib
 import mmap
 import os
-import shutil
 import socket
 import struct
 import tempfile
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from flatout.data.cache import temporary_folder
 from flatout.distributed.rank import PeerSilent
 from flatout.errors import RankLost
 from flatout.host import usable_cores
@@ -211,9 +209,6 @@ def _connect(world: "World") -> dict[int, socket.socket]:
             while len(peers) < world.size - 1:
                 connection = stack.enter_context(listener.accept()[0])
                 connection.settimeout(CONNECT_SECONDS)
-                if not _is_of_this_user(connection):
-                    connection.close()
-                    continue
                 (rank,) = struct.unpack("i", connection.recv(4))
                 peers[rank] = connection
         except (OSError, struct.error) as error:
@@ -231,29 +226,18 @@ def _connect(world: "World") -> dict[int, socket.socket]:
 
 @contextlib.contextmanager
 def _listener() -> Iterator[tuple[socket.socket, str]]:
-    """Provide a socket that listens in a folder of this user's own, and the address for the other ranks."""
-    folder, held = temporary_folder()
-    opened = os.open(folder, os.O_RDONLY)
-    try:
+    """Provide a socket that listens in a folder that other users cannot enter, and the address for the other ranks."""
+    with tempfile.TemporaryDirectory(prefix="flatout-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        opened = os.open(folder, os.O_RDONLY)
         # An address has at most 107 bytes, and the path of the folder may be longer.
         place = f"/proc/{os.getpid()}/fd/{opened}" if Path("/proc/self/fd").is_dir() else folder
-        with socket.socket(socket.AF_UNIX) as listener:
+        try:
             listener.settimeout(CONNECT_SECONDS)
             listener.bind(f"{place}/socket")
             listener.listen()
             yield listener, f"{place}/socket"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(opened)
-        os.close(held)
-
-
-def _is_of_this_user(connection: socket.socket) -> bool:
-    """Return whether a process of this user has connected, as far as the system tells."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return user == os.geteuid()
+        finally:
+            os.close(opened)
 
 
 def _anonymous_file(nbytes: int) -> int:
