@@ -7,7 +7,6 @@ Between hosts and between GPUs torch.distributed does the work. CPU ranks of one
 import contextlib
 import datetime
 import errno
-import ipaddress
 import os
 import signal
 import socket
@@ -351,10 +350,8 @@ def interface_to(address: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # This looks up the route; no packet is sent.
         probe.connect(target)
-        own = ipaddress.ip_address(probe.getsockname()[0])
+        own = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
-        for each in addresses:
-            is_internet = each.family in (socket.AF_INET, socket.AF_INET6)
-            if is_internet and ipaddress.ip_address(each.address.partition("%")[0]) == own:
-                return name
+        if own in {each.address.partition("%")[0] for each in addresses}:
+            return name
     return ""
