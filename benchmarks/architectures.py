@@ -43,7 +43,7 @@ from torch import nn
 from about import about
 from flatout.console import duration
 from flatout.data.batches import Samples
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.build import build_model, quiet, usable_size
 from flatout.models.heads import FeatureNetwork, find_head, set_head

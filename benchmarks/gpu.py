@@ -30,7 +30,7 @@ from flatout.data.batches import Batch, Samples
 from flatout.data.build import find, load_pack
 from flatout.data.pack import Pack, PackSettings
 from flatout.data.splits import splits_of
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.base import Engine
 from flatout.engine.devices import machine, parse_devices
 from flatout.engine.factory import join, make_engine

@@ -19,7 +19,7 @@ from flatout.data.batches import Samples
 from flatout.data.build import find, load_pack
 from flatout.data.pack import Pack, PackSettings
 from flatout.data.splits import splits_of
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.factory import join
 from flatout.engine.torch.engine import TorchEngine
 from flatout.jobs import load_job

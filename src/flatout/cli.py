@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(args: Namespace) -> None:
     """Run a command. Only rank 0 prints; progress goes to stderr where stdout has a result."""
     from flatout.console import Console
-    from flatout.dist.env import launched
+    from flatout.distributed.environment import launched
 
     process = launched()
     rank = process.rank if process else 0

@@ -105,6 +105,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--node-rank": {"type": int, "metavar": "R", "help": "the index of this host, from 0 (optional)"},
     "--rendezvous": {"default": "", "metavar": "HOST:PORT", "help": "an address of the first host"},
     "--rendezvous-timeout": {"type": float, "metavar": "S", "help": "seconds to wait for all hosts (120)"},
+    "--hang-timeout": {
+        "type": float,
+        "default": 300.0,
+        "metavar": "S",
+        "help": "seconds without progress after which a rank of several is ended (300)",
+    },
     "--restarts": {
         "type": int,
         "metavar": "N",

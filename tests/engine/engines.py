@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.base import Engine
 from flatout.engine.torch.engine import TorchEngine
 from flatout.recipe import Recipe

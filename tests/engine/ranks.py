@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-from flatout.dist.env import launched, serve_store
-from flatout.dist.world import World
+from flatout.distributed.environment import launched
+from flatout.distributed.world import World, serve_store
 from flatout.errors import RankLost
 
 Backend = Literal["memory", "gloo"]

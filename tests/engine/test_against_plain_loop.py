@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.data.batches import Samples, epoch_batches
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.base import Evaluation
 from flatout.recipe import Optimizer, Recipe
 from flatout.train.loop import LoopHooks, run_loop

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.torch.batch_norm import BatchNorm
 from flatout.engine.torch.step import ReplacedFunctions
 from tests.engine.ranks import on_ranks

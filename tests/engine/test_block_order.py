@@ -11,7 +11,7 @@ import torch
 
 from flatout.data import batches
 from flatout.data.batches import Samples, epoch_batches
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.numerics import random
 from flatout.train.loop import run_loop

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.data.batches import training_batches
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.recipe import Recipe
 from flatout.train.loop import run_loop

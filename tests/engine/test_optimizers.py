@@ -16,7 +16,7 @@ from timm.optim.lion import Lion
 from torch import nn
 
 import flatout
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.errors import InputError
 from flatout.numerics import optim

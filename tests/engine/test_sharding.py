@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.torch.fsdp import build_optimizer, shard
 from flatout.engine.torch.state import gathered, load, named_tensors
 from flatout.errors import InputError

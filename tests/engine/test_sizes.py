@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import flatout
 from flatout.data.batches import Samples, training_batches
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.errors import InputError, Stopped
 from flatout.models.weights import read_weights

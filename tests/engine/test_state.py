@@ -2,7 +2,7 @@
 
 import torch
 
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.train.loop import LoopHooks, run_loop
 from flatout.train.progress import Progress

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.torch import step as cuda_graph
 from flatout.engine.torch.batches import Inputs
 from flatout.engine.torch.engine import TorchEngine

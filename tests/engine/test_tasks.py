@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from flatout.data.batches import Samples, training_batches
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.numerics.augment import epoch_transforms
 from flatout.recipe import Recipe

@@ -13,7 +13,7 @@ from torch.nn import functional
 import flatout
 from flatout.cli import main
 from flatout.data.batches import Samples
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.base import Evaluation
 from flatout.engine.torch.engine import TorchEngine
 from flatout.recipe import Recipe

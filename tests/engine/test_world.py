@@ -2,17 +2,16 @@
 
 import itertools
 import os
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from flatout.dist.world import World
+from flatout.distributed.environment import Launched
+from flatout.distributed.world import World
 from flatout.engine.torch.gradients import ALIGNMENT
-from flatout.errors import RankLost
-from tests.engine import ranks
+from flatout.errors import InputError, RankLost
 from tests.engine.ranks import Backend, on_ranks, on_ranks_that_part
 
 RANKS: dict[str, tuple[int, Backend]] = {"memory": (3, "memory"), "gloo": (2, "gloo")}
@@ -103,36 +102,26 @@ def assert_is_sum(found: list[torch.Tensor], rows: list[torch.Tensor]) -> None:
         assert torch.equal(found[0], torch.stack(rows).sum(0))
 
 
-@pytest.mark.parametrize(("dtype", "shape"), list(itertools.product(DTYPES, SUMS)))
-def test_sums(dtype: torch.dtype, shape: tuple[int, ...], got: list[dict[str, Any]]) -> None:
-    rows = [numbers(rank, shape, dtype) for rank in range(len(got))]
-    assert_is_sum([one[f"sum {dtype} {shape}"] for one in got], rows)
-
-
-def test_a_large_sum(got: list[dict[str, Any]]) -> None:
+def test_sums(got: list[dict[str, Any]]) -> None:
+    """Of any type and size, and in any memory order."""
+    for dtype, shape in itertools.product(DTYPES, SUMS):
+        rows = [numbers(rank, shape, dtype) for rank in range(len(got))]
+        assert_is_sum([one[f"sum {dtype} {shape}"] for one in got], rows)
+    rows = [numbers(rank, (2, 3, 4, 5), torch.float32) for rank in range(len(got))]
+    assert_is_sum([one["sum channels_last"] for one in got], rows)
     assert {one["large"] for one in got} == {sum(range(1, len(got) + 1))}
 
 
-def test_a_sum_keeps_its_shape_in_any_memory_order(got: list[dict[str, Any]]) -> None:
-    rows = [numbers(rank, (2, 3, 4, 5), torch.float32) for rank in range(len(got))]
-    assert_is_sum([one["sum channels_last"] for one in got], rows)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_buckets_take_turns(dtype: torch.dtype, got: list[dict[str, Any]]) -> None:
-    for turn, (place, size) in itertools.product(range(ROUNDS), enumerate(BUCKETS)):
+def test_buckets_take_turns(got: list[dict[str, Any]]) -> None:
+    for dtype, turn, (place, size) in itertools.product(DTYPES, range(ROUNDS), enumerate(BUCKETS)):
         rows = [numbers(rank, (size,), dtype, turn) for rank in range(len(got))]
         assert_is_sum([one[f"buckets {dtype}"][turn][place] for one in got], rows)
 
 
-def test_rows_of_all_ranks_in_any_memory_order(got: list[dict[str, Any]]) -> None:
-    expected = [numbers(rank, (4, 3, 2), torch.float32).movedim(1, -1) for rank in range(len(got))]
+def test_ranks_get_the_values_of_all_and_of_the_first(got: list[dict[str, Any]]) -> None:
+    rows = [numbers(rank, (4, 3, 2), torch.float32).movedim(1, -1) for rank in range(len(got))]
     for one in got:
-        assert all(torch.equal(a, b) for a, b in zip(one["rows"], expected, strict=True))
-
-
-def test_the_first_rank_is_everybodys_example(got: list[dict[str, Any]]) -> None:
-    for one in got:
+        assert all(torch.equal(a, b) for a, b in zip(one["rows"], rows, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(one["broadcast"], various(0), strict=True))
         assert one["share"] == {"rank": 0}
         assert one["gather"] == [f"rank {rank}" for rank in range(len(got))]
@@ -173,29 +162,28 @@ def test_who_waits_for_a_rank_that_left_is_told(backend: Backend, how: str) -> N
     assert "rank 1 is gone" in told or "rank 0 lost touch with the others" in told
 
 
-def fail(world: World, how: str) -> None:
-    """Rank 1 ends in a way that no test expects; rank 0 waits for it."""
+def join_as_another(world: World) -> str:
+    """Join where the process group that is initialised has other ranks; return what is refused."""
+    found = Launched(rank=world.rank, size=3, local_rank=0, local_size=1, address="127.0.0.1", port=1)
+    try:
+        World(found).join(found)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_process_group_of_other_ranks_is_refused() -> None:
+    said = on_ranks(2, join_as_another, backend="gloo")
+    assert said[1].startswith("RANK=1 and WORLD_SIZE=3, but the process group that is initialised has this process as")
+
+
+def test_these_tests_see_what_happens_to_a_rank() -> None:
+    with pytest.raises(RuntimeError, match="rank 1 ended without an answer"):
+        on_ranks(2, die)
+
+
+def die(world: World) -> None:
+    """The second rank dies while the first one waits for it."""
     if world.rank == 1:
-        if how == "dies":
-            os._exit(3)
-        assert how != "fails", "of rank 1"
-        threading.Event().wait()
+        os._exit(3)
     world.barrier()
-
-
-@pytest.mark.parametrize(
-    ("how", "error", "said"),
-    [
-        ("fails", AssertionError, "of rank 1"),
-        ("dies", RuntimeError, "rank 1 ended without an answer"),
-        ("hangs", TimeoutError, r"ranks \[0, 1\] did not answer in 2 s"),
-    ],
-    ids=["fails", "dies", "hangs"],
-)
-def test_these_tests_see_what_happens_to_a_rank(
-    how: str, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if how == "hangs":
-        monkeypatch.setattr(ranks, "SECONDS", 2.0)
-    with pytest.raises(error, match=said):
-        on_ranks(2, fail, how)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flatout.data.batches import training_batches
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.base import Engine
 from flatout.errors import InputError
 from flatout.recipe import Recipe

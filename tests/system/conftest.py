@@ -1,28 +1,33 @@
 """Fixtures of the system tests."""
 
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from flatout.dist import heartbeat
 from flatout.train.request import Options
-from tests.system.launchers import LauncherServer, eventually
 
-# A rank that is gone need not be waited for where the others wait for ever.
-SHORT_LIMITS = {"SILENT_SECONDS": 2.5, "STALLED_SECONDS": 2.5, "GRACE_SECONDS": 0.5}
+# What a run may take to end once something is wrong with it; and its start on a busy machine.
+END_SECONDS, START_SECONDS = 15, 60
 
 
-@pytest.fixture(scope="session", autouse=True)
-def short_stacks() -> Iterator[None]:
-    """Spare launchers most of a second: for its log, torch reads the source of every frame, of pytest's too."""
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+def eventually(condition: Callable[[], Any], seconds: float = END_SECONDS) -> Any:
+    """Wait for a condition; return its last value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return value
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic_rendezvous, "get_method_name", lambda depth=2: "")
-        yield
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def leave_out_pictures(patch: pytest.MonkeyPatch) -> None:
@@ -42,20 +47,6 @@ def no_pictures_in_module() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         leave_out_pictures(patch)
         yield
-
-
-@pytest.fixture
-def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the launcher in this process take ranks for lost sooner."""
-    for name, seconds in SHORT_LIMITS.items():
-        monkeypatch.setattr(heartbeat, name, seconds)
-
-
-@pytest.fixture(scope="module")
-def launchers() -> Iterator[LauncherServer]:
-    server = LauncherServer()
-    yield server
-    server.close()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import flatout
 from flatout.cli import main
 from flatout.models.weights import read_weights
 from flatout.report.page import draw_all
-from tests.system.launchers import eventually
+from tests.system.conftest import eventually
 
 SETTINGS: dict[str, Any] = {
     "epochs": 2,

@@ -1,25 +1,31 @@
-"""Ranks of several hosts, and ranks that another launcher started."""
+"""Several hosts: launchers on one machine, and whole runs in network namespaces joined by a cable."""
 
 import os
 import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
+import torch
 
-from flatout.dist.hosts import Hosts
+from flatout.cli import main
+from flatout.distributed.environment import Hosts
 from flatout.errors import InputError, TrainingFailed
 from tests.system import rank_functions as ranks
-from tests.system.launchers import END_SECONDS, START_SECONDS, eventually
+from tests.system.conftest import END_SECONDS, START_SECONDS, eventually
 from tests.system.rank_functions import run
-
-pytestmark = pytest.mark.usefixtures("nothing_left")
+from tests.system.run_files import metrics, summary, weights
 
 
 def free_port() -> int:
@@ -32,13 +38,13 @@ def host(rank: int, port: int, **changes: Any) -> Hosts:
     return Hosts(**{"nodes": "2", "node_rank": rank, "rendezvous": f"127.0.0.1:{port}", "timeout": 30.0} | changes)
 
 
-def run_hosts(function: Callable[..., Any], hosts: list[Hosts], sizes: list[int], *args: Any) -> list[Any]:
+def run_hosts(function: Callable[..., Any], hosts: list[Hosts], sizes: list[int]) -> list[Any]:
     """Run hosts side by side, each in a thread; return their answers or errors."""
     answers: list[Any] = [None] * len(hosts)
 
     def go(number: int) -> None:
         try:
-            answers[number] = run(function, *args, names=["cpu"] * sizes[number], hosts=hosts[number])
+            answers[number] = run(function, names=["cpu"] * sizes[number], hosts=hosts[number])
         except Exception as error:
             answers[number] = error
 
@@ -50,33 +56,28 @@ def run_hosts(function: Callable[..., Any], hosts: list[Hosts], sizes: list[int]
     return answers
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_two_hosts_of_different_size_are_one_run() -> None:
     port = free_port()
-    first, second = run_hosts(ranks.describe_place, [host(0, port), host(1, port)], [2, 1])
+    first, second = run_hosts(ranks.count, [host(0, port), host(1, port)], [2, 1])
     assert isinstance(first, dict) and isinstance(second, dict), (first, second)
-    assert (first["RANK"], first["LOCAL_RANK"], first["WORLD_SIZE"]) == ("0", "0", "3")
-    assert (second["RANK"], second["LOCAL_RANK"], second["WORLD_SIZE"]) == ("2", "0", "3")
-    assert first["MASTER_ADDR"] == second["MASTER_ADDR"] == "127.0.0.1"
-    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    same = {"sum": 6, "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "listening": {"127.0.0.1"}}
+    assert first == {**same, "RANK": "0"}
+    assert second == {**same, "RANK": "2", "listening": second["listening"]}
+    assert second["listening"] <= {"127.0.0.1"}
 
 
-@pytest.mark.slow
-def test_ranks_of_two_hosts_add_up() -> None:
+@pytest.mark.usefixtures("nothing_left")
+def test_a_rank_lost_on_another_host_is_named_on_both() -> None:
     port = free_port()
-    assert run_hosts(ranks.count, [host(0, port), host(1, port)], [2, 1]) == [6, 6]
-
-
-@pytest.mark.usefixtures("short_limits")
-@pytest.mark.parametrize(("how", "said"), [("exit", "ended with exit code 7"), ("hang", "kept all others waiting")])
-def test_a_rank_lost_on_another_host_is_named_on_both(how: str, said: str) -> None:
-    port = free_port()
-    here, there = run_hosts(ranks.die_on_the_second_host, [host(0, port), host(1, port)], [1, 1], how)
+    here, there = run_hosts(ranks.die_on_the_second_host, [host(0, port), host(1, port)], [1, 1])
     assert isinstance(there, TrainingFailed)
-    assert re.match(rf"rank 1 .*{said}.* in epoch 1, step 3", str(there))
+    assert re.match(r"rank 1 .*ended with exit code 7 in epoch 1, step 3", str(there))
     assert isinstance(here, TrainingFailed)
-    assert re.match(rf"node 1: rank 1 .*{said}.* in epoch 1, step 3", str(here))
+    assert re.match(r"node 1: rank 1 .*ended with exit code 7 in epoch 1, step 3", str(here))
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_hosts_that_do_not_meet_say_who_is_missing() -> None:
     port = free_port()
     with pytest.raises(InputError, match=rf"--rendezvous 127.0.0.1:{port}: no answer in 1 s .*--node-rank 0"):
@@ -85,10 +86,6 @@ def test_hosts_that_do_not_meet_say_who_is_missing() -> None:
         run(ranks.do_nothing, hosts=host(0, port, timeout=1.0))
     with pytest.raises(InputError, match=r"--rendezvous 192.0.2.1:\d+: this host cannot listen there"):
         run(ranks.do_nothing, hosts=host(0, port, rendezvous=f"192.0.2.1:{port}"))
-
-
-def test_hosts_that_disagree_about_their_number_are_told() -> None:
-    port = free_port()
     errors = run_hosts(ranks.do_nothing, [host(0, port, nodes="3"), host(1, port)], [1, 1])
     assert all(isinstance(error, InputError) and "hosts disagree" in str(error) for error in errors), errors
 
@@ -113,61 +110,217 @@ def test_hosts_refuse_what_cannot_be(values: dict[str, Any], said: str) -> None:
         Hosts(**values)
 
 
-# --- plain torchrun: ranks that only have each other ------------------------------------------------------------------
+# --- whole runs, each host with packs and a working folder of its own ------------------------------------------------
 
-ALONE = """
-    import os, signal, sys, time
-    from pathlib import Path
-    from flatout.dist import heartbeat
+PORT = 29500
+LISTENING = "0A"  # the state of a socket in /proc/net/tcp
+# Batch normalisation, and 50 images a step: 17, 17 and 16 on three ranks.
+NET = ("--model", "fashion-cnn", "--set", "image_size=16", "--batch-size", "50", "--epochs", "1", "--set", "keep=last")
+CONSTANT = ("--set", "schedule.name=constant", "--set", "optimizer.name=sgd", "--lr", "0.01")
+TRAIN = ("train", "digits", "--data", "digits.npz", *NET, *CONSTANT)
 
-    folder, rank, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    if rank == 0:
-        board = heartbeat.create(2)
-        (folder / "path.new").write_text(board.path)
-        (folder / "path.new").rename(folder / "path")
-    while not (folder / "path").exists():
-        time.sleep(0.05)
-    life = heartbeat.attach((folder / "path").read_text(), rank, "cpu")
-    life.watch(os.getppid())
-    life.report_step(0, 5)
-    if rank == 1 and how == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if rank == 1 and how == "hang":
-        time.sleep(1000)
-    if rank == 1 and how == "die":
-        # Not before the other has seen it.
-        time.sleep(3)
-        os._exit(1)
-    with life.waiting("all_reduce"):
-        time.sleep(1000)
-"""
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A network namespace with one address, and the folder that a person on that host would work in."""
+
+    namespace: str
+    address: str
+    folder: Path
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Run flatout on this host; `ip netns exec` becomes the command, so the process is flatout's own."""
+        environment = {**os.environ, "FLATOUT_CACHE": str(self.folder / "cache")}
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, sys.executable, "-m", "flatout", *arguments],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def processes(self) -> list[int]:
+        found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
+        return [int(pid) for pid in found.stdout.split()]
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> Iterator[tuple[str, str]]:
+    """Two network namespaces joined by a veth pair, which can reach nothing else."""
+    if not sys.platform.startswith("linux") or shutil.which("ip") is None:
+        pytest.skip("needs Linux and the ip command")
+    first, second = (f"flatout-{os.getpid()}-{name}" for name in "ab")
+    try:
+        try:
+            ip("netns", "add", first)
+            ip("netns", "add", second)
+            ip("link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"may not make network namespaces: {error.stderr.strip()}")
+        for namespace, address in ((first, "198.18.0.1/30"), (second, "198.18.0.2/30")):
+            ip("-n", namespace, "addr", "add", address, "dev", "eth0")
+            ip("-n", namespace, "link", "set", "lo", "up")
+            ip("-n", namespace, "link", "set", "eth0", "up")
+        yield first, second
+    finally:
+        for namespace in (first, second):
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+
+
+@pytest.fixture
+def hosts(namespaces: tuple[str, str], tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+    """The two hosts; whatever a test leaves running on them is ended, and the test has failed."""
+    images, labels = digits()
+    both = []
+    for namespace, address in zip(namespaces, ("198.18.0.1", "198.18.0.2"), strict=True):
+        folder = tmp_path / address
+        folder.mkdir()
+        np.savez(folder / "digits.npz", images=images, labels=labels)
+        both.append(Host(namespace=namespace, address=address, folder=folder))
+    yield both[0], both[1]
+    left = [pid for host in both for pid in host.processes()]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    from sklearn.datasets import load_digits
+
+    data: Any = load_digits()
+    return (data["images"] * 15).astype(np.uint8), data["target"]
+
+
+def on_both(hosts: tuple[Host, Host], *arguments: str, second: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
+    """Start the same command on both hosts, but for the rank of the host and what `second` adds on the second."""
+    return [start(hosts, rank, *arguments, *(second if rank else ())) for rank in (0, 1)]
+
+
+def start(hosts: tuple[Host, Host], rank: int, *arguments: str, nodes: str = "2") -> subprocess.Popen[str]:
+    meeting = ("--nodes", nodes, "--node-rank", str(rank), "--rendezvous", f"{hosts[0].address}:{PORT}")
+    return hosts[rank].start(*arguments, "--out", "run", *meeting)
+
+
+def outputs(processes: list[subprocess.Popen[str]], timeout: float = 120) -> list[str]:
+    deadline = time.monotonic() + timeout
+    return [process.communicate(timeout=deadline - time.monotonic())[0] for process in processes]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["train_loss"] for line in metrics(run)]
+
+
+def listening_on(process: subprocess.Popen[str]) -> set[str]:
+    """Return the addresses, hexadecimal as the kernel writes them, that listen in a process's network namespace."""
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process.pid}/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == LISTENING:
+                found.add(local.partition(":")[0])
+    return found
+
+
+def as_the_kernel_writes(address: str) -> str:
+    return bytes(reversed([int(part) for part in address.split(".")])).hex().upper()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("stop", r"did not answer for \d+ s,"),
-        ("hang", r"kept all others waiting for \d+ s,"),
-        ("die", "is gone, last seen"),
-    ],
-)
-def test_ranks_without_a_launcher_of_ours_end_together(how: str, said: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(ALONE), str(tmp_path)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), how],
-            env={**os.environ, "FLATOUT_TIMEOUT_SCALE": "0.3"},
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for rank in (0, 1)
+def test_two_hosts_give_the_answer_of_one_process(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """On three ranks. Without --out, both hosts use the name that the first one chooses."""
+    meeting = ("--nodes", "2", "--rendezvous", f"{hosts[0].address}:{PORT}")
+    processes = [
+        host.start(*TRAIN, "--devices", spec, *meeting) for host, spec in zip(hosts, ("2xcpu", "cpu"), strict=True)
     ]
-    try:
-        assert eventually(lambda: all(rank.poll() is not None for rank in ranks), START_SECONDS)
-    finally:
-        for rank in ranks:
-            rank.kill()
-        errors = [rank.communicate()[1] for rank in ranks]
-    assert re.search(rf"rank 1 \(cpu, process {ranks[1].pid}\) {said} in epoch 1, step 5", errors[0])
+    said = outputs(processes)
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    alone = tmp_path / "alone"
+    data = ["--data", str(hosts[0].folder / "digits.npz")]
+    assert main([*TRAIN, *data, "--devices", "cpu", "--out", str(alone)]) == 0
+
+    (together,), (other,) = (list((host.folder / "runs").iterdir()) for host in hosts)
+    assert together.name == other.name
+    expected, figures = summary(alone), summary(together)
+    assert figures["world_size"] == 3
+    for key in ("images_trained", "test_count", "test_correct", "batch_size"):
+        assert figures[key] == expected[key], key
+    assert losses(together) == pytest.approx(losses(alone), rel=1e-4)
+    found = weights(together)
+    for name, tensor in weights(alone).items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+    # Packs, logs and devices are local to each host; the run itself is written once, by rank 0.
+    assert all(list((host.folder / "cache" / "packs").glob("*/images.npy")) for host in hosts)
+    assert {log.name for log in (together / "logs").glob("*.log")} == {"rank-0.log", "rank-1.log"}
+    here = {str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()}
+    assert here == {"logs/devices", "logs/rank-2.log"}
+
+
+@pytest.mark.slow
+def test_losing_a_host_ends_the_other_one(hosts: tuple[Host, Host]) -> None:
+    processes = on_both(hosts, *TRAIN, "--devices", "cpu", "--epochs", "10000")
+    wait_for_an_epoch(hosts[0].folder / "run", processes)
+    # While it runs, only the address that the hosts meet on can be reached from outside.
+    for host, process in zip(hosts, processes, strict=True):
+        assert listening_on(process) == {as_the_kernel_writes(host.address)}
+
+    for rank in psutil.Process(processes[1].pid).children(recursive=True):
+        rank.kill()
+    said = outputs(processes, timeout=15)
+    assert [process.returncode for process in processes] == [1, 1], "\n".join(said)
+    assert "node 1" in said[0]
+    assert all("SIGKILL" in text for text in said)
+
+
+def wait_for_an_epoch(run: Path, processes: list[subprocess.Popen[str]], epochs: int = 1) -> None:
+    deadline = time.monotonic() + 120
+    metrics = run / "metrics.jsonl"
+    while not metrics.is_file() or len(metrics.read_text().splitlines()) < epochs:
+        for process in processes:
+            assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_elastic_hosts_continue_without_a_lost_one_and_take_a_new_one(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    run, length = hosts[0].folder / "run", ("--epochs", "40", "--batch-size", "200")
+    processes = [start(hosts, rank, *TRAIN, "--devices", "cpu", *length, nodes="1:2") for rank in (0, 1)]
+    wait_for_an_epoch(run, processes, 2)
+    processes[1].kill()
+    log = run / "logs" / "rank-0.log"
+    assert eventually(lambda: "resumed after" in log.read_text(), START_SECONDS), log.read_text()
+    late = start(hosts, 1, *TRAIN, "--devices", "cpu", *length, nodes="1:2")
+    said = outputs([processes[0], late], timeout=200)
+    processes[1].communicate()
+    assert [processes[0].returncode, late.returncode] == [0, 0], "\n".join(said)
+    assert "restart 1 of 1 from the newest checkpoint" in said[0]
+    # On two hosts, on one, and on two again.
+    logged = log.read_text()
+    ranks = [line.rpartition("  ")[2].split()[0] for line in logged.splitlines() if " ranks; " in line]
+    assert ranks == ["2", "2"], logged
+    assert logged.count("resumed after") == 2, logged
+
+    alone = tmp_path / "alone"
+    data = ["--data", str(hosts[0].folder / "digits.npz")]
+    assert main([*TRAIN, *data, *length, "--epochs", "3", "--devices", "cpu", "--out", str(alone)]) == 0
+    assert summary(run)["images_trained"] * 3 == summary(alone)["images_trained"] * 40
+    assert losses(run)[:3] == pytest.approx(losses(alone)[:3], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["optimizer.lr = 0.1, but rank 0 (host", "data labels (digest)"])
+def test_hosts_with_different_recipes_or_data_are_told_apart(what: str, hosts: tuple[Host, Host]) -> None:
+    if is_data := "data" in what:
+        images, labels = digits()
+        np.savez(hosts[1].folder / "digits.npz", images=images, labels=labels[::-1])
+    processes = on_both(hosts, *TRAIN, "--devices", "cpu", second=() if is_data else ("--lr", "0.1"))
+    said = outputs(processes)
+    assert [process.returncode for process in processes] == [2, 2], "\n".join(said)
+    assert what in said[0]
+    assert not (hosts[0].folder / "run").exists()

@@ -1,27 +1,36 @@
-"""Processes of a run: what comes back from them, and how they end when one of them does not go on."""
+"""Processes of a run: what comes back from them, and how they end if they, their launcher or the user end them."""
 
 import io
 import json
+import os
 import re
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
+import torch
 
+import flatout
+from flatout.cli import main
 from flatout.console import Console
-from flatout.dist.launcher import spawn
+from flatout.distributed.launch import launch
 from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
 from flatout.run.launch import run_on_devices
 from tests.system import rank_functions as ranks
-from tests.system.launchers import END_SECONDS, START_SECONDS, eventually, is_alive
+from tests.system.conftest import END_SECONDS, START_SECONDS, eventually, is_alive
 from tests.system.rank_functions import TWO, run
+from tests.system.run_files import metrics, weights
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -29,11 +38,11 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def test_the_first_rank_answers_and_is_shown_and_each_keeps_its_log(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     shown = io.StringIO()
     console = Console(shown)
     console.note("before the start")
-    answer = spawn(ranks.describe, (tmp_path,), names=TWO, threads=3, console=console)
+    answer = launch(ranks.describe, (tmp_path,), names=TWO, threads=3, console=console)
     assert answer == {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "3"}
     assert shown.getvalue().splitlines() == ["before the start", "rank 0 notes"]
     logs = [(tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 1)]
@@ -41,21 +50,13 @@ def test_the_first_rank_answers_and_is_shown_and_each_keeps_its_log(tmp_path: Pa
         assert re.search(rf"^\d{{4}}-\S+ rank {rank} \(cpu\)  rank {rank} notes$", log, re.MULTILINE)
         assert "said before the log\n" in log
         assert "written past Python\n" in log
-    assert "before the start" in logs[0]
-    assert "before the start" not in logs[1]
-
-
-@pytest.mark.parametrize("error", [InputError("--flag 1: no"), TrainingFailed("the loss is not finite"), Stopped(15)])
-def test_an_error_for_the_user_is_raised_as_it_is(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught:
-        run(ranks.raise_the_same, error)
-    assert caught.value.args == error.args
+    assert ["before the start" in log for log in logs] == [True, False]
 
 
 SCRIPT = """
     import sys
     from flatout.console import Console
-    from flatout.dist.launcher import spawn
+    from flatout.distributed.launch import launch
 
     class Model:
         def __init__(self, size):
@@ -64,23 +65,15 @@ SCRIPT = """
     def grow(console, model):
         return Model(model.size + 1)
 
-    grown = spawn(grow, (Model(3),), names=["cpu", "cpu"], threads=1, console=Console(sys.stdout))
+    grown = launch(grow, (Model(3),), names=["cpu", "cpu"], threads=1, console=Console(sys.stdout))
     print(type(grown) is Model, grown.size)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["a file", "standard input"])
-def test_classes_of_a_script_without_a_guard_go_and_come_back(how: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
+def test_classes_of_a_script_without_a_guard_go_and_come_back() -> None:
     done = subprocess.run(
-        [sys.executable, script if how == "a file" else "-"],
-        input="" if how == "a file" else script.read_text(),
-        capture_output=True,
-        text=True,
-        timeout=START_SECONDS,
-        check=False,
+        [sys.executable, "-"], input=textwrap.dedent(SCRIPT), capture_output=True, text=True, check=False
     )
     assert (done.stdout, done.stderr) == ("True 4\n", "")
 
@@ -91,96 +84,6 @@ def test_it_works_beside_the_main_thread() -> None:
     thread.start()
     thread.join(START_SECONDS)
     assert result == [None]
-
-
-@pytest.mark.slow
-def test_a_rank_that_ends_first_is_not_taken_for_lost() -> None:
-    assert run(ranks.end_while_looked_at) == "went on"
-
-
-# --- ranks that do not go on ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("exception", "failed in epoch 1, step 17: ZeroDivisionError: of all things"),
-        ("memory", "ran out of memory in epoch 1, step 17: .*can't allocate memory.* smaller batch_size "),
-        ("exit", "ended with exit code 7 in epoch 1, step 17"),
-        ("SIGKILL", "was killed by SIGKILL in epoch 1, step 17"),
-        ("SIGSEGV", "was killed by SIGSEGV in epoch 1, step 17"),
-        ("SIGSTOP", r"did not answer for \d+ s in epoch 1, step 17 and was killed"),
-        ("hang", r"kept all others waiting for \d+ s in epoch 1, step 17 and was killed"),
-    ],
-)
-@pytest.mark.usefixtures("short_limits")
-def test_a_lost_rank_ends_the_run_and_is_named(how: str, said: str, tmp_path: Path) -> None:
-    began = time.monotonic()
-    with pytest.raises(TrainingFailed) as caught:
-        run(ranks.fail, tmp_path, how)
-    assert time.monotonic() - began < START_SECONDS + END_SECONDS
-    assert not isinstance(caught.value, RankLost)
-    assert re.match(rf"rank 1 \(cpu, process \d+\) {said}", str(caught.value))
-    assert "the other ranks were ended" in str(caught.value)
-    assert "rank-1.log" in str(caught.value)
-    assert "rank 1 (cpu)  the last line" in str(caught.value)
-
-
-def test_a_rank_that_lost_another_is_never_the_cause() -> None:
-    with pytest.raises(TrainingFailed, match=r"^rank 1 .* ValueError: the cause"):
-        run(ranks.lose)
-
-
-def test_ranks_that_lost_touch_say_so_where_nothing_else_is_known() -> None:
-    with pytest.raises(RankLost, match="lost touch"):
-        run(ranks.lose_all)
-
-
-@pytest.mark.usefixtures("short_limits")
-def test_what_one_rank_refuses_ends_the_run() -> None:
-    with pytest.raises(InputError, match="not mine"):
-        run(ranks.refuse_on_one)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("short_limits")
-def test_ranks_meet_on_loopback_alone_and_are_named_where_they_part(tmp_path: Path) -> None:
-    """Ranks in different collectives would otherwise wait for each other for ever."""
-    options: dict[str, Any] = {"spec": "2xcpu", "engine": "torch", "console": Console(), "threads": 1}
-    tensors = r"rank 1 .* waited in broadcast .*rank 0 in sum .* for \d+ s while starting and was killed"
-    with pytest.raises(TrainingFailed, match=tensors):
-        run_on_devices(ranks.meet_and_part, (tmp_path,), **options)
-    objects = "rank 0 calls broadcast_object in .*meet_and_part, rank 1 calls barrier in"
-    for rank in (0, 1):
-        total, listening = json.loads((tmp_path / f"met-{rank}").read_text())
-        assert total == 3
-        assert listening
-        assert set(listening) == {"127.0.0.1"}
-        assert re.search(objects, (tmp_path / f"said-{rank}").read_text())
-
-
-# --- restarts ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("short_limits")
-def test_ranks_are_restarted_together() -> None:
-    shown = io.StringIO()
-    options: dict[str, Any] = {"names": TWO, "threads": 1, "console": Console(shown), "restarts": 2}
-    assert spawn(ranks.die_on_each_rank_once, (), **options) == (2, "2")
-    lines = shown.getvalue().splitlines()
-    assert len(lines) == 2
-    for rank, line in enumerate(lines):
-        said = rf"rank {rank} \(cpu, process \d+\) was killed by SIGKILL in epoch 1, step {rank}"
-        assert re.fullmatch(rf"{said}: restart {rank + 1} of 2 from the newest checkpoint", line)
-
-
-def test_wrong_input_is_not_tried_again(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="not this"):
-        run(ranks.refuse_once, tmp_path, names=["cpu"], restarts=3)
-    assert [path.name for path in tmp_path.glob("attempt-*")] == ["attempt-0"]
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_temporary_folder_is_named() -> None:
@@ -195,11 +98,280 @@ def test_a_full_temporary_folder_is_named() -> None:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_rank_that_dies_while_it_writes_its_outcome_is_named() -> None:
-    with pytest.raises(TrainingFailed, match=r"rank 0 .* ended with exit code 9"):
-        run(ranks.die_while_reporting, names=["cpu"])
+# --- ranks that do not go on ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exception", "failed in epoch 1, step 17: ZeroDivisionError: of all things"),
+        ("memory", "ran out of memory in epoch 1, step 17: .*can't allocate memory.* smaller batch_size "),
+        ("exit", "ended with exit code 7 in epoch 1, step 17"),
+        ("SIGKILL", "was killed by SIGKILL in epoch 1, step 17"),
+        ("SIGSEGV", "was killed by SIGSEGV in epoch 1, step 17"),
+    ],
+)
+def test_a_lost_rank_ends_the_run_and_is_named(how: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(TrainingFailed) as caught:
+        run(ranks.fail, tmp_path, how)
+    assert not isinstance(caught.value, RankLost)
+    assert re.match(rf"rank 1 \(cpu, process \d+\) {said}", str(caught.value))
+    assert "the other ranks were ended" in str(caught.value)
+    assert "rank-1.log" in str(caught.value)
+    assert "rank 1 (cpu)  the last line" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_rank_without_progress_is_named_and_its_stack_is_shown() -> None:
+    options: dict[str, Any] = {"spec": "2xcpu", "engine": "torch", "console": Console(), "threads": 1}
+    with pytest.raises(TrainingFailed, match=r"rank 1 .*made no progress for 0:00:02 h in epoch 1, step 5") as caught:
+        run_on_devices(ranks.stay_behind, ("hang",), hang_timeout=2.0, **options)
+    assert re.search(r'File ".*rank_functions.py", line \d+ in stay_behind', str(caught.value))
+    # A long set-up and a wait for the work of the first rank do not count as a hang.
+    assert run_on_devices(ranks.prepare_long, (), hang_timeout=1.0, **options) == "done"
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named() -> None:
+    with pytest.raises(
+        TrainingFailed, match=r"rank 1 .* did not answer in epoch 1, step 5 and was killed \(rank 1 did"
+    ):
+        run(ranks.stop_soon_after)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "error", "said"),
+    [
+        (ranks.lose, (), TrainingFailed, r"^rank 1 .* ValueError: the cause"),
+        (ranks.lose_all, (), RankLost, "lost touch"),
+        (ranks.refuse_on_one, (), InputError, "not mine"),
+        (ranks.raise_the_same, (TrainingFailed("the loss is not finite"),), TrainingFailed, "^the loss is not finite$"),
+        (ranks.raise_the_same, (Stopped(15),), Stopped, "^15$"),
+    ],
+)
+def test_the_first_cause_is_raised(
+    function: Callable[..., None], args: tuple[Any, ...], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said) as caught:
+        run(function, *args)
+    assert type(caught.value) is error
 
 
 def test_what_a_rank_has_started_ends_with_it() -> None:
     pid = run(ranks.start_grandchild)
     assert eventually(lambda: not is_alive(pid))
+
+
+def test_ranks_are_restarted_together_but_not_after_wrong_input(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    options: dict[str, Any] = {"names": TWO, "threads": 1, "console": Console(shown), "restarts": 2}
+    assert launch(ranks.die_on_each_rank_once, (), **options) == (2, "2")
+    lines = shown.getvalue().splitlines()
+    assert len(lines) == 2
+    for rank, line in enumerate(lines):
+        said = rf"rank {rank} \(cpu, process \d+\) was killed by SIGKILL in epoch 1, step {rank}"
+        assert re.fullmatch(rf"{said}: restart {rank + 1} of 2 from the newest checkpoint", line)
+    with pytest.raises(InputError, match="not this"):
+        run(ranks.refuse_once, tmp_path, names=["cpu"], restarts=3)
+    assert [path.name for path in tmp_path.glob("attempt-*")] == ["attempt-0"]
+
+
+# --- launchers that are stopped or killed -----------------------------------------------------------------------------
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from tests.system import rank_functions as ranks
+
+ranks.run(getattr(ranks, sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+class Launcher:
+    """A process that launches two ranks, which call a function with a folder and announce themselves there."""
+
+    def __init__(self, function: Callable[..., None], folder: Path) -> None:
+        command = [sys.executable, "-c", LAUNCHER, function.__name__, str(folder)]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        files = [folder / f"pid-{rank}" for rank in (0, 1)]
+        assert eventually(lambda: all(f.exists() and f.read_text() for f in files), START_SECONDS)
+        self.ranks = [int(f.read_text()) for f in files]
+
+    def error(self) -> str:
+        """Return the last line on standard error once the process has ended."""
+        return self.process.communicate(timeout=END_SECONDS)[1].splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    launcher = Launcher(ranks.stay, tmp_path)
+    # A stopped rank cannot see for itself that the launcher is gone.
+    os.kill(launcher.ranks[0], signal.SIGSTOP)
+    launcher.process.kill()
+    launcher.process.communicate()
+    assert eventually(lambda: not any(map(is_alive, launcher.ranks)))
+
+
+KILLED_BEFORE_RANKS = """
+import os, signal
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from tests.system import rank_functions as ranks
+
+LocalElasticAgent.run = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+ranks.run(ranks.do_nothing)
+"""
+
+
+@pytest.mark.slow
+def test_the_next_run_removes_what_a_launcher_left_that_was_killed_before_it_had_ranks() -> None:
+    """The folder has the model in it, and no rank that could remove it."""
+    killed = subprocess.run([sys.executable, "-c", KILLED_BEFORE_RANKS], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(Path(tempfile.gettempdir()).iterdir())) == 1
+    run(ranks.do_nothing)
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "15")])
+def test_a_signal_reaches_all_ranks_and_they_end_by_themselves(number: int, error: str, tmp_path: Path) -> None:
+    launcher = Launcher(ranks.stay, tmp_path)
+    launcher.process.send_signal(number)
+    assert launcher.error().endswith(error)
+    assert {path.name for path in tmp_path.glob("stopped-*")} == {"stopped-0", "stopped-1"}
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_all_at_once(tmp_path: Path) -> None:
+    launcher = Launcher(ranks.ignore_signals, tmp_path)
+    launcher.process.send_signal(signal.SIGINT)
+    assert eventually(lambda: len(list(tmp_path.glob("heard-*"))) == 2)
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.error() == "KeyboardInterrupt"
+    assert not any(map(is_alive, launcher.ranks))
+
+
+# --- real runs --------------------------------------------------------------------------------------------------------
+
+
+class Sleeping(flatout.Callback):
+    def on_epoch_end(self, epoch: int, metrics: dict[str, Any]) -> None:
+        time.sleep(1000)
+
+
+@pytest.mark.slow
+def test_a_callback_that_hangs_is_noticed(tmp_path: Path) -> None:
+    data: Any = (np.zeros((60, 8, 8, 1), np.uint8), np.arange(60) % 3)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
+    options: dict[str, Any] = {"epochs": 1, "batch_size": 20, "devices": "2xcpu", "quiet": True}
+    with pytest.raises(TrainingFailed, match=r"rank 0 .* made no progress for 0:00:02 h in epoch 1"):
+        flatout.fit(net, data, out=tmp_path / "run", callbacks=[Sleeping()], hang_timeout=2.0, **options)
+
+
+MARK = "FLATOUT_TEST_RUN"
+# A user's own model. In the tenth training step after the start (seven are an epoch), one rank has a mishap.
+# MISHAP_RANK names one for each attempt.
+MODEL = """
+import os, pathlib, signal, time
+import torch
+
+class Net(torch.nn.Sequential):
+    steps = 0
+
+    def forward(self, x):
+        # Smaller batches only try the model out.
+        self.steps += self.training and len(x) > 50
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        ranks = os.environ.get("MISHAP_RANK", "").split(",")
+        if self.steps == 10 and ranks[attempt:] and ranks[attempt] == os.environ.get("RANK"):
+            pathlib.Path(os.environ["MISHAP_FILE"]).touch()
+            os.kill(os.getppid() if os.environ["MISHAP"] == "kill launcher" else os.getpid(), signal.SIGKILL)
+            time.sleep(1000)
+        return super().forward(x)
+
+def make(num_classes):
+    return Net(torch.nn.Flatten(), torch.nn.Linear(64, num_classes))
+"""
+TRAIN = ("train", "--model", "faulty:make")
+LENGTH = ("--epochs", "3", "--batch-size", "200")
+
+
+def digits(folder: Path) -> tuple[str, ...]:
+    """Return the arguments for digits in a file: no process needs scikit-learn, which takes long to import."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    np.savez(folder / "digits.npz", images=(images * 15).astype(np.uint8).reshape(-1, 8, 8), labels=labels)
+    return ("digits", "--data", str(folder / "digits.npz"))
+
+
+def train(folder: Path, mishap: str, rank: str, *options: str, devices: str = "2xcpu") -> tuple[int, str]:
+    """Run until the mishap, and to the end, which comes soon; return the exit code and the standard error."""
+    (folder / "faulty.py").write_text(MODEL)
+    file, mark = folder / "mishap", str(folder)
+    variables = {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "MISHAP": mishap, "MISHAP_FILE": str(file)}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "flatout", *TRAIN, *digits(folder), *LENGTH),
+            *("--devices", devices, "--out", str(folder / "run"), *options),
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables, "MISHAP_RANK": rank, MARK: mark},
+        check=False,
+    )
+    assert file.exists(), done.stderr
+    left = eventually(lambda: not marked(mark))
+    assert "restarts" in str(options) or time.time() - file.stat().st_mtime < END_SECONDS
+    assert left
+    return done.returncode, done.stderr
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Return the processes of one run, whoever their parents are by now."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_nothing_outlives_the_launcher_of_a_run(tmp_path: Path) -> None:
+    assert train(tmp_path, "kill launcher", "1")[0] == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_a_run_that_lost_a_rank_goes_on_from_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On three ranks, so that two of them wait; on one device afterwards."""
+    code, said = train(tmp_path, "kill", "2", devices="3xcpu")
+    assert code == 1
+    assert re.search(r"rank 2 \(cpu, process \d+\) was killed by SIGKILL in epoch 2, step 2; the other ranks", said)
+    assert re.search(r"The last lines of \S*rank-2\.log:\n", said)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main([*TRAIN, "--devices", "cpu", "--out", str(tmp_path / "run"), "--resume"]) == 0
+    assert "resumed after epoch 1, step 0" in capsys.readouterr().out
+    assert len(metrics(tmp_path / "run")) == 3
+
+
+@pytest.mark.slow
+def test_a_restarted_run_gives_the_result_of_an_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank is lost; both runs have two ranks."""
+    code, said = train(tmp_path, "kill", "0", "--restarts", "1")
+    assert code == 0, said
+    restarted, whole = tmp_path / "run", tmp_path / "whole"
+    assert (restarted / "logs" / "rank-0.log").read_text().count("resumed after epoch") == 1
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main([*TRAIN, *digits(tmp_path), *LENGTH, "--devices", "2xcpu", "--out", str(whole)]) == 0
+    found, expected = weights(restarted), weights(whole)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert json.dumps([line["train_loss"] for line in metrics(restarted)]) == json.dumps(
+        [line["train_loss"] for line in metrics(whole)]
+    )

@@ -147,6 +147,7 @@ REFUSED_AT_ONCE = {
     "--epochs -1": "flatout: epochs = -1: must be at least 0",
     "--out old": "flatout: old: exists; choose another --out",
     "--restarts -1": "flatout: --restarts -1: must be 0 or more",
+    "--hang-timeout 0": "flatout: --hang-timeout 0: must be greater than 0 seconds",
     "--devices nonsense": "flatout: --devices nonsense: unknown kind of device",
 }
 

@@ -13,14 +13,14 @@ ROOT = Path(flatout.__file__).parent
 # From the bottom to the top: a module imports from its own entry and from those to the left of it.
 LAYERS = (
     *("errors", "host", "files", "settings", "console", "style", "recipe", "jobs"),
-    *("numerics", "data", "tasks", "models", "dist", "engine", "report"),
+    *("numerics", "data", "tasks", "models", "distributed", "engine", "report"),
     *("run", "train", "export", "hub", "analysis"),
     *("commands", "parser", "cli", "__main__"),
 )
 # Libraries that only some folders may use.
 RESTRICTED = {
     "torch.cuda": ("engine",),
-    "torch.distributed": ("engine", "dist"),
+    "torch.distributed": ("engine", "distributed"),
     "jax": ("engine/xla", "analysis"),
     "jaxlib": ("engine/xla", "analysis"),
     "torchax": ("engine/xla", "analysis"),
@@ -119,7 +119,7 @@ def test_a_library_is_used_in_its_folders_alone(library: str) -> None:
 
 def test_the_engine_does_not_start_processes() -> None:
     for path in files("engine"):
-        assert not own_imports(path) & {"flatout.dist.launcher", "flatout.dist.worker"}, path
+        assert not own_imports(path) & {"flatout.distributed.launch"}, path
 
 
 def test_the_loop_knows_no_device() -> None:

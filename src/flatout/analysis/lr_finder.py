@@ -28,7 +28,7 @@ from flatout.train.run import place, run_on_all_ranks, set_up
 
 if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import DeviceSplit, Engine
 
 LR_RESULT, LR_CHART = "lr.json", "lr.png"
@@ -107,7 +107,7 @@ def _measure(
         step = len(points)
         train.train_step(inputs, rate, step)
         world.control.received()
-        world.heartbeat.report_step(0, step + 1)
+        world.watch.report_step(0, step + 1)
         loss = engine.counts()[0].loss
         # The average is divided by the sum of its weights, as Adam's are.
         average = SMOOTHING * average + (1 - SMOOTHING) * loss

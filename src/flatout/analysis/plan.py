@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from flatout.data.batches import Samples
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import Engine
     from flatout.engine.devices import Devices
 

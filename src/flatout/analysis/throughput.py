@@ -25,7 +25,7 @@ from flatout.train.run import place, run_on_all_ranks, set_up
 
 if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import DeviceSplit, Engine
 
 # The shortest measurement that determines the number of steps of the others, in seconds.
@@ -111,14 +111,14 @@ def _training_on(inputs: Sequence[Any], split: "DeviceSplit", world: "World") ->
 def _preparing(split: "DeviceSplit", world: "World", recipe: Recipe) -> Steps:
     for epoch in endless_epochs(split, recipe):
         for _ in epoch:
-            world.heartbeat.keep_alive()
+            world.watch.keep_alive()
             yield
 
 
 def _step(split: "DeviceSplit", world: "World", inputs: Any, number: int) -> None:
     split.train_step(inputs, 0.0, number)
     world.control.received()
-    world.heartbeat.report_step(0, number + 1)
+    world.watch.report_step(0, number + 1)
 
 
 def bench(recipe: Recipe, data: "DataRef | Source", options: Options, console: Console) -> dict[str, Any]:

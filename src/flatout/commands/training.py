@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     "[JOB]",
     "--data --images --model --minutes --epochs --folds --batch-size --lr --seed --set --weights --pretrained"
     " --on-bad-image --out --resume --overwrite --no-cache --track --devices --engine --allow-untested"
-    " --nodes --node-rank --rendezvous --rendezvous-timeout --restarts",
+    " --nodes --node-rank --rendezvous --rendezvous-timeout --restarts --hang-timeout",
     "train my-photos/ --epochs 20 --out runs/first",
     out={"help": "the run folder; default: a new one under runs/"},
 )
@@ -30,7 +30,7 @@ def do_train(args: Namespace, console: Console) -> None:
     """Train a job, a recipe, or your own data."""
     # Before imports, which take seconds.
     began = time.perf_counter()
-    from flatout.dist.hosts import Hosts
+    from flatout.distributed.environment import Hosts
     from flatout.engine.devices import parse_devices
     from flatout.train import claim
     from flatout.train.recipes import resolve, start_of
@@ -43,6 +43,7 @@ def do_train(args: Namespace, console: Console) -> None:
         out=args.out,
         hosts=Hosts(nodes=args.nodes, node_rank=args.node_rank, rendezvous=args.rendezvous, **timeout),
         restarts=args.restarts,
+        hang_timeout=args.hang_timeout,
         minutes=args.minutes,
         began=began,
         devices=args.devices,

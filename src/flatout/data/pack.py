@@ -34,7 +34,7 @@ from flatout.host import usable_cores
 from flatout.settings import Size, sides, typed
 
 if TYPE_CHECKING:
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
 
 IMAGES, LABELS, DESCRIPTION = "images.npy", "labels.npy", "pack.json"
 # Format 1 had square images of 8 bits.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flatout.distributed.environment import HANG_TIMEOUT, launched
 from flatout.engine.base import Engine
 from flatout.engine.devices import Devices, parse_devices
 from flatout.errors import InputError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
 
 # Seconds for starting several processes.
 LAUNCH_SECONDS = 4.0
@@ -135,8 +136,6 @@ def speeds_on(spec: str, engine: str) -> Speeds | None:
 
     None where the ranks are started already, which would measure other speeds, and for XLA, which compiles too long.
     """
-    from flatout.dist.env import launched
-
     devices = parse_devices(spec, engine)
     if launched() is not None or engine == "xla":
         return None
@@ -189,16 +188,19 @@ def local_device(spec: str, local_rank: int, local_size: int) -> str:
     raise InputError(f"--devices {spec}: names {count} devices, but the launcher started {local_size} ranks here")
 
 
-def join(spec: str, engine: str = "torch") -> "World":
+def join(spec: str, engine: str = "torch", hang_timeout: float = HANG_TIMEOUT) -> "World":
     """Return the world of the ranks that a launcher has started with this process, or of this process alone.
+
+    Args:
+        spec, engine: the devices of this host, and what drives them.
+        hang_timeout: seconds without progress after which a rank is ended.
 
     Raises:
         InputError: the devices or the launcher's variables are wrong, or the other ranks are missing.
     """
     import torch
 
-    from flatout.dist.env import launched
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
 
     found = launched()
     if found is not None and found.size == 1:
@@ -212,14 +214,15 @@ def join(spec: str, engine: str = "torch") -> "World":
                 "here; start one for each host"
             )
         world = World(found, torch.device("cpu"))
-        world.join(found, shares_gpu=False)
+        world.join(found, hang_timeout=hang_timeout)
         return world
     if found is None:
         return World(device=torch.device(parse_devices(spec).names[0]))
     names = [local_device(spec, rank, found.local_size) for rank in range(found.local_size)]
     device = torch.device(names[found.local_rank])
     world = World(found, device)
-    world.join(found, shares_gpu=device.type == "cuda" and len(set(names)) < len(names))
+    shares_gpu = device.type == "cuda" and len(set(names)) < len(names)
+    world.join(found, shares_gpu=shares_gpu, hang_timeout=hang_timeout)
     return world
 
 

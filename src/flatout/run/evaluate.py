@@ -13,7 +13,7 @@ from flatout.errors import InputError
 
 if TYPE_CHECKING:
     from flatout.data.pack import Pack
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import Evaluation
     from flatout.run.folder import Run
 
@@ -22,7 +22,7 @@ def evaluate(
     run: "Run", data: Any, *, devices: str, engine: str, console: Console, tta: bool = False
 ) -> dict[str, Any]:
     """See `Run.evaluate`. Several devices have a process each, as in training."""
-    from flatout.dist.env import launched
+    from flatout.distributed.environment import launched
     from flatout.engine.devices import engine_for, parse_devices
     from flatout.run.launch import run_on_devices
 
@@ -44,12 +44,8 @@ def _evaluate(
     from flatout.models.build import copied
     from flatout.run.trust import keep_of, scores_of
 
-    def once(load: "Callable[[], Pack]") -> "Pack":
-        with world.heartbeat.alone("making the pack"):
-            return load_once_per_host(world, load)
-
     other = data is not None
-    pack, labels = labelled(run, data, console, once)
+    pack, labels = labelled(run, data, console, lambda load: load_once_per_host(world, load))
     if run.trust and run.trust.remark:
         console.note(run.trust.remark)
     results: list[Evaluation] = []

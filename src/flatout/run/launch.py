@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flatout.console import Console
-from flatout.dist.env import launched
-from flatout.dist.hosts import Hosts
-from flatout.dist.launcher import spawn
+from flatout.distributed.environment import HANG_TIMEOUT, Hosts, launched
+from flatout.distributed.launch import launch
 from flatout.engine.devices import parse_devices
 from flatout.errors import InputError
 
@@ -20,6 +19,7 @@ def run_on_devices(
     console: Console,
     hosts: Hosts | None = None,
     restarts: int | None = None,
+    hang_timeout: float = HANG_TIMEOUT,
     threads: int | None = None,
     own_process: bool = False,
 ) -> Any:
@@ -31,6 +31,7 @@ def run_on_devices(
         console: shows what rank 0's console prints.
         hosts: the hosts of the run; each calls this. Default: this one alone.
         restarts: how often the ranks are started again after one was lost. Default: as often as hosts may be lost.
+        hang_timeout: seconds without progress after which a rank of several is ended.
         threads: OMP_NUM_THREADS of each new process, unless the user has set it. Default: all cores, shared evenly.
         own_process: start a process even for a single device.
 
@@ -42,16 +43,16 @@ def run_on_devices(
     """
     from flatout.engine.torch.accelerator import cpu_threads
 
+    call = (spec, engine, hang_timeout, function, args)
     if launched() is not None:
-        return _join_and_call(console, spec, engine, function, args)
+        return _join_and_call(console, *call)
     hosts = hosts or Hosts()
     restarts = hosts.most - hosts.least if restarts is None else restarts
     names = parse_devices(spec, engine).ranks.names
     if len(names) == hosts.most == 1 and restarts == 0 and not own_process:
-        return _join_and_call(console, spec, engine, function, args)
+        return _join_and_call(console, *call)
     threads = threads or cpu_threads(len(names))
-    call = (spec, engine, function, args)
-    return spawn(_join_and_call, call, names=names, threads=threads, console=console, hosts=hosts, restarts=restarts)
+    return launch(_join_and_call, call, names=names, threads=threads, console=console, hosts=hosts, restarts=restarts)
 
 
 def check_batch(batch: int, ranks: int) -> None:
@@ -63,14 +64,14 @@ def check_batch(batch: int, ranks: int) -> None:
         )
 
 
-def _join_and_call(console: Console, spec: str, engine: str, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+def _join_and_call(
+    console: Console, spec: str, engine: str, hang_timeout: float, function: Callable[..., Any], args: Sequence[Any]
+) -> Any:
     from flatout.engine.factory import join
 
-    world = join(spec, engine)
-    try:
-        result = function(console, world, *args)
-        # All hosts end together, so that none takes another one's end for a loss.
-        world.barrier()
-    finally:
-        world.leave()
+    world = join(spec, engine, hang_timeout)
+    result = function(console, world, *args)
+    # All hosts end together, so that none takes another one's end for a loss.
+    world.barrier()
+    world.leave()
     return result

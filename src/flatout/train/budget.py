@@ -15,7 +15,7 @@ from flatout.train import claim
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import DeviceSplit, Engine
     from flatout.train.context import TrainContext
     from flatout.train.progress import Progress
@@ -212,7 +212,7 @@ def seconds_per_step(
             for inputs in train.feed(epoch_batches(recipe, train.samples, 0)):
                 train.train_step(inputs, 1e-6, number)
                 world.control.received()
-                world.heartbeat.keep_alive()
+                world.watch.keep_alive()
                 number += 1
                 if number == count:
                     break

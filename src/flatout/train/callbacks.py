@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.dist.env import launched
+from flatout.distributed.environment import launched
 from flatout.errors import CallbackFailed, InputError
 from flatout.recipe import Recipe
 from flatout.report.run_files import read_summary
@@ -144,10 +144,9 @@ class CallbackRunner:
         for callback in self._callbacks:
             name = f"{type(callback).__name__}.{method}"
             try:
-                with self._world.heartbeat.alone(f"calling {name}"):
-                    # Each gets its own: one may change it.
-                    if getattr(callback, method)(*arguments()) is True:
-                        ended = f"{name} ended training"
+                # Each gets its own: one may change it.
+                if getattr(callback, method)(*arguments()) is True:
+                    ended = f"{name} ended training"
             except Exception as error:
                 if launched() is not None:
                     # The traceback does not travel to the process that shows the message; this goes to the log.

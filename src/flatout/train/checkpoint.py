@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.dist.env import restart_count
+from flatout.distributed.environment import restart_count
 from flatout.errors import InputError
 from flatout.models.weights import read_weights, save_tensors
 from flatout.numerics.schedule import describe_jump
@@ -17,7 +17,7 @@ from flatout.train.progress import Progress, from_plain, to_plain
 from flatout.train.request import TrainRequest
 
 if TYPE_CHECKING:
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.train.context import TrainContext
 
 _BEST = "best."

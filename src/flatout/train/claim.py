@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from flatout.dist.env import launched
+from flatout.distributed.environment import launched
 from flatout.errors import InputError, Stopped
 from flatout.files import sweep_temporary_files, write_atomically
 from flatout.host import process_place

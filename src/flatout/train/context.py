@@ -13,7 +13,7 @@ from flatout.train.run_log import RunLog
 if TYPE_CHECKING:
     from flatout.data.batches import Samples
     from flatout.data.pack import Pack
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import DeviceSplit, Engine
     from flatout.train.head_stage import HeadStage
 

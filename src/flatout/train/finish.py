@@ -12,7 +12,7 @@ import numpy as np
 
 from flatout import __version__
 from flatout.data.labels import count_classes
-from flatout.dist.control import Flag
+from flatout.distributed.world import Flag
 from flatout.errors import Stopped
 from flatout.host import installed, peak_rss_bytes
 from flatout.numerics.augment import tta_views
@@ -59,11 +59,8 @@ def finish(context: TrainContext, progress: Progress, ended: Ended) -> Ended:
     results, ended = _evaluate(context, progress, ended)
     # All processes take part in these two.
     state, memory = context.engine.state(), _memory(context)
-    if context.world.is_main:
-        with context.world.heartbeat.alone("writing the report"):
-            _write(context, progress, results, ended, state, memory)
     # No process ends before the run is whole.
-    context.world.barrier()
+    context.world.from_main(lambda: _write(context, progress, results, ended, state, memory))
     return ended
 
 

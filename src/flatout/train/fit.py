@@ -32,6 +32,7 @@ def fit(
     overwrite: bool = False,
     cache: bool = True,
     restarts: int | None = None,
+    hang_timeout: float = 300.0,
     minutes: float | None = None,
     callbacks: "Callback | str | Sequence[Callback | str]" = (),
     metrics: Any = (),
@@ -63,6 +64,7 @@ def fit(
         overwrite: replace the run in `out`.
         cache: keep the decoded images for the next run.
         restarts: how often the ranks of several devices restart from the newest checkpoint after one was lost.
+        hang_timeout: seconds without progress, as in a callback, after which a rank of several is ended.
         minutes: train as many steps as fit into this time, from this call to the report.
         callbacks: `flatout.Callback` objects, and names of experiment trackers: `tensorboard`, `wandb`, `trackio`,
             `mlflow`.
@@ -87,7 +89,7 @@ def fit(
     began = time.perf_counter()
     import sys
 
-    from flatout.dist.env import launched
+    from flatout.distributed.environment import launched
     from flatout.engine.devices import engine_for, parse_devices
     from flatout.engine.factory import speeds_on
     from flatout.models.build import copied
@@ -126,6 +128,7 @@ def fit(
         overwrite=overwrite,
         cache=cache,
         restarts=restarts,
+        hang_timeout=hang_timeout,
         minutes=minutes,
         began=began,
         allow_code=isinstance(model, str),

@@ -28,7 +28,7 @@ from flatout.train.run_log import RunLog
 
 if TYPE_CHECKING:
     from flatout.data.pack import Pack
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
 
 # Trains one run on one rank.
 TrainRun = Callable[[Console, "World", TrainRequest], Path]
@@ -86,7 +86,7 @@ def _divide(pack: "Pack", recipe: Recipe, console: Console) -> np.ndarray:
 def _train_all(request: TrainRequest, pack: "Pack", console: Console, train_run: TrainRun) -> None:
     """Train the folds that have not finished, in this process or in one for each device."""
     from flatout.data.pack import share
-    from flatout.dist.launcher import spawn
+    from flatout.distributed.launch import launch
     from flatout.engine.torch.accelerator import cpu_threads
 
     specs, options = _specs(request.recipe, request.options), request.options
@@ -98,7 +98,8 @@ def _train_all(request: TrainRequest, pack: "Pack", console: Console, train_run:
     with share(pack) as shared:
         call = (replace(request, data=shared), specs, train_run)
         threads = cpu_threads(len(specs))
-        spawn(_train_share, call, names=specs, threads=threads, console=console, restarts=options.restarts or 0)
+        restarts = options.restarts or 0
+        launch(_train_share, call, names=specs, threads=threads, console=console, restarts=restarts)
 
 
 def _specs(recipe: Recipe, options: Options) -> list[str]:
@@ -113,8 +114,8 @@ def _train_share(console: Console, request: TrainRequest, specs: Sequence[str], 
     """Train this process's share of the folds, one after the other, on its device."""
     import torch
 
-    from flatout.dist.env import launched
-    from flatout.dist.world import World
+    from flatout.distributed.environment import launched
+    from flatout.distributed.world import World
     from flatout.engine.factory import precisions
 
     process, folder, folds = launched(), request.run_dir, request.recipe.data.folds

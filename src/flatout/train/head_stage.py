@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from flatout.data.batches import Samples
     from flatout.data.pack import Pack
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import DeviceSplit, Engine
 
 # Splits whose labels the head may see. In a cross-validation, the images of the fold choose nothing.
@@ -190,9 +190,8 @@ def fit_to_features(
         )
 
     def fit_both() -> tuple[FittedHead, FittedHead | None]:
-        with world.heartbeat.alone("fitting the head"):
-            fitted = fit(names)
-            return fitted, fit(("train",), fitted) if recipe.epochs else None
+        fitted = fit(names)
+        return fitted, fit(("train",), fitted) if recipe.epochs else None
 
     fitted, training_only = world.from_main(fit_both)
     start = training_only or fitted

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flatout.data.batches import epoch_batches, steps_per_epoch
-from flatout.dist.control import Flag
+from flatout.distributed.world import Flag
 from flatout.engine.base import DeviceSplit, Engine
 from flatout.errors import Stopped, TrainingFailed
 from flatout.numerics.metrics import NO_COUNTS
@@ -24,7 +24,7 @@ from flatout.recipe import Recipe
 from flatout.train.progress import Clock, EpochRecord, Progress
 
 if TYPE_CHECKING:
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
 
 FIX = "; try a lower optimizer.lr. The weights of the last good epoch are kept."
 _STOPS = Flag.INTERRUPT | Flag.TERMINATE

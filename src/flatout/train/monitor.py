@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from flatout.dist.control import Flag
+from flatout.distributed.world import Flag
 from flatout.engine.recorder import requested_recorder
 from flatout.errors import signals_handled
 from flatout.recipe import Recipe
@@ -25,7 +25,7 @@ from flatout.train.loop import LoopHooks
 from flatout.train.progress import Progress
 
 if TYPE_CHECKING:
-    from flatout.dist.control import Control
+    from flatout.distributed.world import Control
     from flatout.train.context import TrainContext
 
 # Checkpoints take this share of the time at most, and within an epoch come no more often than this.
@@ -90,7 +90,7 @@ class Monitor(LoopHooks):
         text = f"epoch {progress.epoch + 1}/{recipe.epochs}{loss}"
         images = round(recipe.total_steps(self._steps) * self._images_per_epoch / self._steps)
         self._console.update(progress.images_trained, images, "images trained", text)
-        self._context.world.heartbeat.report_step(progress.epoch, progress.step)
+        self._context.world.watch.report_step(progress.epoch, progress.step)
         if self._live:
             self._live.step(self._loss)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flatout.dist.env import restart_count
+from flatout.distributed.environment import restart_count
 from flatout.host import available_memory
 from flatout.numerics.schedule import describe_scaling
 from flatout.recipe import Recipe
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flatout.console import Console
     from flatout.data.batches import Samples
     from flatout.data.pack import Pack
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import Engine
     from flatout.train.head_stage import HeadStage
     from flatout.train.request import Options, TrainRequest
@@ -48,7 +48,7 @@ def prepare_host(
     request: "TrainRequest", console: "Console", *, begins: bool = False
 ) -> "Iterator[tuple[TrainRequest, Pack]]":
     """Claim the run folder and make the pack for the ranks of this host, in this process or in others."""
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
 
     alone, log = World(), RunLog(console, request)
     with contextlib.ExitStack() as stack:
@@ -83,8 +83,7 @@ def load_pack(request: "TrainRequest", world: "World", log: RunLog) -> "Pack":
     source = data
 
     def load_alone() -> Pack:
-        with world.heartbeat.alone("making the pack"):
-            pack = load(source, request.recipe, cache=request.options.cache, report=log.console)
+        pack = load(source, request.recipe, cache=request.options.cache, report=log.console)
         log.console.finish()
         return pack
 
@@ -261,12 +260,8 @@ def _load_initial_weights(model: "nn.Module", recipe: Recipe, world: "World", lo
     """Load the weights to start from into rank 0's model, which the engine distributes: one rank downloads them."""
     from flatout.models.pretrained import load_pretrained
 
-    def load() -> None:
-        with world.heartbeat.alone("loading the weights"):
-            load_pretrained(model, recipe, log.note)
-
     if recipe.pretrained or recipe.weights:
-        world.from_main(load)
+        world.from_main(lambda: load_pretrained(model, recipe, log.note))
     elif recipe.freeze:
         log.note("frozen layers keep their random weights: no pre-trained weights were requested")
 

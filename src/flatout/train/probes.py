@@ -20,7 +20,7 @@ from flatout.train.budget import seconds_per_step
 
 if TYPE_CHECKING:
     from flatout.data.batches import Samples
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import DeviceSplit, Engine
     from flatout.train.context import TrainContext
     from flatout.train.progress import Progress
@@ -109,7 +109,7 @@ def _find_problems(
         # A short warm-up. The seed is always the same, so that dropout adds no noise to the losses.
         train.train_step(inputs, rate * step / SANITY_STEPS, 0)
         world.control.received()
-        world.heartbeat.keep_alive()
+        world.watch.keep_alive()
         if step == 1:
             first = engine.counts()[0].loss
         elif step == SANITY_STEPS - LAST_STEPS:

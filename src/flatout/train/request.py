@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flatout.dist.env import launched
-from flatout.dist.hosts import Hosts
+from flatout.distributed.environment import HANG_TIMEOUT, Hosts, launched
 from flatout.errors import InputError
 from flatout.recipe import Recipe
 from flatout.train.callbacks import Callback
@@ -36,6 +35,7 @@ class Options:
         restarts: how often the ranks are restarted from the newest checkpoint after one was lost; None: as often as
             elastic hosts may be lost.
         allow_code: whether a model named as `package.module:factory` may be imported.
+        hang_timeout: seconds without progress after which a rank of several is ended.
         minutes: the time budget of the whole run; None for the recipe's own length.
         began: when the user asked for the run, by time.perf_counter.
         notes: sentences about the recipe, for the summary and the report.
@@ -53,6 +53,7 @@ class Options:
     allow_code: bool = False
     hosts: Hosts = field(default_factory=Hosts)
     restarts: int | None = None
+    hang_timeout: float = HANG_TIMEOUT
     minutes: float | None = None
     began: float = field(default_factory=time.perf_counter)
     notes: tuple[str, ...] = ()
@@ -68,6 +69,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.minutes is not None and not (self.minutes > 0 and math.isfinite(self.minutes)):
             raise InputError(f"--minutes {self.minutes:g}: must be greater than 0")
+        if not (self.hang_timeout > 0 and math.isfinite(self.hang_timeout)):
+            raise InputError(f"--hang-timeout {self.hang_timeout:g}: must be greater than 0 seconds")
         if self.restarts is not None and self.restarts < 0:
             raise InputError(f"--restarts {self.restarts}: must be 0 or more")
 

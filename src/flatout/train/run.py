@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flatout.console import Console, counted
-from flatout.dist.consistency import agree, data_facts
-from flatout.dist.env import launched
+from flatout.distributed.consistency import agree, data_facts
+from flatout.distributed.environment import launched
 from flatout.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
 from flatout.files import write_atomically
 from flatout.numerics import optim
@@ -44,7 +44,7 @@ from flatout.train.request import Options, TrainRequest, check
 from flatout.train.run_log import RunLog
 
 if TYPE_CHECKING:
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.base import DeviceSplit
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ def run_on_all_ranks(
     recipe, options = request.recipe, request.options
     if recipe.optimizer.is_of_library:
         optim.of_library(recipe.optimizer)
-    call = partial(run_on_devices, function, engine=options.engine, console=console)
+    call = partial(run_on_devices, function, engine=options.engine, console=console, hang_timeout=options.hang_timeout)
     if launched() is not None:
         return call((request,), spec=options.devices)
     if options.devices != "auto":
@@ -186,6 +186,9 @@ def train_on_rank(console: Console, world: "World", request: TrainRequest) -> Pa
                 context, ended = run_epochs(context, progress, budget, callbacks)
             ended = finish(context, progress, ended)
             failure = callbacks.end(ended.failure)
+        # Ranks that have left are not ended where another one ends with an error.
+        world.barrier()
+        world.leave()
     if failure:
         raise failure
     return context.run_dir

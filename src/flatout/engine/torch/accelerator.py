@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from flatout.dist.env import wanted_threads
+from flatout.distributed.environment import wanted_threads
 from flatout.errors import InputError
 from flatout.host import available_memory, physical_cores, processor_flags
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from flatout.dist.world import ALONE, World
+from flatout.distributed.world import ALONE, World
 from flatout.errors import InputError
 
 # With fewer channels than this, a row of the reduction is a row of the image instead of a pixel, so that it vectorises.

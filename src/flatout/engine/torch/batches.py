@@ -21,7 +21,7 @@ from flatout.numerics import augment
 from flatout.tasks.base import Task
 
 if TYPE_CHECKING:
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
     from flatout.engine.torch.engine import TorchEngine
 
 # Among the views of a split's images, the one for evaluation.
@@ -388,7 +388,7 @@ class TorchSplit:
         for one in source.stream(inputs, self._engine.setup.accelerator):
             world.control.check_stop()
             yield one
-            world.heartbeat.keep_alive()
+            world.watch.keep_alive()
         if len(own) < -(-len(batches) // world.size):
             world.control.check_stop()  # as often on every rank
 

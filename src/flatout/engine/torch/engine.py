@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.data.batches import Samples
-from flatout.dist.world import ALONE, World
+from flatout.distributed.world import ALONE, World
 from flatout.engine.recorder import Recorder
 from flatout.engine.torch import state as states
 from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelerator_of, prepare
@@ -336,7 +336,7 @@ class TorchEngine:
     # --- results and state ----------------------------------------------------------------------------------------
 
     def counts(self) -> tuple[Counts, int | None]:
-        with self.world.heartbeat.waiting():
+        with self.world.watch.paused():
             return self.metric_sums.fetch()
 
     def communication_seconds(self) -> float:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from flatout.dist.world import Bucket, World
+from flatout.distributed.shared_memory import Bucket
+from flatout.distributed.world import World
 from flatout.engine.torch.accelerator import Accelerator
 from flatout.engine.torch.batch_norm import BatchNorm
 from flatout.errors import TrainingFailed, is_out_of_memory

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from flatout.data.batches import Batch, Samples
-from flatout.dist.env import Launched
-from flatout.dist.shared_memory import SharedMemory
-from flatout.dist.world import World
+from flatout.distributed.environment import Launched
+from flatout.distributed.shared_memory import SharedMemory
+from flatout.distributed.world import World
 from flatout.engine.torch.accelerator import BF16_WORTH, accelerator_of, choose_precision, cpu_threads
 from flatout.engine.torch.engine import TorchEngine
 from flatout.errors import RankLost, TrainingFailed
@@ -146,9 +146,10 @@ class ForkedWorld(World):
 
     def broadcast_object(self, value: Value) -> Value:
         """See `World`."""
-        return self._exchange("broadcast_object", value)[0]
+        return self.all_gather_object(value)[0]
 
-    def _exchange(self, operation: str, value: Value) -> list[Value]:
+    def all_gather_object(self, value: Value) -> list[Value]:
+        """See `World`."""
         self._parent.send(value)
         return self._parent.recv()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.errors import InputError
 from flatout.numerics import optim
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from flatout.data.batches import Batch, Samples, block_size, evaluation_batches, prefetch, read_ahead
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.accelerator import MEMORY_SHARE
 from flatout.engine.torch.batches import NOT_AUGMENTED

@@ -15,7 +15,7 @@ from flatout.data.cache import cache_folder
 from flatout.errors import InputError
 
 if TYPE_CHECKING:
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
 
 INSTALL = "pip install 'flatout[tpu]'"
 # JAX's platforms for our kinds of devices, always with the host's processors.
@@ -90,7 +90,7 @@ def find_on_all_hosts(kind: str, indices: Sequence[int], world: "World") -> list
 
     Every host's process must call it, before anything else starts JAX there.
     """
-    from flatout.dist.env import launched
+    from flatout.distributed.environment import launched
 
     require()
     import jax

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from flatout.data.batches import Samples, evaluation_batches, prefetch
-from flatout.dist.world import World
+from flatout.distributed.world import World
 from flatout.engine.recorder import Recorder
 from flatout.engine.torch.accelerator import PRECISIONS
 from flatout.engine.torch.batches import EVALUATION_BATCH

@@ -1,32 +1,32 @@
-"""Add up tensors of the CPU ranks of one host through memory that they share.
+"""Add up tensors of the CPU ranks of one host through memory that they share; buckets, which are added up meanwhile.
 
-Every rank writes its numbers into its own row, says so, waits for the others to say so, and adds the rows up in
-the order of the ranks, so that all get the same bits. Rows exist twice and take turns: a rank cannot reach the third
-use before all others have finished the first. Ranks speak over Unix sockets, a byte for each event; a byte takes 2 µs,
-the kernel orders it after the memory written before it, and a rank that dies closes its end, which the others notice at
-once. The memory has no name, and the sockets have one only while the ranks connect, in a folder that other users cannot enter.
+Every rank writes its numbers into its own row, signals that, waits for the signals of the others, and adds the rows up
+in the order of the ranks, so that all get the same bits. Rows exist twice and take turns: a rank cannot reach the third
+use before all others have finished the first. A signal is a byte on a Unix socket; it takes 2 µs, the kernel orders it
+after the memory written before it, and a rank that dies closes its end, which the others notice at once. The memory has
+no name, and the sockets have one only while the ranks connect, in a folder that other users cannot enter.
 """
 
 import contextlib
 import mmap
 import os
-import shutil
 import socket
 import struct
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from flatout.data.cache import temporary_folder
+from flatout.distributed.rank import PeerSilent
 from flatout.errors import RankLost
 from flatout.host import usable_cores
 
 if TYPE_CHECKING:
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
 
 # Bytes of a row for small sums (batch statistics, counts); larger tensors go in pieces.
 ROW_BYTES = 1 << 20
@@ -37,6 +37,7 @@ ALIGNMENT = 64
 CONNECT_SECONDS = 60.0
 
 _SUM, _READY, _DONE = 0, 1, 2
+_BYTES = [bytes([event]) for event in (_SUM, _READY, _DONE)]
 
 
 class SharedMemory:
@@ -44,10 +45,10 @@ class SharedMemory:
 
     def __init__(self, world: "World") -> None:
         self.rank, self.size = world.rank, world.size
-        self._heartbeat, self._barrier = world.heartbeat, world.barrier
+        self._watch, self._barrier, self._timeout = world.watch, world.barrier, world.timeout
         self._peers = _connect(world)
-        self._heard = {peer: [0, 0, 0] for peer in self._peers}
-        self._said = [0, 0, 0]
+        self._received = {peer: [0, 0, 0] for peer in self._peers}
+        self._sent = [0, 0, 0]
         self._spin = SPIN_SECONDS if usable_cores() >= self.size else 0.0
         self._rows = self._allocate(2 * self.size * ROW_BYTES).view(2, self.size, ROW_BYTES)
 
@@ -58,57 +59,61 @@ class SharedMemory:
         return torch.cat([self._sum_row(piece) for piece in pieces]).view(tensor.shape)
 
     def _sum_row(self, values: torch.Tensor) -> torch.Tensor:
-        rows = self._rows[self._said[_SUM] % 2].view(values.dtype)[:, : len(values)]
+        rows = self._rows[self._sent[_SUM] % 2].view(values.dtype)[:, : len(values)]
         rows[self.rank] = values
-        self.wait(_SUM, self.say(_SUM))
+        self.wait(_SUM, self.signal(_SUM))
         return rows.sum(0, dtype=values.dtype)
 
-    def buckets(self, sizes: Sequence[int], dtype: torch.dtype) -> "list[SharedBucket]":
+    def buckets(self, sizes: Sequence[int], dtype: torch.dtype) -> "list[Bucket]":
         """Return a bucket for each number of elements; they are to be started in this order."""
         each = ALIGNMENT // dtype.itemsize
         rounded = [-(-size // each) * each for size in sizes]
         rows = self._allocate(2 * self.size * sum(rounded) * dtype.itemsize).view(dtype)
-        buckets, offset = [], 0
+        buckets: list[Bucket] = []
+        offset = 0
         for size, room in zip(sizes, rounded, strict=True):
             end = offset + 2 * self.size * room
             buckets.append(SharedBucket(self, rows[offset:end].view(2, self.size, room)[:, :, :size]))
             offset = end
         return buckets
 
-    def say(self, event: int) -> int:
-        """Tell the other ranks that this one has come to an event; return how often it has."""
-        self._said[event] += 1
+    def signal(self, event: int) -> int:
+        """Tell the other ranks that this one has reached an event; return how often it has."""
+        self._sent[event] += 1
         for peer, connection in self._peers.items():
             try:
                 connection.send(_BYTES[event])
             except OSError:
                 raise _lost(peer) from None
-        return self._said[event]
+        return self._sent[event]
 
     def wait(self, event: int, times: int) -> None:
-        """Wait until every other rank has come to an event so many times."""
-        for peer, heard in self._heard.items():
-            if heard[event] < times:
-                self._hear(peer, event, times)
+        """Wait until every other rank has reached an event so many times."""
+        for peer, received in self._received.items():
+            if received[event] < times:
+                self._wait_for_peer(peer, event, times)
 
-    def _hear(self, peer: int, event: int, times: int) -> None:
-        connection, heard = self._peers[peer], self._heard[peer]
+    def _wait_for_peer(self, peer: int, event: int, times: int) -> None:
+        connection, received = self._peers[peer], self._received[peer]
         deadline = time.perf_counter() + self._spin
-        while heard[event] < times:
+        while received[event] < times:
+            is_spinning = time.perf_counter() < deadline
             try:
-                if time.perf_counter() < deadline:
-                    said = connection.recv(4096, socket.MSG_DONTWAIT)
+                if is_spinning:
+                    signals = connection.recv(4096, socket.MSG_DONTWAIT)
                 else:
-                    with self._heartbeat.waiting("sum in shared memory"):
-                        said = connection.recv(4096)
+                    with self._watch.paused():
+                        signals = connection.recv(4096)
             except BlockingIOError:
-                continue
+                if is_spinning:
+                    continue
+                raise PeerSilent(f"rank {peer} did not answer for {self._timeout:.0f} s") from None
             except OSError:
-                said = b""
-            if not said:
+                signals = b""
+            if not signals:
                 raise _lost(peer)
-            for byte in said:
-                heard[byte] += 1
+            for byte in signals:
+                received[byte] += 1
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """Return uint8 zeros [nbytes] that all ranks see."""
@@ -126,46 +131,61 @@ class SharedMemory:
             os.close(file)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         for connection in self._peers.values():
             connection.close()
 
 
-class SharedBucket:
+class Bucket:
+    """A flat tensor whose sum over the ranks torch.distributed computes while the caller does something else.
+
+    Attributes:
+        input: this rank's numbers, [n], which the caller writes.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.input = torch.zeros(size, dtype=dtype, device=device)
+        self._work: Any = None
+
+    def start(self) -> None:
+        """Start the sum; the input is complete."""
+        self._work = dist.all_reduce(self.input, async_op=True)
+
+    def add(self) -> None:
+        """Do this rank's part of the sum, once the inputs of all are complete."""
+
+    def finish(self) -> torch.Tensor:
+        """Wait for the sum, [n]; it is valid until the next `start` but one."""
+        self._work.wait()
+        self._work = None
+        return self.input
+
+
+class SharedBucket(Bucket):
     """A bucket in shared memory. Every rank adds up its part of the elements, for all."""
 
     def __init__(self, memory: SharedMemory, rows: torch.Tensor) -> None:
         self._memory, self._rows, self._turn = memory, rows, 0
+        self.input = rows[0, memory.rank]
         size = rows.shape[2]
         self._part = slice(memory.rank * size // memory.size, (memory.rank + 1) * size // memory.size)
         self._started = self._added = 0
 
-    @property
-    def input(self) -> torch.Tensor:
-        """Where this rank's numbers go, [n]."""
-        return self._rows[self._turn, self._memory.rank]
-
     def start(self) -> None:
-        """Say that the input is complete."""
-        self._started = self._memory.say(_READY)
+        self._started = self._memory.signal(_READY)
 
     def add(self) -> None:
-        """Do this rank's part of the adding up, once the inputs of all are complete."""
         self._memory.wait(_READY, self._started)
         first, *others = self._rows[self._turn, :, self._part]
         for row in others:
             first += row
-        self._added = self._memory.say(_DONE)
+        self._added = self._memory.signal(_DONE)
 
     def finish(self) -> torch.Tensor:
-        """Wait for the sum, [n]; it stays until the next `start` but one."""
         self._memory.wait(_DONE, self._added)
-        total = self._rows[self._turn, 0]
-        self._turn = 1 - self._turn
+        total, self._turn = self._rows[self._turn, 0], 1 - self._turn
+        self.input = self._rows[self._turn, self._memory.rank]
         return total
-
-
-_BYTES = [bytes([event]) for event in (_SUM, _READY, _DONE)]
 
 
 def _lost(peer: int) -> RankLost:
@@ -189,46 +209,35 @@ def _connect(world: "World") -> dict[int, socket.socket]:
             while len(peers) < world.size - 1:
                 connection = stack.enter_context(listener.accept()[0])
                 connection.settimeout(CONNECT_SECONDS)
-                if not _is_of_this_user(connection):
-                    connection.close()
-                    continue
                 (rank,) = struct.unpack("i", connection.recv(4))
                 peers[rank] = connection
         except (OSError, struct.error) as error:
             raise RankLost(f"the ranks of this host did not connect: {error}") from None
         # Nobody closes the door before all are in.
         world.barrier()
+        # Not by `settimeout`, with which a socket no longer knows MSG_DONTWAIT.
+        limit = struct.pack("@ll", int(world.timeout), int(world.timeout % 1 * 1e6))
         for connection in peers.values():
             connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         stack.pop_all()
     return dict(sorted(peers.items()))
 
 
 @contextlib.contextmanager
 def _listener() -> Iterator[tuple[socket.socket, str]]:
-    """Provide a socket that listens in a folder of this user's own, and the address for the other ranks."""
-    folder, held = temporary_folder()
-    opened = os.open(folder, os.O_RDONLY)
-    try:
+    """Provide a socket that listens in a folder that other users cannot enter, and the address for the other ranks."""
+    with tempfile.TemporaryDirectory(prefix="flatout-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        opened = os.open(folder, os.O_RDONLY)
         # An address has at most 107 bytes, and the path of the folder may be longer.
         place = f"/proc/{os.getpid()}/fd/{opened}" if Path("/proc/self/fd").is_dir() else folder
-        with socket.socket(socket.AF_UNIX) as listener:
+        try:
             listener.settimeout(CONNECT_SECONDS)
             listener.bind(f"{place}/socket")
             listener.listen()
             yield listener, f"{place}/socket"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(opened)
-        os.close(held)
-
-
-def _is_of_this_user(connection: socket.socket) -> bool:
-    """Return whether a process of this user has connected, as far as the system tells."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return user == os.geteuid()
+        finally:
+            os.close(opened)
 
 
 def _anonymous_file(nbytes: int) -> int:

@@ -16,7 +16,7 @@ from flatout.recipe import FREE_KEYS, Recipe
 
 if TYPE_CHECKING:
     from flatout.data.pack import Pack
-    from flatout.dist.world import World
+    from flatout.distributed.world import World
 
 # Bytes of images compared: all of them, or if there are more, images spread evenly over the pack.
 COMPARED_BYTES, BYTES_AT_ONCE = 2**28, 2**24

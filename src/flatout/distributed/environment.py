@@ -1,0 +1,148 @@
+"""The ranks and hosts of a run, as environment variables (torchrun, Slurm, Kubernetes, Ray) and flags describe them."""
+
+import os
+import socket
+from dataclasses import dataclass
+
+from flatout.errors import InputError
+
+# Set by flatout's launcher: the device of a rank, and the file in which the ranks of one host meet.
+DEVICE, STORE = "FLATOUT_DEVICE", "FLATOUT_STORE"
+# Seconds without progress after which a rank is taken to hang.
+HANG_TIMEOUT = 300.0
+_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """The rank of this process among all processes and among those of its host, and the address of the store."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str
+    port: int
+
+    @property
+    def where(self) -> str:
+        """The place of the store, for messages."""
+        return os.environ.get(STORE) or f"MASTER_ADDR {self.address}, MASTER_PORT {self.port}"
+
+
+def launched() -> Launched | None:
+    """Return the rank of this process from the launcher's variables; None where it was not launched as a rank.
+
+    Raises:
+        InputError: a variable is missing or is not a number.
+    """
+    names = _TORCH
+    if "RANK" not in os.environ:
+        # A Slurm batch script has these variables too; only `srun` starts a task of a step with several.
+        if "SLURM_STEP_ID" not in os.environ or (_number("SLURM_STEP_NUM_TASKS") or _number("SLURM_NTASKS") or 1) == 1:
+            return None
+        names = _SLURM
+    rank, size, local_rank, local_size = (_number(name) for name in names)
+    rank, size = rank or 0, size or 1
+    if local_size is None and names is _SLURM:
+        # All nodes have the same number of tasks, or srun would have set the variable.
+        local_size = size // (_number("SLURM_STEP_NUM_NODES") or _number("SLURM_NNODES") or 1)
+    if local_size is None and local_rank is not None and size > 1:
+        raise InputError(f"{names[2]} is set, but {names[3]} is not: set it to the number of ranks on this host")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ and size > 1:
+            raise InputError(f"{names[0]} is set, but {name} is not: set it to the address where the ranks meet")
+    return Launched(
+        rank=rank,
+        size=size,
+        # Without both, as in a Kubernetes job with one pod per rank, every rank is on a host of its own.
+        local_rank=local_rank or 0,
+        local_size=local_size or 1,
+        address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        port=_number("MASTER_PORT") or 0,
+    )
+
+
+def restart_count() -> int:
+    """Return how often the launcher has restarted the ranks; a restarted rank resumes from the newest checkpoint."""
+    return _number("TORCHELASTIC_RESTART_COUNT") or 0
+
+
+def wanted_threads() -> int | None:
+    """Return OMP_NUM_THREADS; None where it is not set, or where torchrun has set it to 1 as it does by default."""
+    threads = _number("OMP_NUM_THREADS") if os.environ.get("OMP_NUM_THREADS", "").isdigit() else None
+    # The ranks of flatout's launcher have torchrun's variables too; torchrun sets this one for several processes only.
+    is_of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and DEVICE not in os.environ
+    if threads == 1 and is_of_torchrun and _number("LOCAL_WORLD_SIZE") != 1:
+        return None
+    return threads or None
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    if not text.isdigit():
+        raise InputError(f"{name}={text}: must be a whole number")
+    return int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """The hosts of a run.
+
+    Attributes:
+        nodes: the number of hosts, `N` or `MIN:MAX`.
+        node_rank: the position of this host among them. None: the host with the rendezvous address is the first.
+        rendezvous: HOST:PORT of the first host; needed for several hosts.
+        timeout: seconds within which all must have joined.
+    """
+
+    nodes: str = "1"
+    node_rank: int | None = None
+    rendezvous: str = ""
+    timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        parts = self.nodes.split(":")
+        if (
+            len(parts) > 2
+            or not all(part.isascii() and part.isdigit() for part in parts)
+            or not 1 <= self.least <= self.most
+        ):
+            raise InputError(f"--nodes {self.nodes}: must be a number of hosts or MIN:MAX, from 1")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.most:
+            raise InputError(
+                f"--node-rank {self.node_rank}: must be from 0 to {self.most - 1}, as there are {self.most} nodes"
+            )
+        if not self.timeout > 0:
+            raise InputError(f"--rendezvous-timeout {self.timeout:g}: must be more than 0 seconds")
+        if self.most == 1:
+            return
+        if not self.rendezvous:
+            raise InputError(f"--nodes {self.nodes}: needs --rendezvous HOST:PORT, an address of the first host")
+        host, _, port = self.rendezvous.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+            raise InputError(f"--rendezvous {self.rendezvous}: must be HOST:PORT, with a port from 1 to 65535")
+
+    @property
+    def least(self) -> int:
+        """The smallest number of hosts that the run continues with."""
+        return int(self.nodes.split(":")[0])
+
+    @property
+    def most(self) -> int:
+        """The largest number of hosts."""
+        return int(self.nodes.split(":")[-1])
+
+    @property
+    def name(self) -> str:
+        """This host, for messages."""
+        return socket.gethostname() if self.node_rank is None else f"node {self.node_rank}"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the store of several hosts."""
+        host, _, port = self.rendezvous.rpartition(":")
+        return host.strip("[]"), int(port)

@@ -1,0 +1,376 @@
+"""Start a process for each device of this host, restart them if one is lost, and return what the first rank returns.
+
+torch's elastic agent starts, watches and ends the ranks. It runs in a thread, so that this one can show what rank 0
+shows and pass on the user's signals. An agent is used for one attempt: whether another one follows is decided here.
+"""
+
+import base64
+import contextlib
+import json
+import logging
+import os
+import pickle
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout.console import Console
+from flatout.data.cache import temporary_folder
+from flatout.distributed.environment import Hosts
+from flatout.distributed.rank import end_group, read_position, ready_ranks
+from flatout.errors import InputError, RankLost, Stopped, TrainingFailed, signals_handled
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import RunResult
+
+
+_LOOK_SECONDS = 0.1
+# torch's agent kills ranks that have not ended this long after another one has failed.
+_KILL_SECONDS = 30.0
+# The launcher of another host may take this long to tell why its ranks are gone.
+_REASON_SECONDS = 3.0
+# Hosts may end this long after each other.
+_EXIT_SECONDS = 60.0
+# Room for the stack of a rank that hung or crashed.
+_TAIL_LINES = 30
+_HUNG = re.compile(r"^Timeout \((\d+:\d\d:\d\d)", re.MULTILINE)
+
+
+def launch(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    names: Sequence[str],
+    threads: int,
+    console: Console,
+    hosts: Hosts | None = None,
+    restarts: int = 0,
+) -> Any:
+    """Call function(console, *args) in one new process for each device name; see `flatout.run.launch`."""
+    import cloudpickle
+
+    try:
+        call = cloudpickle.dumps((function, tuple(args)))
+    except Exception as error:  # users' objects may raise anything
+        raise InputError(
+            "the model or the data cannot be sent to the processes of the devices "
+            f"({type(error).__name__}: {error}); remove locks, open files and the like from them, "
+            "and from the global variables that they use"
+        ) from error
+    payload = {
+        "launcher": os.getpid(),
+        "call": call,
+        "has_display": console.has_display,
+        "has_bar": console.has_bar,
+        "lines": console.hand_over(),
+    }
+    # torch's warnings about lost connections repeat what the messages say.
+    variables = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    variables = {name: value for name, value in variables.items() if name not in os.environ}
+    try:
+        with contextlib.ExitStack() as stack:
+            folder = _private_folder(stack, payload)
+            signals = _Signals()
+            stack.enter_context(signals_handled(signals.note, signal.SIGINT, signal.SIGTERM))
+            return _Launch(stack, folder, names, variables, console, hosts or Hosts(), restarts, signals).run()
+    except (InputError, TrainingFailed, Stopped, KeyboardInterrupt) as error:
+        # Its traceback, which a notebook keeps, would keep the store and its port.
+        error.__context__ = None
+        raise error.with_traceback(None)  # noqa: B904
+
+
+def _private_folder(stack: contextlib.ExitStack, payload: dict[str, Any]) -> Path:
+    try:
+        folder, held = temporary_folder()
+        stack.callback(os.close, held)
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        (folder / "payload").write_bytes(pickle.dumps(payload))
+    except OSError as error:
+        raise TrainingFailed(
+            f"the temporary folder cannot be written: {error.strerror or error}; free space in it, or set TMPDIR to "
+            "another one"
+        ) from None
+    return folder
+
+
+class _Signals:
+    """The user's signals: the first one (0 for none), whether a SIGINT followed, and whether they raise now."""
+
+    def __init__(self) -> None:
+        self.number, self.at_once, self.raise_now = 0, False, True
+
+    def note(self, number: int, frame: Any) -> None:
+        self.at_once = self.at_once or (self.number != 0 and number == signal.SIGINT)
+        self.number = self.number or number
+        if self.raise_now:
+            raise self.error()
+
+    def error(self) -> BaseException:
+        return KeyboardInterrupt() if self.number == signal.SIGINT else Stopped(self.number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EndedRank:
+    """How a rank of this host ended.
+
+    Attributes:
+        name: the rank, for messages.
+        exit_code: negative for a signal.
+        kind: that of its outcome (see `rank.main`); empty if it wrote none.
+        value: what its function returned or raised.
+        time: when it wrote its outcome.
+    """
+
+    rank: int
+    local_rank: int
+    name: str
+    exit_code: int
+    kind: str
+    message: str
+    value: Any
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _End:
+    """How an attempt ended: None or an error, the reason in words, whether to restart, and whether that counts."""
+
+    error: BaseException | None = None
+    value: Any = None
+    reason: str = ""
+    may_restart: bool = False
+    is_counted: bool = True
+
+
+class _Launch:
+    """The ranks of this host, in all attempts."""
+
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        folder: Path,
+        names: Sequence[str],
+        variables: dict[str, str],
+        console: Console,
+        hosts: Hosts,
+        restarts: int,
+        signals: _Signals,
+    ) -> None:
+        from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+        from flatout.distributed.rendezvous import RankFiles, Rendezvous, SeveralHosts
+
+        # torch logs what it starts and ends; flatout's messages say the same in one line.
+        torch_log = logging.getLogger("torch.distributed.elastic")
+        torch_log.propagate = False
+        torch_log.addHandler(logging.NullHandler())
+        self._folder, self._names, self._console, self._hosts = folder, names, console, hosts
+        self._restarts, self._signals = restarts, signals
+        self._rendezvous: Rendezvous = Rendezvous() if hosts.most == 1 else SeveralHosts(hosts)
+        stack.callback(self._rendezvous.leave)
+        # flatout is found as it was here, whatever changed sys.path.
+        search_path = [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)]
+        command = (
+            f"import sys; sys.path[:] = {search_path!r}; from flatout.distributed import rank; sys.exit(rank.main())"
+        )
+        self._spec = WorkerSpec(
+            role="flatout",
+            local_world_size=len(names),
+            entrypoint=sys.executable,
+            args=("-P", "-c", command, str(folder)),
+            rdzv_handler=self._rendezvous,
+            max_restarts=0,
+            monitor_interval=_LOOK_SECONDS,
+        )
+        self._files = RankFiles(folder, names, variables, self._rendezvous)
+        display = folder / "display"
+        display.touch()
+        self._display = stack.enter_context(display.open(encoding="utf-8"))
+        self._line = ""
+        self._is_forwarded = False
+
+    def run(self) -> Any:
+        """Run the ranks, again if need be; return the first one's value, or raise why there is none."""
+        self._signals.raise_now = False
+        restart = 0
+        while True:
+            end = self._run_once()
+            if end.error is None:
+                return end.value
+            if not end.may_restart or (end.is_counted and restart == self._restarts):
+                self._rendezvous.end_run(end.reason or str(end.error))
+                raise end.error
+            if end.is_counted:
+                restart += 1
+                self._console.finish()
+                self._console.note(f"{end.reason}: restart {restart} of {self._restarts} from the newest checkpoint")
+
+    def _run_once(self) -> _End:
+        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+        agent = LocalElasticAgent(self._spec, self._files, exit_barrier_timeout=_EXIT_SECONDS)
+        # In the main thread torch would replace the signal handlers, for good.
+        with ThreadPoolExecutor(1) as thread:
+            running = thread.submit(agent.run)
+            while not running.done():
+                wait([running], _LOOK_SECONDS)
+                self._show()
+                self._handle_signals(agent)
+        self._show()
+        for pid in _pids(agent):
+            # A group may outlive the process that led it.
+            end_group(pid)
+        # Not raised here, as its traceback and this frame would keep each other, and the store.
+        if error := running.exception():
+            return _End(error=self._of_rendezvous(error))
+        result: Any = running.result()
+        if result is None:
+            return _End(error=InputError("the run has ended; it had as many hosts as it could use, without this one"))
+        return self._judge(self._ended_ranks(agent, result))
+
+    def _of_rendezvous(self, error: BaseException) -> BaseException:
+        """Return the message for an error of the agent: the hosts have not met."""
+        from torch.distributed import DistError
+        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+
+        where, rendezvous = f"--rendezvous {self._hosts.rendezvous}", self._rendezvous
+        if self._signals.number:
+            return self._signals.error()
+        if isinstance(error, RendezvousTimeoutError):
+            kind = TrainingFailed if rendezvous.attempt else InputError
+            return kind(
+                f"{where}: {rendezvous.missing()} in {self._hosts.timeout:g} s; start the same command there, or wait "
+                "longer with --rendezvous-timeout"
+            )
+        if isinstance(error, RendezvousClosedError):
+            return InputError(f"{where}: the run has ended: {rendezvous.reason() or 'see the other hosts'}")
+        if isinstance(error, (RendezvousError, DistError)):
+            return InputError(f"{where}: the first host is gone; see its output")
+        return error
+
+    def _show(self) -> None:
+        """Show what rank 0 has written to its display."""
+        while line := self._display.readline():
+            self._line += line
+            if self._line.endswith("\n"):
+                self._console.replay(self._line)
+                self._line = ""
+
+    def _handle_signals(self, agent: Any) -> None:
+        """Pass the user's signal on once all ranks are ready for it; they stop at a step that they agree on."""
+        if not self._signals.number:
+            return
+        if self._signals.at_once:
+            for pid in _pids(agent):
+                end_group(pid)
+        if self._is_forwarded:
+            return
+        ready = ready_ranks(self._folder)
+        ended = {int(path.name.partition("-")[2]) for path in self._folder.glob("outcome-*")}
+        if len({*ready} | ended) == len(self._names) or self._rendezvous.is_waiting:
+            self._is_forwarded = True
+            self._rendezvous.end_run("the user stopped the run")
+            for pid in ready.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, self._signals.number)
+
+    # --- how an attempt ended -------------------------------------------------------------------------------------
+
+    def _ended_ranks(self, agent: Any, result: "RunResult") -> list[_EndedRank]:
+        ended = []
+        for worker in agent.get_worker_group().workers:
+            failure, outcome = result.failures.get(worker.global_rank), {}
+            with contextlib.suppress(OSError):
+                outcome = json.loads((self._folder / f"outcome-{worker.local_rank}").read_text(encoding="utf-8"))
+            value = pickle.loads(base64.b64decode(outcome["value"])) if outcome else None
+            ended.append(
+                _EndedRank(
+                    rank=worker.global_rank,
+                    local_rank=worker.local_rank,
+                    name=f"rank {worker.global_rank} ({self._names[worker.local_rank]}, process {worker.id})",
+                    exit_code=failure.exitcode if failure else 0,
+                    kind=outcome.get("kind", ""),
+                    message=outcome.get("message", ""),
+                    value=value,
+                    time=outcome.get("time", time.time()),
+                )
+            )
+        return ended
+
+    def _judge(self, ranks: list[_EndedRank]) -> _End:
+        """Find the first cause, and whether another attempt makes sense."""
+        signals, hosts = self._signals, self._rendezvous
+        if all(rank.kind == "done" for rank in ranks):
+            return _End(value=ranks[0].value)
+        if signals.at_once:
+            return _End(error=KeyboardInterrupt(), reason="the user interrupted the run")
+        if refused := [rank for rank in ranks if rank.kind == "error"]:
+            # As a rule all have raised the same; the lowest rank speaks for the run.
+            return _End(error=refused[0].value, reason=refused[0].message)
+        if cause := self._cause(ranks):
+            return self._explain(cause, ranks)
+        if signals.number:
+            return _End(error=signals.error(), reason="the user stopped the run")
+        if stopped := [rank for rank in ranks if rank.kind == "stopped"]:
+            # Another host may have stopped the ranks to let a new host in.
+            is_over = not hosts.are_several or hosts.reason() != ""
+            return _End(error=stopped[0].value, reason="the run was stopped", may_restart=not is_over, is_counted=False)
+        lost = min(ranks, key=lambda rank: rank.time)
+        if not hosts.are_several:
+            return _End(error=RankLost(lost.message or "all ranks were ended"), reason=lost.message, may_restart=True)
+        reason = lost.message if lost.kind == "silent" else "the ranks of another host are gone"
+        told = hosts.reason(_REASON_SECONDS)
+        error = TrainingFailed(f"{told or reason}\nThe ranks of this host were ended; see the logs of the other one.")
+        return _End(error=error, reason=told or reason, may_restart=not told)
+
+    def _cause(self, ranks: list[_EndedRank]) -> _EndedRank | None:
+        """Return the rank that ended by itself, neither after another one nor by a signal of the user or the agent."""
+        if crashed := [rank for rank in ranks if rank.kind in ("crash", "memory")]:
+            return min(crashed, key=lambda rank: rank.time)
+        silenced = [rank for rank in ranks if not rank.kind and rank.exit_code not in (0, -signal.SIGTERM)]
+        if died := [rank for rank in silenced if rank.exit_code != -signal.SIGKILL]:
+            return died[0]
+        # The agent kills ranks too, but not before others have waited for it.
+        is_by_agent = any(rank.kind and time.time() - rank.time > _KILL_SECONDS for rank in ranks)
+        is_for_silence = any(rank.kind == "silent" for rank in ranks)
+        is_cause = silenced and not self._signals.number and (is_for_silence or not is_by_agent)
+        return silenced[0] if is_cause else None
+
+    def _explain(self, cause: _EndedRank, ranks: list[_EndedRank]) -> _End:
+        """Say what happened to a rank and where in training, what may help, and how its log ends."""
+        output, advice = self._folder / f"output-{cause.local_rank}", ""
+        position = read_position(self._folder, cause.local_rank)
+        text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+        waited = [rank.message for rank in ranks if rank.kind == "silent"]
+        if cause.kind == "memory":
+            reason = f"ran out of memory {position}: {cause.message}"
+            advice = " A smaller batch_size or more devices need less memory on each."
+        elif cause.kind:
+            reason = f"failed {position}: {cause.message}"
+        elif hung := _HUNG.search(text):
+            reason = f"made no progress for {hung[1]} h {position} (--hang-timeout)"
+        elif waited:
+            reason = f"did not answer {position} and was killed ({waited[0]})"
+        elif cause.exit_code < 0:
+            reason = f"was killed by {signal.Signals(-cause.exit_code).name} {position}"
+            if cause.exit_code == -signal.SIGKILL:
+                advice = " The system does that when memory runs out: a smaller batch_size or more devices need less."
+        else:
+            reason = f"ended with exit code {cause.exit_code} {position}"
+        reason, tail = f"{cause.name} {reason}", ""
+        if text:
+            log = output.readlink() if output.is_symlink() else "its output"
+            tail = "\n  ".join([f" The last lines of {log}:", *text.splitlines()[-_TAIL_LINES:]])
+        error = TrainingFailed(f"{reason}; the other ranks were ended.{advice}{tail}")
+        return _End(error=error, reason=reason, may_restart=not self._signals.number)
+
+
+def _pids(agent: Any) -> list[int]:
+    return [worker.id for worker in agent.get_worker_group().workers if worker.id]

@@ -1,0 +1,357 @@
+"""The ranks of a run, one process for each device, their collective operations, and what any of them asks of all.
+
+Between hosts and between GPUs torch.distributed does the work. CPU ranks of one host add up in memory that they share
+(`shared_memory.py`): TCP over loopback takes ten times as long.
+"""
+
+import contextlib
+import datetime
+import errno
+import os
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntFlag
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from flatout.distributed.environment import HANG_TIMEOUT, STORE, Launched, restart_count
+from flatout.distributed.rank import PeerSilent, current_watch
+from flatout.distributed.shared_memory import Bucket, SharedMemory
+from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
+
+Value = TypeVar("Value")
+
+# A collective of tensors waits for this much longer than a rank may make no progress, so that the stuck rank is named.
+_MARGIN_SECONDS = 60.0
+# Others wait in a collective of objects while one rank works alone, such as decoding images.
+_PATIENCE = datetime.timedelta(hours=12)
+
+
+class Flag(IntFlag):
+    """What a rank can ask of all: to fetch the running loss, write a checkpoint, end the run, or change its length."""
+
+    NONE = 0
+    LOSS = 1
+    CHECKPOINT = 2
+    INTERRUPT = 4
+    TERMINATE = 8
+    REPLAN = 16
+
+
+FLAGS = tuple(Flag)
+# Ranks on accelerators read the flags this many steps later, so that no step waits for the device.
+LAG = 8
+
+
+class Control:
+    """The control flags of one rank, known to every rank after the same step.
+
+    They travel with the gradients: the engine appends `outgoing` to the step's own all-reduce.
+
+    Attributes:
+        outgoing: float32 [flags] on the device, 1 for each flag that this rank requests.
+        incoming: float32 [flags] on the device, where the engine writes the sum of `outgoing` over the ranks.
+        stop: the signals that this process has received, INTERRUPT and TERMINATE; requested with every step.
+        heeded: which of them end a pass without gradients.
+    """
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self._requested = self._received = self.stop = Flag.NONE
+        self.heeded = Flag.INTERRUPT | Flag.TERMINATE
+        self.outgoing = torch.zeros(len(FLAGS), device=world.device)
+        self.incoming = torch.zeros_like(self.outgoing)
+        self._sums: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
+
+    def request(self, flags: Flag) -> None:
+        """Set the flags that travel with the next step; they replace those requested before."""
+        flags |= self.stop
+        if self._world.is_joined and flags != self._requested:
+            self.outgoing.copy_(torch.tensor([float(flag in flags) for flag in FLAGS]))
+        self._requested = flags
+
+    def end_step(self) -> None:
+        """Start to copy `incoming` to the host; the engine calls this after each step."""
+        if not self._world.is_joined:
+            return
+        sums, event = self.incoming.to("cpu", non_blocking=True, copy=True), None
+        if self._world.device.type != "cpu":
+            event = torch.Event(self._world.device)
+            event.record()
+        self._sums.append((sums, event))
+
+    def check_stop(self) -> None:
+        """End a pass without gradients if a rank was told to stop. All ranks call this equally often in a pass.
+
+        Raises:
+            Stopped: on every rank after the same call.
+        """
+        stop = self.stop
+        if self._world.is_joined:
+            self.request(Flag.NONE)
+            self.incoming.copy_(self._world.all_reduce(self.outgoing))
+            self.end_step()
+            stop = self.received()
+            # What was requested in the last training steps is for the loop.
+            self._received |= stop & ~(Flag.INTERRUPT | Flag.TERMINATE)
+        if stop := stop & self.heeded:
+            raise Stopped(signal.SIGTERM if Flag.TERMINATE in stop else signal.SIGINT)
+
+    def exchange(self) -> None:
+        """Exchange the flags at once, between the hosts; for engines whose steps run no all-reduce of their own."""
+        for flags in self._world.all_gather_object(self._requested):
+            self._received |= flags
+
+    def received(self) -> Flag:
+        """Return the union of what all ranks requested in the steps since the last call.
+
+        The answer is the same on every rank after the same step; on accelerators it is `LAG` steps old.
+        """
+        if not self._world.is_joined:
+            return self._requested | self.stop
+        while len(self._sums) > (0 if self._world.device.type == "cpu" else LAG):
+            sums, event = self._sums.popleft()
+            if event:
+                event.synchronize()
+            for flag, number in zip(FLAGS, sums.tolist(), strict=True):
+                self._received |= flag if number else Flag.NONE
+        received, self._received = self._received, Flag.NONE
+        return received
+
+
+class World:
+    """The ranks of a run, seen from one of them.
+
+    Attributes:
+        rank, size: this process among all.
+        local_rank, local_size: this process among those of its host.
+        is_joined: whether the ranks have met. Until then this rank is alone, and every call returns at once.
+        backend: what adds up tensors: "", "memory", "gloo" or "nccl".
+        control: the flags by which ranks request a checkpoint or the end of the run.
+        watch: ends this rank when it hangs.
+        timeout: the seconds for which a collective of tensors waits for the other ranks.
+        seconds: time spent in sums, including the wait for other ranks.
+    """
+
+    def __init__(self, launched: Launched | None = None, device: torch.device | None = None) -> None:
+        self.rank = launched.rank if launched else 0
+        self.size = launched.size if launched else 1
+        self.local_rank = launched.local_rank if launched else 0
+        self.local_size = launched.local_size if launched else 1
+        self.device = device or torch.device("cpu")
+        self.backend = ""
+        self.is_joined = False
+        self.seconds = 0.0
+        self.timeout = HANG_TIMEOUT + _MARGIN_SECONDS
+        self.watch = current_watch()
+        self.control = Control(self)
+        self._memory: SharedMemory | None = None
+        self._objects: Any = None
+        self._owns_group = False
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that writes the run folder."""
+        return self.rank == 0
+
+    # --- tensors --------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over the ranks, with the same bits on each; asynchronous on accelerators."""
+        if not self.is_joined:
+            return tensor
+        began = time.perf_counter()
+        with self.translate_errors("all_reduce"):
+            if self._memory is not None and tensor.device.type == "cpu":
+                total = self._memory.sum(tensor)
+            else:
+                total = tensor.clone()
+                dist.all_reduce(total)
+        self.seconds += time.perf_counter() - began
+        return total
+
+    def buckets(self, sizes: Sequence[int], dtype: torch.dtype) -> Sequence[Bucket]:
+        """Return a bucket for each number of elements; every rank must start them in this order."""
+        if self._memory is not None:
+            return self._memory.buckets(sizes, dtype)
+        return [Bucket(size, dtype, self.device) for size in sizes]
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite tensors with those of rank 0."""
+        if self.is_joined:
+            with torch.no_grad(), self.translate_errors("broadcast"):
+                for tensor in tensors:
+                    dense = tensor.detach().contiguous()
+                    dist.broadcast(dense, src=0)
+                    tensor.copy_(dense)
+
+    def all_gather(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor, all of one shape, in the order of the ranks."""
+        if not self.is_joined:
+            return [rows]
+        gathered = [torch.empty_like(rows) for _ in range(self.size)]
+        with self.translate_errors("all_gather"):
+            dist.all_gather(gathered, rows.contiguous())
+        return gathered
+
+    # --- objects --------------------------------------------------------------------------------------------------
+
+    def all_gather_object(self, value: Value) -> list[Value]:
+        """Return every rank's value, in the order of the ranks."""
+        if not self.is_joined:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self.translate_errors("all_gather_object"):
+            dist.all_gather_object(values, value, group=self._objects)
+        return values
+
+    def broadcast_object(self, value: Value) -> Value:
+        """Return rank 0's value on every rank."""
+        if not self.is_joined:
+            return value
+        box = [value]
+        with self.translate_errors("broadcast_object"):
+            dist.broadcast_object_list(box, src=0, group=self._objects)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.all_gather_object(None)
+
+    def from_main(self, make: Callable[[], Value]) -> Value:
+        """Return on every rank what a function returns in the main process; every rank raises its InputError."""
+        outcome: Any = None
+        if self.is_main:
+            try:
+                with self.watch.paused():
+                    outcome = make()
+            except InputError as error:
+                outcome = error
+        outcome = self.broadcast_object(outcome)
+        if isinstance(outcome, InputError):
+            raise outcome
+        return outcome
+
+    # --- joining and leaving --------------------------------------------------------------------------------------
+
+    def join(self, launched: Launched, *, shares_gpu: bool = False, hang_timeout: float = HANG_TIMEOUT) -> None:
+        """Meet the other ranks.
+
+        Args:
+            launched: the address where they meet, and the rank of this process.
+            shares_gpu: whether several ranks of this host use one GPU, which NCCL refuses.
+            hang_timeout: seconds without progress after which a rank is ended.
+
+        Raises:
+            InputError: the others did not come, or another launcher's process group has other ranks.
+        """
+        self.backend = "nccl" if self.device.type == "cuda" and not shares_gpu else "gloo"
+        is_one_host = self.local_size == self.size
+        # gloo and NCCL listen only where the other ranks come from: between hosts the user may choose, on one host not.
+        interface = interface_to("127.0.0.1" if is_one_host else launched.address, launched.port)
+        for name, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
+            if interface and (is_one_host or name not in os.environ):
+                os.environ[name] = value
+        self.timeout = hang_timeout + _MARGIN_SECONDS
+        if dist.is_initialized():
+            # Ray Train, for one, has initialised the process group already.
+            if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.size):
+                raise InputError(
+                    f"RANK={self.rank} and WORLD_SIZE={self.size}, but the process group that is initialised has this "
+                    f"process as rank {dist.get_rank()} of {dist.get_world_size()}: let both be of the same launcher"
+                )
+        else:
+            name = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
+            timeout = datetime.timedelta(seconds=self.timeout)
+            try:
+                # The keys of an earlier attempt are still in the launcher's store.
+                store = PrefixStore(f"attempt_{restart_count()}", _open_store(launched))
+                dist.init_process_group(name, timeout=timeout, store=store, rank=self.rank, world_size=self.size)
+            except (dist.DistError, RuntimeError) as error:
+                raise InputError(f"{launched.where}: the ranks did not meet: {str(error).splitlines()[0]}") from None
+            self._owns_group = True
+        self._objects = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self.is_joined = True
+        self.watch.limit, self.watch.has_left = hang_timeout, False
+        self.watch.start()
+        if self.device.type == "cpu" and is_one_host:
+            self._memory = SharedMemory(self)
+            self.backend = "memory"
+
+    def leave(self) -> None:
+        """Leave the other ranks, which no longer need this one. All ranks call this after the same collective."""
+        if not self.is_joined:
+            return
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        self.watch.limit, self.watch.has_left = None, True
+        if self._owns_group:
+            dist.destroy_process_group()
+            self._owns_group = False
+        self.is_joined = False
+
+    @contextlib.contextmanager
+    def translate_errors(self, collective: str = "a wait for the device") -> Iterator[None]:
+        """Mark a wait for the other ranks; raise `RankLost` where torch reports that one is gone."""
+        began = time.monotonic()
+        with self.watch.paused():
+            try:
+                yield
+            except (dist.DistError, RuntimeError) as error:
+                if isinstance(error, TrainingFailed):
+                    raise
+                seconds = time.monotonic() - began
+                if seconds >= self.timeout:
+                    raise PeerSilent(f"rank {self.rank} waited {seconds:.0f} s in {collective}") from error
+                raise RankLost(f"rank {self.rank} lost touch with the others: {str(error).splitlines()[0]}") from error
+
+
+ALONE = World()
+
+
+def _open_store(launched: Launched) -> Any:
+    """Return the store where the ranks meet. Where no launcher provides it, rank 0 does."""
+    if STORE in os.environ:
+        return FileStore(os.environ[STORE], launched.size)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or launched.rank:
+        return TCPStore(launched.address, launched.port, is_master=False)
+    try:
+        return serve_store(launched.address, launched.port)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise InputError(f"{launched.where}: {error.strerror}") from None
+        # A virtual address, such as that of a Kubernetes service.
+        return TCPStore(launched.address, launched.port, is_master=True, wait_for_workers=False)
+
+
+def serve_store(address: str, port: int) -> Any:
+    """Return a TCPStore that listens on one address; torch's own would listen on all. Raises OSError."""
+    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def interface_to(address: str, port: int) -> str:
+    """Return the name of the network interface from which this host reaches an address."""
+    import psutil
+
+    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # This looks up the route; no packet is sent.
+        probe.connect(target)
+        own = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if own in {each.address.partition("%")[0] for each in addresses}:
+            return name
+    return ""
