@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from flatout.callbacks.trackers import MLflow, TensorBoard, Trackio, WandB
     from flatout.errors import InputError, TrainingFailed
     from flatout.explore.look import Look, look
+    from flatout.inference.run import Ensemble, Prediction, Run, load
     from flatout.recipe import SGD, Adagrad, Adam, AdamW, Augment, Data, Momentum, Optimizer, Recipe, Schedule
     from flatout.run.fit import fit
-    from flatout.run.folder import Ensemble, Prediction, Run, load
 
 __all__ = [
     "SGD",
@@ -48,7 +48,7 @@ _PLACES = (
     "flatout.recipe",
     "flatout.callbacks.base",
     "flatout.callbacks.trackers",
-    "flatout.run.folder",
+    "flatout.inference.run",
 )
 
 

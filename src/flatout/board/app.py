@@ -237,7 +237,7 @@ def predictions_of(path: Path, content: bytes) -> dict[str, Any]:
 @lru_cache(MODELS_KEPT)
 def _loaded(path: Path, changed: int) -> Any:
     """Return the run in a folder, whose weights changed at that time."""
-    from flatout.run.folder import load
+    from flatout.inference.run import load
 
     return load(path)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flatout.numerics.calibration import bias_corrected
+from flatout.inference.calibration import bias_corrected
 
 # A label is listed from this probability on that it is wrong: looking at an image costs less than a missed error.
 LISTED_FROM = 0.15

@@ -5,7 +5,6 @@ import json
 import platform
 import signal
 import time
-from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +16,12 @@ from flatout.data.labels import count_classes
 from flatout.dist.control import Flag
 from flatout.errors import Stopped
 from flatout.host import installed, peak_rss_bytes
+from flatout.inference.calibration import Calibration, FeatureStats, feature_samples, why_uncalibrated
+from flatout.inference.evaluate import scores_of
+from flatout.inference.predictions import write_predictions
 from flatout.numerics.augment import tta_views
-from flatout.numerics.novelty import Known
 from flatout.report import run_files
 from flatout.report.stages import stages
-from flatout.run import trust
-from flatout.run.predictions import write_predictions
 from flatout.run.progress import Progress
 from flatout.settings import one_or_both
 from flatout.tasks import describe_metrics
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from flatout.data.pack import Pack
     from flatout.engine.base import DeviceSplit, Engine, Evaluation
     from flatout.run.session import Session
-    from flatout.run.trust import Trust
     from flatout.tasks.base import Task
 
 
@@ -54,7 +52,7 @@ class _Ended:
     progress: Progress
     samples: dict[str, Samples]
     results: "dict[str, Evaluation]"
-    known: Known | None
+    known: FeatureStats | None
     reason: str
     state: dict[str, Any]
     memory: dict[str, int | None]
@@ -88,10 +86,10 @@ def finish(
     is_fold = session.recipe.data.fold > 0
     shown = _shown(session, splits)
     results: dict[str, Evaluation] = {}
-    known: Known | None = None
+    known: FeatureStats | None = None
     began = time.perf_counter()
     is_trusted = session.recipe.task == "single-label" and not is_fold and "valid" in splits
-    if reason := trust.missing(session.recipe, splits):
+    if reason := why_uncalibrated(session.recipe, splits):
         is_trusted = False
         session.note(reason)
     if session.recipe.tta:
@@ -105,7 +103,7 @@ def finish(
             if is_trusted and stage:
                 known = stage.known()
             elif is_trusted:
-                some = trust.sample_of(placed["train"].samples, len(pack.classes))
+                some = feature_samples(placed["train"].samples, len(pack.classes))
                 is_all = len(some) == len(placed["train"].samples)
                 known = _known(session, placed["train"] if is_all else engine.place(some))
             for name in [name for name in splits if name != "train"]:
@@ -115,7 +113,7 @@ def finish(
                 results[name] = placed[name].evaluate(
                     with_probabilities=is_fold or name == shown,
                     with_logits=is_trusted,
-                    keep_features=trust.keep_of(known),
+                    keep_features=known.distances if known else None,
                     tta=session.recipe.tta,
                 )
     except Stopped as stopped:
@@ -144,11 +142,11 @@ def finish(
     return failure
 
 
-def _known(session: "Session", some: "DeviceSplit") -> Known | None:
+def _known(session: "Session", some: "DeviceSplit") -> FeatureStats | None:
     """Return where the features of training images are: the same numbers on all ranks."""
     # Where the network is large, as behind a fitted head, the images themselves show enough.
     found = some.evaluate(keep_features=np.array, tta=session.recipe.tta and session.stage is None)
-    return session.world.from_main(lambda: Known.of(found.features, found.labels))
+    return session.world.from_main(lambda: FeatureStats.of(found.features, found.labels))
 
 
 def _shown(session: "Session", splits: dict[str, Samples]) -> str | None:
@@ -163,7 +161,7 @@ def _write(run: _Ended, shown: str | None) -> None:
     is_fold = session.recipe.data.fold > 0
     task = run.engine.task
     is_trusted = "valid" in results and results["valid"].logits is not None
-    found = trust.fit(run.known, results["valid"]) if is_trusted else None
+    found = Calibration.fit(run.known, results["valid"]) if is_trusted else None
     # The images of a fold choose nothing.
     if "valid" in results and not is_fold:
         task = task.tuned(results["valid"].predicted, results["valid"].labels)
@@ -176,9 +174,20 @@ def _write(run: _Ended, shown: str | None) -> None:
     if shown in results:
         more = {"test_probabilities": results["test"].probabilities} if is_fold and "test" in results else {}
         logits = results[shown].logits
-        if found and found.novelty and logits is not None:
-            more["unknown"] = found.novelty.score_at(logits, results[shown].features)
-        write_predictions(session, shown, results[shown], run.samples[shown], run.pack.classes, **more)
+        if found and found.detector and logits is not None:
+            more["unknown"] = found.detector.score_at(logits, results[shown].features)
+        write_predictions(
+            session.out,
+            session.recipe,
+            shown,
+            results[shown],
+            run.samples[shown],
+            run.pack.classes,
+            note=session.note,
+            module=session.module,
+            allow_code=session.options.allow_code,
+            more=more,
+        )
         scores = scores_of(shown, results[shown], run.pack.classes, found)
     summary = _summary(run, results) | run.memory | scores
     _write_report(session, summary, run.progress)
@@ -206,27 +215,7 @@ def _memory(session: "Session", engine: "Engine") -> dict[str, int | None]:
     return {"peak_rss_bytes": sum(host for host, _ in peaks), "peak_device_bytes": max(device) if device else None}
 
 
-def scores_of(split: str, result: "Evaluation", classes: Sequence[str], found: "Trust | None") -> dict[str, Any]:
-    """Return the figures of `summary.json` and `evaluate` that are computed once, after training.
-
-    Args:
-        split: `test` or `valid`, whose name is in front of single figures.
-        result: with probabilities; with logits where `found` is given.
-        found: what the validation images say about the answers.
-    """
-    task, labels = result.task, result.labels
-    assert result.probabilities is not None
-    answers = task.decided(result.predicted)
-    scores = task.scores(result.predicted, labels, result.probabilities)
-    return {
-        **{f"{split}_{name}": value for name, value in scores.items()},
-        "per_class": task.per_class(answers, labels, classes),
-        "confused_pairs": task.confused_pairs(answers, labels, classes),
-        "trust": found.figures(result) if found else None,
-    }
-
-
-def _write_weights(run: _Ended, task: "Task", found: "Trust | None") -> None:
+def _write_weights(run: _Ended, task: "Task", found: Calibration | None) -> None:
     from flatout.models.weights import save_tensors
 
     recipe = run.session.recipe

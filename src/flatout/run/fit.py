@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from flatout.console import Console
 from flatout.errors import InputError, Stopped
+from flatout.inference.run import Ensemble, Run, load
 from flatout.recipe import Recipe
-from flatout.run.folder import Ensemble, Run, load
 from flatout.run.options import Options
 from flatout.run.session import Session
 from flatout.settings import in_python, python_words

@@ -20,10 +20,9 @@ from flatout.engine.base import Evaluation
 from flatout.engine.eager.engine import TorchEngine
 from flatout.engine.eager.split import TorchSplit
 from flatout.errors import InputError
+from flatout.inference.calibration import FeatureStats, both_logits
 from flatout.models.features import compact
 from flatout.models.heads import Head, HeadNetwork, find_head, set_head
-from flatout.numerics.calibration import both_logits
-from flatout.numerics.novelty import Known
 from flatout.recipe import Augment, Recipe
 from flatout.run.head import FittedHead, fit_head
 from flatout.run.progress import EpochRecord
@@ -69,7 +68,7 @@ class HeadStage:
     labels: dict[str, np.ndarray]
     record: EpochRecord
     seconds: dict[str, float]
-    _known: list[Known | None] = field(default_factory=list)
+    _known: list[FeatureStats | None] = field(default_factory=list)
 
     @property
     def share_right(self) -> float:
@@ -97,12 +96,12 @@ class HeadStage:
         state = engine.state()
         engine.load_state({**state, **{name: value for name, value in own.items() if name in state}})
 
-    def known(self) -> Known | None:
+    def known(self) -> FeatureStats | None:
         """Return where the features of training images are; None for a network with several heads."""
         if not self._known:
             found = None
             if len(self.head.layers) == 1:
-                found = Known.of(self._compact("train"), self.labels["train"])
+                found = FeatureStats.of(self._compact("train"), self.labels["train"])
             self._known.append(found)
         return self._known[0]
 

@@ -19,8 +19,8 @@ from flatout import __version__
 from flatout.console import Console, aligned, duration
 from flatout.errors import InputError, Stopped, TrainingFailed
 from flatout.files import write_atomically
+from flatout.inference.run import Run
 from flatout.report.run_files import RECIPE, write_json
-from flatout.run.folder import Run
 from flatout.scale.chart import draw_scaling
 from flatout.scale.findings import findings, is_plausible
 
