@@ -37,6 +37,9 @@ KNOWN_SHARE = 0.95
 TRAINING_IMAGES, IMAGES_OF_A_CLASS = 5000, 10
 # This share of the mean variance is added to the variance in every direction.
 SHRINKAGE = 0.01
+# Test-time augmentation of earlier versions lost the energy: what they kept is the rounding of a constant, and does not
+# count.
+_MIN_ENERGY_SCALE = 1e-6
 # Images in memory as 64-bit numbers.
 _AT_ONCE = 256
 # The arrays of `FeatureStats`, as `known.safetensors` names them.
@@ -345,6 +348,8 @@ class Calibration:
         detector = None
         if "unknown" in metadata:
             centre, scale, threshold = json.loads(metadata["unknown"])
+            if scale[0] < _MIN_ENERGY_SCALE:
+                scale[0] = math.inf
             tensors = read_weights(path)[0] if path.is_file() else {}
             is_whole = tensors.keys() >= set(_ARRAYS)
             stats = FeatureStats(**{name: tensors[name].numpy() for name in _ARRAYS}) if is_whole else None

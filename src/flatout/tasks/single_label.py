@@ -118,7 +118,8 @@ class SingleLabel(Task):
         logits = logits_VBK.float()
         if logits.shape[2] == 1:
             return averaged_sigmoid(logits)
-        return logits.log_softmax(2).logsumexp(0) - math.log(len(logits))
+        # Any number may be added to the logits of a sample. With this one, their energy is the mean over the views.
+        return logits.log_softmax(2).logsumexp(0) - math.log(len(logits)) + logits.logsumexp(2).mean(0)[:, None]
 
     def metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         """Return accuracy, the number of right answers, and the mean accuracy over the classes."""
