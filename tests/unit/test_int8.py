@@ -41,7 +41,7 @@ def whitened_net() -> Any:
 
 
 def test_a_network_that_whitens_its_inputs_keeps_its_answers() -> None:
-    from flatout.export.int8 import quantized
+    from flatout.inference.export.formats import quantized
 
     model = whitened_net()
     images = np.random.default_rng(1).integers(0, 256, (500, 3, 4, 4), np.uint8).repeat(3, axis=2).repeat(3, axis=3)

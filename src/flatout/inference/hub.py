@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flatout.console import Console, duration
 from flatout.errors import InputError, causes, first_line
 from flatout.files import write_atomically
@@ -340,9 +342,18 @@ def _copy_files(run: "Run", folder: Path, clean: Callable[[Any], Any], *, pictur
         sources = [name for name in (METRICS, PREDICTIONS) if (run.path / name).is_file()]
         for name in sources:
             shutil.copyfile(run.path / name, folder / name)
+        _forget_file_names(folder / PREDICTIONS)
         draw_all(folder)
         for name in sources:
             (folder / name).unlink()
+
+
+def _forget_file_names(path: Path) -> None:
+    """Leave the names of images, which may be those of people, out of predictions."""
+    if path.is_file():
+        with np.load(path) as arrays:
+            kept = {name: array for name, array in arrays.items() if name != "name"}
+        np.savez(path, **kept)
 
 
 # --- the model card ---------------------------------------------------------------------------------------------------

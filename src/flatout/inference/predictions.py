@@ -1,6 +1,8 @@
-"""What a run keeps of its answers, `predictions.npz`: written by the run, shown in notebooks."""
+"""What a run keeps of its images and answers: `predictions.npz` and `splits.csv`, written by the run, and in notebooks."""
 
+import csv
 import io
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -11,7 +13,7 @@ import numpy as np
 
 from flatout.data.feed import Samples
 from flatout.errors import InputError, first_line
-from flatout.files import write_atomically
+from flatout.files import printable, write_atomically
 from flatout.numerics.random import Stream, permutation
 from flatout.report import run_files
 from flatout.report.html import data_uri, thumbnail
@@ -19,9 +21,11 @@ from flatout.report.html import data_uri, thumbnail
 if TYPE_CHECKING:
     from torch import nn
 
+    from flatout.data.pack import Pack
     from flatout.engine.base import Evaluation
     from flatout.inference.run import Run
     from flatout.recipe import Recipe
+    from flatout.tasks.base import Task
 
 # The pictures of a report: a grid of 5x5 chosen at random, and as many of the most confident mistakes.
 PICTURES = 25
@@ -72,7 +76,7 @@ def write_predictions(
         "labels": labels,
         "predicted": predicted,
         "row": samples.rows,
-        "file": None if files is None else np.array([files[row] for row in samples.rows.tolist()]),
+        "name": None if files is None else np.array([files[row] for row in samples.rows.tolist()]),
         "brightness": _brightness(samples),
         "sample": sample,
         "images": images,
@@ -119,6 +123,48 @@ def _brightness(samples: Samples) -> np.ndarray:
     positions = np.linspace(0, len(samples) - 1, min(len(samples), COMPARED_IMAGES)).astype(np.int64)
     means = [samples.images_at(some).mean() for some in positions[:, None]]
     return (np.array(means) / np.iinfo(samples.images.dtype).max).astype(np.float32)
+
+
+def file_names(recipe: "Recipe", pack: "Pack") -> list[str] | None:
+    """Return the names of all images of a pack, below the folder of the data.
+
+    None where they are not separate files, or not those of the pack any more.
+    """
+    from flatout.data.load import find
+    from flatout.data.source import DataRef
+
+    path = recipe.data.path
+    if not pack.is_decoded or not path or "://" in path:
+        return None
+    try:
+        found = find(path, recipe.data, recipe.task)
+        if isinstance(found, DataRef):
+            if found.inputs:  # a container, which takes long to read
+                return None
+            found = found.read()
+    except (InputError, OSError):
+        return None
+    if found.files is None or found.path is None:
+        return None
+    files = [printable(file) for file in found.files]
+    kept = np.array([file not in pack.skipped for file in files])
+    if not np.array_equal(found.labels[kept], pack.labels):
+        return None
+    folder = f"{found.path if found.path.is_dir() else found.path.parent}{os.sep}"
+    return [file.removeprefix(folder) for file, is_kept in zip(files, kept.tolist(), strict=True) if is_kept]
+
+
+def write_splits(
+    folder: Path, splits: Mapping[str, Samples], files: Sequence[str], task: "Task", classes: Sequence[str]
+) -> None:
+    """Write `splits.csv`: the split, the file and the label of each image."""
+    text = io.StringIO(newline="")
+    table = csv.writer(text)
+    table.writerow(["split", "file", "label"])
+    for name, samples in splits.items():
+        for row, label in zip(samples.rows.tolist(), samples.labels, strict=True):
+            table.writerow([name, files[row], task.text(label, classes)])
+    write_atomically(folder / run_files.SPLITS, text.getvalue().encode())
 
 
 # --- in notebooks -----------------------------------------------------------------------------------------------------
@@ -213,7 +259,7 @@ def top_losses(run: "Run", count: int) -> StoredPredictions:
             loss=float(losses[i]) + 0.0,  # no -0.0
             probability=run.task.confidence(found.predicted[i], found.probabilities[i]),
             image=image,
-            file=None if found.file is None else str(found.file[i]),
+            file=None if found.name is None else str(found.name[i]),
         )
         for i, image in zip(worst, images, strict=True)
     )

@@ -18,7 +18,7 @@ from flatout.errors import Stopped
 from flatout.host import installed, peak_rss_bytes
 from flatout.inference.calibration import Calibration, FeatureStats, feature_samples, why_uncalibrated
 from flatout.inference.evaluate import scores_of
-from flatout.inference.predictions import write_predictions
+from flatout.inference.predictions import file_names, write_predictions, write_splits
 from flatout.numerics.augment import tta_views
 from flatout.report import run_files
 from flatout.report.stages import stages
@@ -170,6 +170,8 @@ def _write(run: _Ended, shown: str | None) -> None:
     _write_weights(run, task, found)
     if found:
         found.write(session.out / run_files.KNOWN)
+    if files := file_names(session.recipe, run.pack):
+        write_splits(session.out, run.samples, files, task, run.pack.classes)
     scores: dict[str, Any] = {}
     if shown in results:
         more = {"test_probabilities": results["test"].probabilities} if is_fold and "test" in results else {}
@@ -184,6 +186,7 @@ def _write(run: _Ended, shown: str | None) -> None:
             run.samples[shown],
             run.pack.classes,
             note=session.note,
+            files=files,
             module=session.module,
             allow_code=session.options.allow_code,
             more=more,

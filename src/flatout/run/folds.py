@@ -15,7 +15,7 @@ from flatout.data.feed import Samples
 from flatout.data.labels import count_classes
 from flatout.errors import InputError, TrainingFailed
 from flatout.inference.evaluate import scores_of
-from flatout.inference.predictions import write_predictions
+from flatout.inference.predictions import file_names, write_predictions
 from flatout.recipe import Recipe, load_recipe
 from flatout.report import run_files
 from flatout.run import claim
@@ -220,7 +220,10 @@ def _finish(session: Session, pack: "Pack", pool: np.ndarray, seconds: float) ->
         metrics = task.metrics(task.predicted_from(more["test_probabilities"]), pack.labels[start:stop])
         summary |= {f"test_{key}": value for key, value in ({**metrics, "count": stop - start}).items()}
     samples = Samples(images=pack.images, rows=rows, labels=labels)
-    write_predictions(folder, recipe, "held-out", held_out, samples, pack.classes, note=session.note, more=more)
+    files = file_names(recipe, pack)
+    write_predictions(
+        folder, recipe, "held-out", held_out, samples, pack.classes, note=session.note, files=files, more=more
+    )
     summary |= scores_of("valid", held_out, pack.classes, None)
     summary = _summary(session, pack, summaries, seconds) | summary
     run_files.write_json(folder / run_files.SUMMARY, summary)
