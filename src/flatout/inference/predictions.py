@@ -1,4 +1,4 @@
-"""What a run keeps of its images and answers, `predictions.npz` and `splits.csv`: written by runs, shown in notebooks."""
+"""What a run keeps of its images and answers: `predictions.npz`, `splits.csv`; and how notebooks show them."""
 
 import csv
 import io
