@@ -3,6 +3,7 @@
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(photos: Path) -> flatout.Run:
-    options = {"epochs": 2, "batch_size": 32, "lr": 0.02, "devices": "cpu", "quiet": True, "tta": True}
+    options: dict[str, Any] = {"epochs": 2, "batch_size": 32, "lr": 0.02, "devices": "cpu", "quiet": True, "tta": True}
     return flatout.fit("parallel-cnn", photos, out=photos.parent / "run", image_size=12, channels=1, **options)
 
 
@@ -51,7 +52,7 @@ def test_predictions_for_files_of_12_bits_are_those_that_the_run_kept(run: flato
         assert one.unknown == (score > run.unknown_threshold)
     worst = run.top_losses(1)[0]
     assert worst.file == names[worst.index]
-    assert worst.file in (run.path / "report.html").read_text() or worst.actual == worst.predicted
+    assert str(worst.file) in (run.path / "report.html").read_text() or worst.actual == worst.predicted
 
 
 def test_files_that_cannot_be_read(

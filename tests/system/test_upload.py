@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,14 @@ def run(home: Path) -> flatout.Run:
         level = 60 if index % 2 else 180
         Image.fromarray(rng.integers(level - 40, level + 40, (16, 16), dtype=np.uint8)).save(path)
     (home / "my photos" / "angular" / "torn.png").write_bytes(b"\x89PNG")
-    options = {"image_size": 16, "channels": 1, "epochs": 2, "batch_size": 32, "lr": 0.01, "on_bad_image": "skip"}
+    options: dict[str, Any] = {
+        "image_size": 16,
+        "channels": 1,
+        "epochs": 2,
+        "batch_size": 32,
+        "lr": 0.01,
+        "on_bad_image": "skip",
+    }
     out = home / "runs" / "shapes"
     return flatout.fit("parallel-cnn", home / "my photos", out=out, devices="cpu", quiet=True, **options)
 
@@ -171,7 +179,7 @@ def test_other_tasks(task: str, hub: Hub, tmp_path: Path) -> None:
     rng, classes = np.random.default_rng(0), np.arange(3).repeat(30)
     images = rng.integers(0, 255, (90, 32, 32, 3), dtype=np.uint8)
     labels = {"multi-label": np.eye(3, dtype=np.uint8)[classes], "regression": classes * 1.5}.get(task, classes)
-    options = {"image_size": 32, "epochs": 1, "batch_size": 30, "folds": 2 * (task == "folds")}
+    options: dict[str, Any] = {"image_size": 32, "epochs": 1, "batch_size": 30, "folds": 2 * (task == "folds")}
     run = flatout.fit("caltech-cnn", images, labels, out=tmp_path / "run", devices="cpu", quiet=True, **options)
     assert upload(run, "--no-pictures") == 0
     assert "model.onnx" in hub.repositories[NAME].files
