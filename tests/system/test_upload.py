@@ -142,7 +142,7 @@ def test_the_card_has_the_figures_and_code_that_runs(
     exec(code, {})
     probabilities = [float(number) for number in re.findall(r"[\d.]+(?:e-\d+)?", capsys.readouterr().out)]
     assert probabilities == pytest.approx(
-        run.probabilities(np.asarray(Image.open("photo.jpg"))[None, ..., None])[0], abs=1e-5
+        run.probabilities(np.array(Image.open("photo.jpg"))[None, ..., None])[0], abs=1e-5
     )
 
 
