@@ -140,7 +140,7 @@ def test_the_card_has_the_figures_and_code_that_runs(
     code = card.split("## Use it with ONNX Runtime")[1].split("```python\n")[1].split("```")[0]
     assert "flatout" not in code
     exec(code, {})
-    probabilities = [float(number) for number in re.findall(r"[\d.]+(?:e-\d+)?", capsys.readouterr().out)]
+    probabilities = [float(number) for number in re.findall(r"[\d.]+(?:e[-+]\d+)?", capsys.readouterr().out)]
     assert probabilities == pytest.approx(
         run.probabilities(np.array(Image.open("photo.jpg"))[None, ..., None])[0], abs=1e-5
     )

@@ -373,30 +373,41 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
     from flatout.tasks import describe_metrics
 
     recipe, summary = load_recipe(folder / RECIPE), read_summary(folder, {})
-    result = "It has not been tested."
-    for split, name in (("valid", "validation"), ("test", "test")):
-        if summary.get(f"{split}_count"):
-            text = describe_metrics(split, summary).replace(split, name, 1)
-            interval = summary.get(f"{split}_accuracy_interval")
-            text += f", 95 % interval {interval[0]:.4f} to {interval[1]:.4f}" if interval else ""
-            result = f"{text[0].upper()}{text[1:]}."
-    rows = summary.get("per_class") or []
+    split = next((name for name in ("test", "valid") if summary.get(f"{name}_count")), "")
+    words = {"test": "test", "valid": "validation", "": ""}
+    result = describe_metrics(split, summary).replace(split, words[split], 1) if split else "it has not been tested"
+    if interval := summary.get(f"{split}_accuracy_interval"):
+        result += f", 95 % interval {interval[0]:.4f} to {interval[1]:.4f}"
+    machine = summary.get("machine") or {}
+    images = {name: summary.get(f"{key}_images") for key, name in (("train", "training"), *words.items()) if key}
+    facts = {
+        "task": run.task.name,
+        "network": f"{recipe.model}, {summary.get('parameters') or 0:,} parameters",
+        "input": f"{recipe.image_sides[0]} x {recipe.image_sides[1]} pixels, {recipe.channels} channels",
+        "data": _source(recipe),
+        "images": ", ".join(f"{name} {count:,}" for name, count in images.items() if count),
+        "training": f"{summary.get('epochs_trained') or 0} epochs, {duration(summary.get('train_seconds') or 0)}",
+        "devices": ", ".join(filter(None, (summary.get("devices"), machine.get("gpu") or machine.get("cpu")))),
+        "date": str(summary.get("date") or "")[:10],
+    }
+    rows, model = summary.get("per_class") or [], recipe.model
+    load = "" if model.startswith("timm:") or ":" not in model else ", allow_code=True"
+    if model.startswith("python:"):
+        load = f", model={model.removeprefix('python:')}()"
     card = ModelCard.from_template(
         _card_data(run, recipe, summary, repository),
         template_path=str(Path(__file__).with_name("card.md.j2")),
         name=_cell(repository.partition("/")[2]),
         repository=repository,
         files=[path.name for path in folder.iterdir()],
-        result=result,
-        facts=[(name, _cell(value)) for name, value in _facts(run, recipe, summary)],
+        result=f"{result[0].upper()}{result[1:]}.",
+        facts=[(name, _cell(value)) for name, value in facts.items() if value],
         rows=[{**row, "class": _cell(row["class"])} for row in rows[:_MAX_ROWS]],
         left_out=max(0, len(rows) - _MAX_ROWS),
-        split="test" if summary.get("test_count") else "validation",
-        trust=summary.get("trust") or {},
-        data=[(name, _cell(value)) for name, value in _data_facts(recipe, summary)],
+        split=words[split],
         recipe=(folder / RECIPE).read_text(encoding="utf-8").strip(),
         notes=[_cell(note) for note in (*(summary.get("verdict") or ()), *(summary.get("notes") or ()))],
-        load=_load_call(recipe.model, repository),
+        load=load,
         is_ensemble=len(run.members) > 1,
         pixels=f"uint{recipe.data.bits or 8} [N, height, width, {recipe.channels}]",
         mode={1: "L", 3: "RGB"}.get(recipe.channels) if recipe.data.bits in (0, 8) else None,
@@ -412,26 +423,24 @@ def _card_data(run: "Run", recipe: "Recipe", summary: dict[str, Any], repository
 
     from flatout.style import finite
 
-    results = []
-    for split, words in (("test", "test"), ("valid", "validation")):
-        for name in run.task.metric_names:
-            value = finite(summary.get(f"{split}_{name}"))
-            if value is not None and name != "correct":
-                result = EvalResult(
-                    task_type=_PIPELINE,
-                    dataset_type=recipe.job or "images",
-                    dataset_name=_source(recipe),
-                    dataset_split=words,
-                    metric_type=name,
-                    metric_name=f"{words} {_METRIC_NAMES.get(name, name.replace('_', ' '))}",
-                    metric_value=round(value, 6),
-                )
-                results.append(result)
-    is_timm = recipe.model.startswith("timm:")
+    results = [
+        EvalResult(
+            task_type=_PIPELINE,
+            dataset_type=recipe.job or "images",
+            dataset_name=_source(recipe),
+            dataset_split=words,
+            metric_type=name,
+            metric_name=f"{words} {_METRIC_NAMES.get(name, name.replace('_', ' '))}",
+            metric_value=round(value, 6),
+        )
+        for split, words in (("test", "test"), ("valid", "validation"))
+        for name in run.task.metric_names
+        if name != "correct" and (value := finite(summary.get(f"{split}_{name}"))) is not None
+    ]
     return ModelCardData(
         library_name="flatout",
         pipeline_tag=_PIPELINE if run.task.name != "regression" else None,
-        tags=["flatout", "pytorch", run.task.name, *(["timm"] if is_timm else ())],
+        tags=["flatout", "pytorch", run.task.name, *(["timm"] if recipe.model.startswith("timm:") else ())],
         metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
         model_name=repository.partition("/")[2] if results else None,
         eval_results=results or None,
@@ -440,40 +449,6 @@ def _card_data(run: "Run", recipe: "Recipe", summary: dict[str, Any], repository
 
 def _source(recipe: "Recipe") -> str:
     return str(recipe.data.path or recipe.job or "images given in Python")
-
-
-def _facts(run: "Run", recipe: "Recipe", summary: dict[str, Any]) -> list[tuple[str, Any]]:
-    height, width = recipe.image_sides
-    machine = summary.get("machine") or {}
-    where = machine.get("gpu") or machine.get("cpu")
-    epochs, trained = summary.get("epochs_trained") or summary.get("epochs"), summary.get("images_trained")
-    rows = [
-        ("task", run.task.name),
-        ("network", recipe.model),
-        ("parameters", f"{summary['parameters']:,}" if summary.get("parameters") else None),
-        ("images", f"{height} x {width} pixels, {recipe.channels} channel{'s' * (recipe.channels > 1)}"),
-        ("epochs", f"{epochs:,} ({trained:,} images)" if epochs and trained else None),
-        ("batch size", f"{recipe.batch_size:,}"),
-        ("optimizer", f"{recipe.optimizer.name}, learning rate {recipe.optimizer.lr:g}, {recipe.schedule.name}"),
-        ("training time", duration(summary["train_seconds"]) if summary.get("train_seconds") else None),
-        ("trained on", ", ".join(str(part) for part in (summary.get("devices"), where) if part)),
-        ("date", str(summary.get("date") or "")[:10]),
-    ]
-    return [(name, value) for name, value in rows if value]
-
-
-def _data_facts(recipe: "Recipe", summary: dict[str, Any]) -> list[tuple[str, str]]:
-    names = {"train": "training", "valid": "validation", "test": "test"}
-    counts = {words: summary.get(f"{name}_images") for name, words in names.items()}
-    rows = [("source", _source(recipe))]
-    return rows + [(f"{words} images", f"{count:,}") for words, count in counts.items() if count]
-
-
-def _load_call(model: str, repository: str) -> str:
-    if model.startswith("python:"):
-        return f'flatout.load("hf://{repository}", model={model.removeprefix("python:")}())  # your class of that name'
-    more = ", allow_code=True" if ":" in model and not model.startswith("timm:") else ""
-    return f'flatout.load("hf://{repository}"{more})'
 
 
 def _cell(value: object) -> str:

@@ -277,12 +277,12 @@ def confusion(run: "Run") -> Confusion:
     return Confusion(counts=counts, classes=run.classes, picture=picture if picture.is_file() else None)
 
 
-def import_pandas(what: str) -> Any:
+def import_pandas(what: str, otherwise: str = "") -> Any:
     """Import pandas, or raise InputError that names what needs it."""
     try:
         import pandas
     except ImportError:
-        raise InputError(f"{what} needs the package pandas: pip install pandas") from None
+        raise InputError(f"{what} needs the package pandas: pip install pandas{otherwise}") from None
     return pandas
 
 

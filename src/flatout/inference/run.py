@@ -98,7 +98,7 @@ class Run:
         Raises:
             InputError: pandas is not installed.
         """
-        frame = predictions.import_pandas("run.history").DataFrame(self.epochs)
+        frame = predictions.import_pandas("run.history", "; run.epochs has the same").DataFrame(self.epochs)
         return frame.set_index("epoch") if self.epochs else frame
 
     @cached_property
@@ -281,11 +281,11 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return the figures of the run and its pictures, for notebooks."""
-        summary, names = self.summary, self.task.metric_names[:1]
+        summary, name = self.summary, self.task.metric_names[0]
         figures = {
             "model": f"{self.recipe.model}, {summary.get('parameters', 0):,} parameters",
-            **{f"test {name}": summary.get(f"test_{name}") for name in names},
-            **{f"validation {name}": summary.get(f"valid_{name}") for name in names},
+            f"test {name}": summary.get(f"test_{name}"),
+            f"validation {name}": summary.get(f"valid_{name}"),
             "trained": f"{summary.get('images_trained', 0):,} images in {summary.get('train_seconds', 0):.1f} s",
             "devices": summary.get("devices"),
             "folder": self.path,
