@@ -19,7 +19,7 @@ from sklearn.metrics import roc_auc_score
 
 import flatout
 from about import about
-from flatout.numerics import calibration
+from flatout.inference import calibration
 
 COVERAGES = (0.9, 0.95, 0.99)
 
@@ -33,7 +33,7 @@ def coverage_of_sets(run: flatout.Run, halves: int) -> dict[str, Any]:
         order = np.random.default_rng(seed).permutation(len(labels))
         ours, theirs = order[:middle], order[middle:]
         thresholds = calibration.set_thresholds(logits[ours], labels[ours])
-        strange = calibration.strangeness(logits[theirs])
+        strange = calibration.nonconformity(logits[theirs])
         for coverage in COVERAGES:
             threshold = calibration.set_threshold(thresholds, coverage)
             assert threshold is not None, "too few test images"
@@ -52,8 +52,8 @@ def coverage_of_sets(run: flatout.Run, halves: int) -> dict[str, Any]:
 
 def unknown_images(run: flatout.Run, data: str) -> dict[str, Any]:
     """Return how well the score tells the images of other classes from the test images of the run."""
-    trust = run.trust
-    assert trust and trust.novelty, "the run has no validation images"
+    threshold = run.unknown_threshold
+    assert threshold is not None, "the run has no validation images"
     with np.load(run.path / "predictions.npz") as found:
         known = found["unknown"]
     height, width = run.recipe.stored_sides
@@ -72,15 +72,15 @@ def unknown_images(run: flatout.Run, data: str) -> dict[str, Any]:
         command += ["--channels", str(run.recipe.channels), "--set", f"data.resize={run.recipe.data.resize}"]
         subprocess.run(command, check=True, stdout=sys.stderr)
         outputs = run.outputs(np.load(f"{folder}/pack/images.npy"))
-    assert outputs.logits is not None
-    other = trust.novelty.score(outputs.logits, outputs.features)
+    other = outputs.unknown_score
+    assert other is not None
     scores = np.nan_to_num(np.concatenate([known, other]), posinf=np.finfo(np.float64).max)
     return {
         "data": Path(data).name,
         "images": len(other),
         "auroc": float(roc_auc_score(np.arange(len(scores)) >= len(known), scores)),
-        "unknown_found": float((other > trust.novelty.threshold).mean()),
-        "known_flagged": float((known > trust.novelty.threshold).mean()),
+        "unknown_found": float((other > threshold).mean()),
+        "known_flagged": float((known > threshold).mean()),
     }
 
 

@@ -7,9 +7,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from flatout.analysis.look import Look, look
     from flatout.errors import InputError, TrainingFailed
+    from flatout.inference.predict import Prediction
+    from flatout.inference.run import Ensemble, Run, load
     from flatout.recipe import SGD, Adagrad, Adam, AdamW, Augment, Data, Momentum, Optimizer, Recipe, Schedule
-    from flatout.run.folder import Ensemble, Run, load
-    from flatout.run.predict import Prediction
     from flatout.train.callbacks import Callback, RunInfo
     from flatout.train.fit import fit
     from flatout.train.trackers import MLflow, TensorBoard, Trackio, WandB
@@ -49,7 +49,7 @@ _PLACES = (
     "flatout.recipe",
     "flatout.train.callbacks",
     "flatout.train.trackers",
-    "flatout.run.folder",
+    "flatout.inference.run",
 )
 
 

@@ -20,7 +20,7 @@ from flatout.train.trackers import TRACKERS
 
 def run_path(text: str) -> Path | str:
     """Return the folder of a run, or its address on the Hugging Face hub as it is."""
-    from flatout.run.published import is_published
+    from flatout.inference.hub import is_published
 
     return text if is_published(text) else Path(text)
 
@@ -71,7 +71,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "DIR",
         "help": "heatmaps of what the answers rest on; DIR: a new folder",
     },
-    "--format": {"choices": ("onnx", "torch", "exported", "keras"), "help": "default: as the name of --out ends"},
+    "--format": {"metavar": "NAME", "help": "onnx, exported or keras; default: as the name of --out ends"},
+    "--csv": {"type": Path, "metavar": "FILE", "help": "write a row for each image as it is classified; a new file"},
     "--precision": {"choices": ("fp32", "fp16", "int8"), "default": "fp32", "help": "of an ONNX file (fp32)"},
     "--labels": {"action": "store_true", "help": "find wrong labels: trains on parts of the data"},
     "--apply": {
@@ -129,10 +130,11 @@ _OPERANDS = {
 }
 # What a shell completes after a flag, or for an operand, that takes a file or a folder.
 _FOLDERS = ("--run", "--out", "--images", "RUN", "OTHER", "DIR")
-_FILES = ("--data", "--weights", "--classes", "--mapping", "--check", "DATA", "FILE")
+_FILES = ("--data", "--weights", "--classes", "--mapping", "--check", "--csv", "DATA", "FILE")
 _WORDS = {
     "--devices": ("auto", "cpu", "2xcpu", "cuda", "mps", "8xtpu"),
     "--engine": ("auto", "torch", "xla"),
+    "--format": ("onnx", "exported", "keras"),
     "SHELL": SHELLS,
 }
 _EXAMPLES = """Examples:

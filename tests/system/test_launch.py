@@ -25,8 +25,8 @@ import flatout
 from flatout.cli import main
 from flatout.console import Console
 from flatout.distributed.launch import launch
+from flatout.engine.processes import run_on_devices
 from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
-from flatout.run.launch import run_on_devices
 from tests.system import rank_functions as ranks
 from tests.system.conftest import END_SECONDS, START_SECONDS, eventually, is_alive
 from tests.system.rank_functions import TWO, run

@@ -19,7 +19,6 @@ import pytest
 from PIL import Image
 
 import flatout
-from flatout.export import export
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "serve"
 pytest.importorskip("fastapi", reason="needs FastAPI: pip install 'flatout[serve]'")
@@ -43,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> flatout.Run:
 def served(run: flatout.Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[int]]]:
     """Return the address of a running server, and a list that grows by the size of every batch."""
     model, batches = tmp_path_factory.mktemp("model") / "model.onnx", []
-    export(run, model)
+    run.export(model)
     spec = importlib.util.spec_from_file_location("serve_app", FOLDER / "app.py")
     assert spec is not None
     assert spec.loader is not None

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.models.explain import heatmaps
+from flatout.inference.explain import layer_cam
 from flatout.report.pictures import heat_scale, overlaid
 from flatout.style import readable_on
 
@@ -34,15 +34,20 @@ def images() -> torch.Tensor:
 
 @pytest.mark.parametrize("answer", [0, 1])
 def test_places_that_speak_for_an_answer_are_bright(images: torch.Tensor, answer: int):
-    found = heatmaps(Bright().eval(), images, lambda logits: logits[:, answer])
+    found = layer_cam(Bright().eval(), images, lambda logits: logits[:, answer])
     np.testing.assert_allclose(found, images[:, 1 - answer])
 
 
-def test_nothing_of_the_model_changes(images: torch.Tensor):
-    model = Bright().eval()
-    model.requires_grad_(False)
-    assert heatmaps(model, images, lambda logits: logits[:, 1]) is not None
-    assert model.features.weight.grad is None
+def test_only_what_speaks_for_an_answer_counts(images: torch.Tensor):
+    """Not how much of it there is at a place where something else speaks against the answer."""
+    model = Bright().eval().requires_grad_(False)
+    images[0, 1, :6, :8] = 1
+
+    def difference(logits: torch.Tensor) -> torch.Tensor:
+        return logits[:, 1] - 2 * logits[:, 0]
+
+    np.testing.assert_allclose(layer_cam(model, images, difference), images[:, 0])
+    assert model.features.weight.grad is None, "nothing of the model changes"
     assert not model.features._forward_hooks
 
 
@@ -54,7 +59,7 @@ def test_tokens_become_the_grid_of_their_patches(name: str):
     sizes = {"img_size": (64, 96), "patch_size": 16, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 4}
     model = timm.create_model(name, **sizes).eval()
     images = torch.randn(2, 3, 64, 96)
-    found = heatmaps(model, images, lambda logits: logits[:, 1])
+    found = layer_cam(model, images, lambda logits: logits[:, 1])
     assert found.shape == (2, 64, 96)
     assert found.min() >= 0
     assert found.max() > 0.5
@@ -62,12 +67,12 @@ def test_tokens_become_the_grid_of_their_patches(name: str):
     with torch.no_grad():
         changed = images.clone()
         changed[:, :, :16, :16] += 3
-    assert not torch.equal(heatmaps(model, changed, lambda logits: logits[:, 1]), found)
+    assert not torch.equal(layer_cam(model, changed, lambda logits: logits[:, 1]), found)
 
 
 def test_a_model_without_positions_has_no_heatmap():
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 4), nn.ReLU(), nn.Linear(4, 2))
-    assert heatmaps(model.eval(), torch.randn(2, 3, 8, 8), lambda logits: logits[:, 0]) is None
+    assert layer_cam(model.eval(), torch.randn(2, 3, 8, 8), lambda logits: logits[:, 0]) is None
 
 
 def test_the_colours_of_a_heatmap():

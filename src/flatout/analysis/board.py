@@ -242,7 +242,7 @@ def classify_image(path: Path, content: bytes) -> dict[str, Any]:
 
 @lru_cache(MODELS_KEPT)
 def _loaded(path: Path, changed: int) -> Any:
-    from flatout.run.folder import load
+    from flatout.inference.run import load
 
     return load(path)
 

@@ -34,7 +34,7 @@ from flatout.engine.devices import parse_devices
 from flatout.engine.factory import speeds_on
 from flatout.errors import InputError
 from flatout.files import printable, write_atomically
-from flatout.numerics.calibration import bias_corrected
+from flatout.inference.calibration import bias_corrected
 from flatout.recipe import Recipe
 from flatout.report import run_files
 from flatout.report.html import write_page

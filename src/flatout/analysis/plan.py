@@ -204,8 +204,8 @@ def _measure(work: Work, spec: str, engine: str, allow_code: bool, console: Cons
     Images are random, since the time of a step does not depend on them.
     """
     from flatout.engine.factory import choose_processes
+    from flatout.engine.processes import check_batch, run_on_devices
     from flatout.models.build import build_model
-    from flatout.run.launch import check_batch, run_on_devices
 
     recipe = work.recipe
     chosen = choose_processes(

@@ -23,8 +23,8 @@ from flatout.analysis.output import check_free, make_folder, spread
 from flatout.console import Console, aligned, counted, duration
 from flatout.errors import InputError, Stopped, TrainingFailed
 from flatout.files import write_atomically
+from flatout.inference.run import Run
 from flatout.report.run_files import RECIPE, write_json
-from flatout.run.folder import Run
 from flatout.style import shorten
 
 SCALE_RESULT, SCALE_CHART = "scaling.json", "scaling.png"

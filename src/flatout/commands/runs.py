@@ -17,9 +17,9 @@ from flatout.errors import InputError
 def do_evaluate(args: Namespace, console: Console) -> Output:
     """Test a run again, or on other data."""
     from flatout.console import aligned
-    from flatout.run.evaluate import evaluate
-    from flatout.run.folder import load
-    from flatout.run.trust import lines_of as trust_lines
+    from flatout.inference.calibration import format_calibration
+    from flatout.inference.evaluate import evaluate
+    from flatout.inference.run import load
     from flatout.tasks import describe_metrics
 
     run, keys = load(args.run, allow_code=args.allow_code), ("precision", "recall", "f1")
@@ -29,7 +29,7 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
     # The mean of several models' probabilities has none.
     loss = "" if result[f"{name}_loss"] is None else f", loss {result[f'{name}_loss']:.4f}"
     lines = [f"{describe_metrics(name, result)}{loss}{how}"]
-    lines += trust_lines(name, result)
+    lines += format_calibration(name, result)
     if result["task"] == "multi-label":
         table = [[row["class"], *(f"{row[k]:.3f}" for k in keys), f"{row['support']:,}"] for row in result["per_class"]]
         lines += aligned([["class", *keys, "support"], *table])
@@ -38,39 +38,44 @@ def do_evaluate(args: Namespace, console: Console) -> Output:
 
 @command(
     "RUN FILE...",
-    "--run --top --coverage --explain --tta --allow-code --json",
+    "--run --top --coverage --explain --tta --on-bad-image --csv --allow-code --json",
     "predict runs/first cat.jpg more-photos/",
 )
 def do_predict(args: Namespace, console: Console) -> Output:
     """Classify images with a run, or with the ONNX file that it was exported to."""
-    from flatout.run.folder import load
-    from flatout.run.predict import predict
+    from flatout.inference.predict import predict, write_csv
+    from flatout.inference.run import OnnxRun, load
 
     if isinstance(args.run, Path) and args.run.suffix == ".onnx" and not args.run.is_dir():
-        from flatout.export.onnx_run import OnnxRun
-
         if args.explain is not None:
             raise InputError("--explain: heatmaps need the run; an ONNX file has the answers alone")
         run = OnnxRun(args.run)
     else:
         run = load(args.run, allow_code=args.allow_code)
     flags = {"top": args.top, "tta": args.tta, "coverage": args.coverage, "explain": args.explain}
+    # In a table, images that cannot be read are rows.
+    flags["on_bad_image"] = args.on_bad_image or ("skip" if args.csv else "stop")
     predictions = predict(run, args.files, **flags, note=console.note)
-    lines = [str(p) if p.explanation is None else f"{p}; {p.explanation}" for p in predictions]
-    return {"run": str(args.run), "predictions": [p.to_dict() for p in predictions]}, lines
+    if args.csv:
+        counts = write_csv(args.csv, run, predictions, top=args.top)
+        line = f"{args.csv}: {counts['images']:,} images, {counts['unreadable']:,} of them cannot be read"
+        return {"run": str(args.run), "csv": str(args.csv), **counts}, [line]
+    found = list(predictions)
+    lines = [str(p) if p.explanation is None else f"{p}; {p.explanation}" for p in found]
+    return {"run": str(args.run), "predictions": [p.to_dict() for p in found]}, lines
 
 
 @command(
     "RUN",
     "--run --format --out --precision --data --allow-code --json",
     "export runs/first --format onnx --out first.onnx",
-    out={"required": True, "metavar": "FILE", "help": "the file, or the folder of --format torch; it must not exist"},
+    out={"required": True, "metavar": "FILE", "help": "the file; it must not exist"},
     data={"help": "images to verify on; default: the run's own"},
 )
 def do_export(args: Namespace, console: Console) -> Output:
-    """Write a run for other programs (ONNX, torch.export, plain PyTorch, Keras), verified on its test images."""
-    from flatout.export.write import export
-    from flatout.run.folder import load
+    """Write a run for other programs (ONNX, torch.export, Keras), verified on its test images."""
+    from flatout.inference.export.verify import export
+    from flatout.inference.run import load
 
     run = load(args.run, allow_code=args.allow_code)
     done = export(run, args.out, format=args.format, precision=args.precision, data=args.data, console=console)
@@ -80,10 +85,10 @@ def do_export(args: Namespace, console: Console) -> Output:
 @command("RUN OTHER", "--run --json", "compare runs/first runs/second")
 def do_compare(args: Namespace, console: Console) -> Output:
     """Test whether two runs differ by more than chance."""
-    from flatout.run.compare import compare, lines_of
+    from flatout.inference.evaluate import compare, format_comparison
 
     result = compare(_folder(args.run), _folder(args.other))
-    return result, lines_of(result)
+    return result, format_comparison(result)
 
 
 @command("RUN", "--run", "report runs/first")
@@ -115,22 +120,17 @@ def do_board(args: Namespace, console: Console) -> None:
 )
 def do_upload(args: Namespace, console: Console) -> Output:
     """Publish a run with a model card on the Hugging Face hub."""
-    from flatout.hub.upload import lines_of, upload
+    from flatout.inference.hub import format_upload, upload
+    from flatout.inference.run import load
 
-    result = upload(
-        _folder(args.run),
-        args.url,
-        private=args.private,
-        overwrite=args.overwrite,
-        pictures=not args.no_pictures,
-        console=console,
-    )
-    return result, lines_of(result)
+    flags = {"private": args.private, "overwrite": args.overwrite, "pictures": not args.no_pictures}
+    result = upload(load(_folder(args.run)), args.url, **flags, console=console)
+    return result, format_upload(result)
 
 
 def _folder(run: Path | str) -> Path:
     """Return a run folder of this host."""
-    from flatout.run.published import is_published
+    from flatout.inference.hub import is_published
 
     if is_published(run):
         raise InputError(f"{run}: this command needs a run folder on this computer; evaluate and predict take hf://")

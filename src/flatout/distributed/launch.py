@@ -53,7 +53,7 @@ def launch(
     hosts: Hosts | None = None,
     restarts: int = 0,
 ) -> Any:
-    """Call function(console, *args) in one new process for each device name; see `flatout.run.launch`."""
+    """Call function(console, *args) in one new process for each device name; see `flatout.engine.processes`."""
     import cloudpickle
 
     try:

@@ -225,6 +225,7 @@ def _tiles(shown: Predictions, positions: np.ndarray, names: list[str], task: Ta
                 "predicted": task.text(predicted, names),
                 "colour": "" if right is None else "right" if right[index] else "wrong",
                 "probability": task.confidence(predicted, shown.probabilities[index]),
+                "file": "" if shown.name is None else str(shown.name[index]),
             }
         )
     return tiles

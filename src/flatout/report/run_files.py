@@ -15,6 +15,8 @@ from flatout.files import write_atomically
 
 RECIPE, METRICS, SUMMARY, WEIGHTS = "recipe.toml", "metrics.jsonl", "summary.json", "weights.safetensors"
 PREDICTIONS, CHECKPOINTS, LOGS, REPORT = "predictions.npz", "checkpoints", "logs", "report.html"
+# The files of the images of each split.
+SPLITS = "splits.csv"
 # The event files of a tracker, and in `logs` the ids by which trackers continue a run.
 TENSORBOARD, TRACKER_IDS = "tensorboard", "trackers.json"
 # Figures within epochs, see `run.live`. What holds the process that writes the run.
@@ -65,6 +67,7 @@ class Predictions:
         heatmaps: of the first mistakes, what speaks for their answers, uint8 [.., H, W], of the centre of
             the images where these are larger; None in runs of earlier versions.
         row: int64 [N], the row of each image in the pack; None in runs of earlier versions.
+        name: text [N], their files; None where they are not files, and in runs of earlier versions.
         fold: int64 [N], the fold of each image of a cross-validation, whose answer is that of the run without it.
         test_probabilities: of a test split, in a cross-validation and its folds.
         classes: their names, text [K].
@@ -82,6 +85,7 @@ class Predictions:
     mistakes: np.ndarray
     heatmaps: np.ndarray | None = None
     row: np.ndarray | None = None
+    name: np.ndarray | None = None
     fold: np.ndarray | None = None
     test_probabilities: np.ndarray | None = None
     classes: np.ndarray | None = None

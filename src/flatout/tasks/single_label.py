@@ -12,7 +12,6 @@ import numpy as np
 
 from flatout import style
 from flatout.errors import InputError
-from flatout.numerics.calibration import wilson
 from flatout.recipe import Recipe
 from flatout.style import shorten
 from flatout.tasks.base import LEAST_PROBABILITY, Curve, Task, class_rows, curve
@@ -119,7 +118,8 @@ class SingleLabel(Task):
         logits = logits_VBK.float()
         if logits.shape[2] == 1:
             return averaged_sigmoid(logits)
-        return logits.log_softmax(2).logsumexp(0) - math.log(len(logits))
+        # Any number may be added to the logits of a sample. With this one, their energy is the mean over the views.
+        return logits.log_softmax(2).logsumexp(0) - math.log(len(logits)) + logits.logsumexp(2).mean(0)[:, None]
 
     def metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         """Return accuracy, the number of right answers, and the mean accuracy over the classes."""
@@ -225,6 +225,14 @@ class SingleLabel(Task):
 
     def draw(self, path: Path, answers: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> None:
         draw_confusion(path, confusion(answers, labels, len(classes)), classes)
+
+
+def wilson(right: int, count: int) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a share, by Wilson's method."""
+    from scipy.stats import binomtest
+
+    interval = binomtest(right, count).proportion_ci(confidence_level=0.95, method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def averaged_sigmoid(logits_VBK: "Tensor") -> "Tensor":

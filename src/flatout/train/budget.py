@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from flatout.console import duration
 from flatout.data.batches import epoch_batches, steps_per_epoch
 from flatout.errors import InputError
+from flatout.inference.calibration import TRAINING_IMAGES
 from flatout.numerics.augment import tta_views
 from flatout.recipe import Recipe
-from flatout.run.trust import TRAINING_IMAGES
 from flatout.train import claim
 
 if TYPE_CHECKING:

@@ -35,6 +35,7 @@ _FILES_OF_A_RUN = (
     run_files.WEIGHTS,
     run_files.KNOWN,
     run_files.PREDICTIONS,
+    run_files.SPLITS,
     run_files.REPORT,
 )
 # The start of a process is counted from that of the host, which corrections of the clock move.

@@ -15,12 +15,12 @@ from flatout.data.labels import count_classes
 from flatout.distributed.world import Flag
 from flatout.errors import Stopped
 from flatout.host import installed, peak_rss_bytes
+from flatout.inference.calibration import Calibration, FeatureStats, feature_samples, why_uncalibrated
+from flatout.inference.evaluate import scores_of
+from flatout.inference.predictions import file_names, write_predictions, write_splits
 from flatout.numerics.augment import tta_views
-from flatout.numerics.novelty import Known
 from flatout.report import run_files
 from flatout.report.stages import stages
-from flatout.run import trust
-from flatout.run.predictions import write_predictions
 from flatout.settings import one_or_both
 from flatout.tasks import describe_metrics
 from flatout.train.context import Ended, TrainContext
@@ -28,7 +28,6 @@ from flatout.train.progress import Progress
 
 if TYPE_CHECKING:
     from flatout.engine.base import Evaluation
-    from flatout.run.trust import Trust
     from flatout.tasks.base import Task
     from flatout.train.head_stage import HeadStage
 
@@ -44,7 +43,7 @@ class _Results:
     """
 
     evaluations: "dict[str, Evaluation]"
-    known: Known | None
+    known: FeatureStats | None
     shown: str | None
 
 
@@ -77,7 +76,7 @@ def _evaluate(context: TrainContext, progress: Progress, ended: Ended) -> tuple[
     wanted = ("valid", "test") if is_fold else ("test", "valid")
     shown = next((name for name in wanted if name in splits), None)
     is_trusted = recipe.task == "single-label" and not is_fold and "valid" in splits
-    if reason := trust.missing(recipe, splits):
+    if reason := why_uncalibrated(recipe, splits):
         is_trusted = False
         log.note(reason)
     if recipe.tta:
@@ -100,7 +99,7 @@ def _evaluate(context: TrainContext, progress: Progress, ended: Ended) -> tuple[
                 evaluations[name] = context.datasets[name].evaluate(
                     with_probabilities=is_fold or name == shown,
                     with_logits=is_trusted,
-                    keep_features=trust.keep_of(known),
+                    keep_features=known.distances if known else None,
                     tta=recipe.tta,
                 )
     except Stopped as error:
@@ -111,14 +110,14 @@ def _evaluate(context: TrainContext, progress: Progress, ended: Ended) -> tuple[
     return _Results(evaluations=evaluations, known=known, shown=shown), ended
 
 
-def _known_features(context: TrainContext) -> Known | None:
+def _known_features(context: TrainContext) -> FeatureStats | None:
     """Return where the features of training images are: the same numbers on all ranks."""
     train = context.datasets["train"]
-    some = trust.sample_of(train.samples, len(context.pack.classes))
+    some = feature_samples(train.samples, len(context.pack.classes))
     placed = train if len(some) == len(train.samples) else context.engine.place(some)
     # Where the network is large, as behind a fitted head, the images themselves show enough.
     found = placed.evaluate(keep_features=np.array, tta=context.recipe.tta and context.stage is None)
-    return context.world.from_main(lambda: Known.of(found.features, found.labels))
+    return context.world.from_main(lambda: FeatureStats.of(found.features, found.labels))
 
 
 def _write(
@@ -133,7 +132,7 @@ def _write(
     evaluations, classes, shown = results.evaluations, context.pack.classes, results.shown
     is_fold, task = context.recipe.data.fold > 0, context.engine.task
     is_trusted = "valid" in evaluations and evaluations["valid"].logits is not None
-    found = trust.fit(results.known, evaluations["valid"]) if is_trusted else None
+    found = Calibration.fit(results.known, evaluations["valid"]) if is_trusted else None
     # The images of a fold choose nothing.
     if "valid" in evaluations and not is_fold:
         task = task.tuned(evaluations["valid"].predicted, evaluations["valid"].labels)
@@ -142,17 +141,31 @@ def _write(
     _write_weights(context, state, task, found)
     if found:
         found.write(context.run_dir / run_files.KNOWN)
+    files = file_names(context.recipe, context.pack)
+    if files:
+        write_splits(context.run_dir, context.splits, files, task, classes)
     scores: dict[str, Any] = {}
     if shown in evaluations:
         kept = evaluations[shown]
         more = {}
         if is_fold and "test" in evaluations:
             more["test_probabilities"] = evaluations["test"].probabilities
-        if found and found.novelty and kept.logits is not None:
-            more["unknown"] = found.novelty.score_at(kept.logits, kept.features)
-        request = replace(context.request, recipe=context.recipe, run_dir=context.run_dir)
-        write_predictions(request, context.log, shown, kept, context.splits[shown], classes, **more)
-        scores = trust.scores_of(shown, kept, classes, found)
+        if found and found.detector and kept.logits is not None:
+            more["unknown"] = found.detector.score_at(kept.logits, kept.features)
+        write_predictions(
+            context.run_dir,
+            context.recipe,
+            shown,
+            kept,
+            context.splits[shown],
+            classes,
+            note=context.log.note,
+            files=files,
+            module=context.request.module,
+            allow_code=context.options.allow_code,
+            more=more,
+        )
+        scores = scores_of(shown, kept, classes, found)
     summary = _summary(context, progress, evaluations, ended) | memory | scores
     _write_report(context, summary, progress)
 
@@ -179,7 +192,7 @@ def _memory(context: TrainContext) -> dict[str, int | None]:
     return {"peak_rss_bytes": sum(host for host, _ in peaks), "peak_device_bytes": max(device) if device else None}
 
 
-def _write_weights(context: TrainContext, state: dict[str, Any], task: "Task", found: "Trust | None") -> None:
+def _write_weights(context: TrainContext, state: dict[str, Any], task: "Task", found: Calibration | None) -> None:
     from flatout.models.weights import save_tensors
 
     recipe = context.recipe

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.console import Console
 from flatout.errors import Stopped
+from flatout.inference.run import Ensemble, Run, load
 from flatout.recipe import Recipe
-from flatout.run.folder import Ensemble, Run, load
 from flatout.train.request import Options, TrainRequest
 
 if TYPE_CHECKING:

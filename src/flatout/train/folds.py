@@ -14,10 +14,10 @@ from flatout.console import Console
 from flatout.data.batches import Samples
 from flatout.data.labels import count_classes
 from flatout.errors import InputError, TrainingFailed
+from flatout.inference.evaluate import scores_of
+from flatout.inference.predictions import file_names, write_predictions
 from flatout.recipe import Recipe, load_recipe
 from flatout.report import run_files
-from flatout.run.predictions import write_predictions
-from flatout.run.trust import scores_of
 from flatout.tasks import describe_metrics, task_of
 from flatout.train import claim
 from flatout.train.checkpoint import check_same
@@ -206,7 +206,10 @@ def _finish(request: TrainRequest, pack: "Pack", pool: np.ndarray, console: Cons
         summary |= {f"test_{key}": value for key, value in ({**metrics, "count": stop - start}).items()}
     log = RunLog(console, request)
     samples = Samples(images=pack.images, rows=rows, labels=labels)
-    write_predictions(request, log, "held-out", held_out, samples, pack.classes, **more)
+    files = file_names(recipe, pack)
+    write_predictions(
+        folder, recipe, "held-out", held_out, samples, pack.classes, note=console.note, files=files, more=more
+    )
     summary |= scores_of("valid", held_out, pack.classes, None)
     summary = _summary(request, log, pack, summaries, seconds) | summary
     run_files.write_json(folder / run_files.SUMMARY, summary)

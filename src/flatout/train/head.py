@@ -17,8 +17,8 @@ import torch
 
 from flatout.data.splits import divide
 from flatout.host import physical_cores
+from flatout.inference.calibration import fit_temperature
 from flatout.numerics import optim
-from flatout.numerics.calibration import fit_temperature
 from flatout.tasks.base import Task
 
 # Of the penalty on the weights of standardised features, from strong to weak; the search ends where one is worse than

@@ -21,10 +21,9 @@ from flatout.engine.base import Evaluation
 from flatout.engine.torch.batches import TorchSplit
 from flatout.engine.torch.engine import TorchEngine
 from flatout.errors import InputError
+from flatout.inference.calibration import FeatureStats, both_logits
 from flatout.models.features import compact
 from flatout.models.heads import Head, HeadNetwork, find_head, set_head
-from flatout.numerics.calibration import both_logits
-from flatout.numerics.novelty import Known
 from flatout.recipe import Augment, Recipe
 from flatout.tasks import task_of
 from flatout.tasks.base import Task
@@ -98,9 +97,9 @@ class HeadStage:
         engine.load_state({**state, **{name: value for name, value in own.items() if name in state}})
 
     @functools.cached_property
-    def known(self) -> Known | None:
+    def known(self) -> FeatureStats | None:
         """Where the features of training images are; None for a network with several heads."""
-        return Known.of(self._compact("train"), self.labels["train"]) if len(self.head.layers) == 1 else None
+        return FeatureStats.of(self._compact("train"), self.labels["train"]) if len(self.head.layers) == 1 else None
 
     def evaluation(self, split: str, task: Task) -> Evaluation:
         """Return the answers to a split; to validation images, those of heads that have not seen them."""

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flatout.console import Console, counted
 from flatout.distributed.consistency import agree, data_facts
 from flatout.distributed.environment import launched
+from flatout.engine.processes import check_batch, run_on_devices
 from flatout.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
 from flatout.files import write_atomically
 from flatout.numerics import optim
 from flatout.report import run_files
-from flatout.run.launch import check_batch, run_on_devices
 from flatout.train import claim
 from flatout.train.budget import Budget, plan_minutes
 from flatout.train.callbacks import CallbackRunner

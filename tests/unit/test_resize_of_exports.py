@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flatout.data.pixels import resize_images
-from flatout.export.graph import Resize
+from flatout.inference.export.classifier import Resize
 
 
 @pytest.mark.parametrize("resize", ["squash", "crop", "pad"])

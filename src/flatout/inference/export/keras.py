@@ -13,51 +13,45 @@ import torch
 from torch import nn
 
 from flatout.errors import InputError
-from flatout.export.build import bits_of
-from flatout.export.program import quietly
-from flatout.export.verify import Answers
+from flatout.inference.export.classifier import bits_of
+from flatout.inference.export.formats import Predict, quietly
 from flatout.models.build import list_names, net_named
 from flatout.models.convert.match import resnet_namer
 from flatout.models.keras import KerasModule
 from flatout.numerics.pixels import FROM_16_BITS, centre
 
 if TYPE_CHECKING:
-    from flatout.run.folder import Run
+    from flatout.inference.run import Run
 
 
-def write(run: "Run", path: Path) -> None:
+def write_keras(run: "Run", path: Path) -> Predict:
     """Write a run as a `.keras` file, or its weights alone as `.weights.h5`; see `docs/export.md`.
+
+    Returns a function that runs the file on images of the run's size.
 
     Raises:
         InputError: the network has no twin in Keras, or Keras is not installed.
     """
-    model = _made(run)
+    model, given = _made(run), run.model
     with quietly():
-        model.save_weights(path) if path.name.endswith(".weights.h5") else model.save(path)
-
-
-def answers_of(path: Path, run: "Run") -> Answers:
-    """Return a function that runs a file on images of the run's size."""
-    keras, given = _keras(), run.model
-    if path.name.endswith(".weights.h5"):
-        model = _made(run)
-        for variable in model.variables:
-            variable.assign(np.zeros(variable.shape))
-        with quietly():
+        if path.name.endswith(".weights.h5"):
+            model.save_weights(path)
+            for variable in model.variables:
+                variable.assign(np.zeros(variable.shape))
             model.load_weights(path)
-    else:
-        with quietly():
-            model = keras.models.load_model(path, compile=False)
+        else:
+            model.save(path)
+            model = _keras().models.load_model(path, compile=False)
 
-    def answers(images: np.ndarray) -> np.ndarray:
-        pixels = centre(images, *run.recipe.eval_sides)
+    def predict(images: np.ndarray) -> np.ndarray:
+        pixels = centre(images, *run.recipe.eval_sides).astype(np.float32)
         if not isinstance(given, KerasModule):
-            return _numpy(model(pixels.astype(np.float32), training=False))
+            return _numpy(model(pixels, training=False))
         scale, bias = (np.asarray(values, np.float32) for values in _normalisation(run))
-        found = torch.from_numpy(_numpy(model(pixels.astype(np.float32) * scale + bias, training=False)))
+        found = torch.from_numpy(_numpy(model(pixels * scale + bias, training=False)))
         return run.task.probabilities(given.logits_of(found)).numpy()
 
-    return answers
+    return predict
 
 
 def _numpy(tensor: Any) -> np.ndarray:
@@ -65,7 +59,7 @@ def _numpy(tensor: Any) -> np.ndarray:
 
 
 def _keras() -> Any:
-    """Return Keras, on the backend that the user has chosen, else on torch; a file is the same for all."""
+    """Import Keras on the backend that the user has chosen, else on torch; a file is the same for all."""
     if importlib.util.find_spec("keras") is None:
         raise InputError("--format keras needs keras: pip install keras")
     os.environ.setdefault("KERAS_BACKEND", "torch")

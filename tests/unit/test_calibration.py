@@ -1,4 +1,4 @@
-"""Calibration, prediction sets, unknown images, intervals and the comparison of runs, against planted truths."""
+"""Calibration, prediction sets, unknown images and the comparison of runs, against planted truths."""
 
 import json
 from pathlib import Path
@@ -6,14 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from sklearn.metrics import roc_auc_score, top_k_accuracy_score
 
 import flatout
 from flatout.cli import main
-from flatout.numerics import calibration, novelty
+from flatout.inference import calibration
+from flatout.inference.calibration import Calibration, FeatureStats, OODDetector
+from flatout.inference.evaluate import mcnemar
 from flatout.report.page import draw_all
 from flatout.tasks import task_named
+from flatout.tasks.single_label import wilson
 
 ONE, SEVERAL = task_named("single-label"), task_named("multi-label")
 
@@ -23,8 +27,7 @@ def answers_of(seed: int, count: int, classes: int, scale: float = 1.0) -> tuple
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 2, (count, classes))
     below = np.exp(calibration.log_softmax(logits)).cumsum(axis=1) < rng.random((count, 1))
-    labels = np.minimum(below.sum(axis=1), classes - 1)
-    return (scale * logits).astype(np.float32), labels
+    return (scale * logits).astype(np.float32), np.minimum(below.sum(axis=1), classes - 1)
 
 
 def test_the_temperature_is_that_by_which_logits_are_too_large() -> None:
@@ -51,24 +54,30 @@ def test_the_calibration_error_is_that_of_a_plain_loop() -> None:
 
 @pytest.mark.parametrize("classes", [1, 2, 20])
 def test_sets_have_the_wanted_coverage_over_20_seeds(classes: int) -> None:
+    """Of a run whose logits are three times too large."""
     covered: dict[float, list[float]] = {0.9: [], 0.95: [], 0.99: []}
     for seed in range(20):
         logits, labels = answers_of(seed, 1500, max(2, classes), scale=3.0)
         logits = logits[:, 1:] - logits[:, :1] if classes == 1 else logits
-        thresholds = calibration.set_thresholds(logits[:1000], labels[:1000])
-        for coverage, found in covered.items():
-            threshold = calibration.set_threshold(thresholds, coverage)
-            assert threshold is not None
-            inside = calibration.strangeness(logits[1000:]) <= threshold
-            found.append(inside[np.arange(500), labels[1000:]].mean())
-    assert {c: float(np.mean(found)) for c, found in covered.items()} == pytest.approx(
-        {c: c for c in covered}, abs=0.02
-    )
+        found = Calibration.fit(None, evaluation(logits[:1000], labels[:1000]))
+        assert found is not None
+        assert found.temperature == pytest.approx(3, rel=0.5)
+        for coverage, shares in covered.items():
+            inside = found.in_set(logits[1000:], coverage)
+            assert inside is not None
+            shares.append(inside[np.arange(500), labels[1000:]].mean())
+    assert {c: np.mean(shares) for c, shares in covered.items()} == pytest.approx({c: c for c in covered}, abs=0.02)
 
 
-def test_the_strangeness_of_sure_answers_differs() -> None:
+def evaluation(logits: np.ndarray, labels: np.ndarray) -> Any:
+    from flatout.engine.base import Evaluation
+
+    return Evaluation(task=ONE, loss_sum=0.0, predicted=labels, labels=labels, probabilities=None, logits=logits)
+
+
+def test_the_nonconformity_of_confident_answers_differs() -> None:
     logits = np.array([[40.0, 0, 0], [50, 0, 0], [0, 1, 2]], np.float32)
-    found = calibration.strangeness(logits)
+    found = calibration.nonconformity(logits)
     assert found[1, 0] < found[0, 0] < found[2, 2]
     probabilities = np.exp(calibration.log_softmax(logits[2:]))
     np.testing.assert_allclose(found[2:], np.log((1 - probabilities) / probabilities))
@@ -92,25 +101,32 @@ def test_images_far_from_all_classes_are_unknown() -> None:
 
     _, features, labels = images(2000)
     valid, test = images(1000), images(2000)
-    known = novelty.Known.of(features, labels)
-    assert known is not None
-    found = novelty.fit(known, valid[0], known.distances(valid[1]))
+    stats = FeatureStats.of(features, labels)
+    assert stats is not None
+    found = OODDetector.fit(stats, valid[0], stats.distances(valid[1]))
     strange = rng.normal(0, 1, (2000, 8)).astype(np.float32)
     scores = [found.score(*test[:2]), found.score((strange @ means.T).astype(np.float32), strange)]
     assert np.mean(scores[0] > found.threshold) == pytest.approx(0.05, abs=0.02)
     assert roc_auc_score(np.repeat([0, 1], 2000), np.concatenate(scores)) > 0.95
     assert found.score(np.full((1, 4), np.nan), strange[:1])[0] == np.inf
-    assert novelty.Known.of(np.full_like(features, np.nan), labels) is None
-    energy = novelty.fit(None, valid[0], None)
+    assert FeatureStats.of(np.full_like(features, np.nan), labels) is None
+    energy = OODDetector.fit(None, valid[0], None)
     assert np.mean(energy.score(test[0], None) > energy.threshold) == pytest.approx(0.05, abs=0.02)
 
 
+def test_views_keep_the_energy_of_an_image() -> None:
+    """Their averaged probabilities alone would have none, and unknown images would be found by rounding."""
+    logits = torch.from_numpy(np.random.default_rng(0).normal(0, 3, (4, 50, 6)).astype(np.float32))
+    averaged = ONE.averaged(logits)
+    torch.testing.assert_close(averaged.logsumexp(1), logits.logsumexp(2).mean(0))
+    torch.testing.assert_close(averaged.softmax(1), logits.softmax(2).mean(0))
+
+
 def test_intervals_and_tests_of_differences() -> None:
-    assert calibration.wilson(90, 100) == pytest.approx((0.8256, 0.9448), abs=1e-4)
+    assert wilson(90, 100) == pytest.approx((0.8256, 0.9448), abs=1e-4)
     a, b = np.array([1] * 80 + [0] * 20, bool), np.array([1] * 75 + [0] * 5 + [1] * 12 + [0] * 8, bool)
-    assert calibration.mcnemar(a, b)[:2] == (5, 12)
-    assert calibration.mcnemar(a, b)[2] == pytest.approx(0.1435, abs=1e-4)
-    assert calibration.mcnemar(a, a) == (0, 0, 1.0)
+    assert mcnemar(a, b) == (5, 12, pytest.approx(0.1435, abs=1e-4))
+    assert mcnemar(a, a) == (0, 0, 1.0)
 
 
 def test_scores_are_those_of_scikit_learn() -> None:
@@ -121,16 +137,12 @@ def test_scores_are_those_of_scikit_learn() -> None:
     assert found["top5_accuracy"] == pytest.approx(top_k_accuracy_score(labels, probabilities, k=5))
     assert "roc_auc" not in found
     pairs = ONE.confused_pairs(predicted, labels, list("abcdefgh"))
-    assert all(
-        ((labels == ord(p["actual"]) - 97) & (predicted == ord(p["predicted"]) - 97)).sum() == p["count"] for p in pairs
-    )
-    assert sorted((p["count"] for p in pairs), reverse=True) == [p["count"] for p in pairs]
+    counts = [((labels == ord(p["actual"]) - 97) & (predicted == ord(p["predicted"]) - 97)).sum() for p in pairs]
+    assert counts == [p["count"] for p in pairs] == sorted(counts, reverse=True)
     two = np.stack([1 - probabilities[:, 0], probabilities[:, 0]], axis=1)
     is_first = (labels == 0).astype(np.int64)
     assert ONE.scores(two.argmax(axis=1), is_first, two)["roc_auc"] == pytest.approx(roc_auc_score(is_first, two[:, 1]))
-    assert ONE.curves(np.zeros(5, np.int64), two[:5], ["a", "b"]) == []
-    broken = np.full_like(probabilities, np.nan)
-    assert ONE.scores(np.full(300, -1), labels, broken)["top5_accuracy"] == 0
+    assert ONE.scores(np.full(300, -1), labels, np.full_like(probabilities, np.nan))["top5_accuracy"] == 0
     present = (probabilities > 0.1).astype(np.uint8)
     present[:, 3] = 0
     areas = [roc_auc_score(present[:, k], probabilities[:, k] ** 2) for k in range(8) if k != 3]
@@ -148,27 +160,25 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_keeps_what_its_figures_rest_on(digits: Path) -> None:
+def test_figures_and_report_rest_on_the_answers_that_are_kept(digits: Path) -> None:
     run = flatout.load(digits / "second")
-    trust, summary = run.trust, run.summary
-    assert trust is not None
-    assert trust.novelty is not None
     with np.load(run.path / "predictions.npz") as saved:
-        probabilities, labels, predicted, unknown = (
-            saved[n] for n in ("probabilities", "labels", "predicted", "unknown")
-        )
-        assert saved["classes"].tolist() == list(run.classes)
-    assert summary["test_top5_accuracy"] == pytest.approx(top_k_accuracy_score(labels, probabilities, k=5))
-    assert summary["test_accuracy_interval"] == list(calibration.wilson(int((predicted == labels).sum()), len(labels)))
-    bins = calibration.reliability(probabilities.max(axis=1), probabilities.argmax(axis=1) == labels)
-    found = summary["trust"]
+        probabilities, labels, unknown = (saved[name] for name in ("probabilities", "labels", "unknown"))
+    right, found = probabilities.argmax(axis=1) == labels, run.summary["trust"]
+    assert run.summary["test_accuracy_interval"] == list(wilson(int(right.sum()), len(labels)))
+    bins = calibration.reliability(probabilities.max(axis=1), right)
     assert found["ece_after"] == pytest.approx(calibration.calibration_error(bins), abs=1e-5)
-    assert found["temperature"] == trust.temperature != 1
-    assert found["unknown"]["flagged"] == pytest.approx((unknown > trust.novelty.threshold).mean())
+    assert found["temperature"] != 1
+    assert found["unknown"]["flagged"] == pytest.approx((unknown > run.unknown_threshold).mean())
+    for row in found["prediction_sets"]:
+        assert row["covered"] == pytest.approx(row["coverage"], abs=0.06)
     result = run.evaluate(devices="cpu")
-    assert result["per_class"] == summary["per_class"]
-    assert result["trust"]["ece_after"] == pytest.approx(found["ece_after"], abs=1e-5)
+    assert result["per_class"] == run.summary["per_class"]
     assert result["trust"]["prediction_sets"] == found["prediction_sets"]
+    draw_all(digits / "second")
+    text = (digits / "second" / "report.html").read_text(encoding="utf-8")
+    for wanted in ("95 % confidence interval", "calibration error", "sets with the right class", "reliability diagram"):
+        assert wanted in text
 
 
 def test_predict_answers_with_sets_and_unknown(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,8 +216,6 @@ def test_two_runs_are_compared(digits: Path, capsys: pytest.CaptureFixture[str],
     assert found["differ"] == (found["p_value"] < 0.05)
     assert main(["compare", first, second]) == 0
     assert "McNemar test: p = " in capsys.readouterr().out
-    assert main(["compare", first, f"{first}/../first"]) == 2
-    assert "are the same run" in capsys.readouterr().err
     other = tmp_path / "other"
     other.mkdir()
     for name in ("recipe.toml", "summary.json", "metrics.jsonl"):
@@ -217,27 +225,9 @@ def test_two_runs_are_compared(digits: Path, capsys: pytest.CaptureFixture[str],
     assert main(["compare", first, str(other)]) == 2
     assert "has no predictions to compare" in capsys.readouterr().err
     np.savez(other / "predictions.npz", **(content | {"brightness": content["brightness"][::-1]}))
-    assert main(["compare", first, str(other)]) == 2
-    assert "test images are not the same" in capsys.readouterr().err
-
-
-def test_the_report_has_the_figures(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    draw_all(digits / "second")
-    text = (digits / "second" / "report.html").read_text(encoding="utf-8")
-    for wanted in (
-        "95 % confidence interval",
-        "calibration error",
-        "sets with the right class",
-        "reliability diagram",
-        "most often taken for",
-    ):
-        assert wanted in text
-    summary = digits / "second" / "summary.json"
-    before = summary.read_bytes()
-    summary.write_text(json.dumps(json.loads(before) | {"trust": []}))
-    assert main(["report", str(digits / "second")]) == 2
-    assert "trust is a list, not an object" in capsys.readouterr().err
-    summary.write_bytes(before)
+    for wrong, reason in ((other, "test images are not the same"), (f"{first}/../first", "are the same run")):
+        assert main(["compare", first, str(wrong)]) == 2
+        assert reason in capsys.readouterr().err
 
 
 def test_without_validation_images_a_note_says_what_is_missing(tmp_path: Path, capsys: Any) -> None:
@@ -245,7 +235,7 @@ def test_without_validation_images_a_note_says_what_is_missing(tmp_path: Path, c
     images, labels = rng.integers(0, 256, (40, 8, 8), dtype=np.uint8), np.arange(40) % 2
     settings = {"data.valid_fraction": 0.0, "epochs": 1, "batch_size": 20, "devices": "cpu", "out": tmp_path / "run"}
     run = flatout.fit("parallel-cnn", (images, labels), **settings)
-    assert run.trust is None
+    assert run.calibration is None
     assert run.summary["trust"] is None
     assert any("no validation images: probabilities are not calibrated" in note for note in run.summary["notes"])
     assert main(["predict", str(run.path), "x.png", "--coverage", "0.9"]) == 2

@@ -1,10 +1,12 @@
-"""A run folder: what a training run leaves behind, read back as an object."""
+"""Finished runs as objects: a run folder, a cross-validation, an exported ONNX file.
+
+Shape letters: N images, H height, W width, C channels, K classes.
+"""
 
 import contextlib
 import copy
 import json
 import math
-from base64 import b64encode
 from collections.abc import Iterator
 from functools import cached_property
 from html import escape
@@ -13,20 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.errors import InputError
+from flatout.errors import InputError, first_line, one_line
+from flatout.inference import predictions
+from flatout.inference.calibration import Calibration
+from flatout.inference.hub import download_run, is_published
+from flatout.inference.predict import Outputs, Prediction, predict
 from flatout.recipe import Data, Recipe, load_recipe, of_run
-from flatout.report.html import framed
+from flatout.report.html import data_uri, framed
 from flatout.report.run_files import FOLD, KNOWN, LOGS, RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
-from flatout.run import answers
-from flatout.run.predict import Outputs, Prediction, predict
-from flatout.run.published import download_run, is_published
-from flatout.run.trust import Trust
-from flatout.settings import in_python
+from flatout.settings import in_python, one_or_both
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from flatout.inference.export.verify import Exported
     from flatout.tasks.base import Task
+
+# Images that an ONNX file computes at once.
+_ONNX_BATCH = 32
 
 
 class Run:
@@ -39,7 +45,7 @@ class Run:
         allow_code: whether a model that is named as `package.module:factory` may be imported.
 
     Raises:
-        InputError: the folder is no run.
+        InputError: the folder is not a run.
     """
 
     def __init__(self, path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> None:
@@ -92,7 +98,8 @@ class Run:
         Raises:
             InputError: pandas is not installed.
         """
-        return answers.history(self.epochs)
+        frame = predictions.import_pandas("run.history", "; run.epochs has the same").DataFrame(self.epochs)
+        return frame.set_index("epoch") if self.epochs else frame
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
@@ -101,16 +108,22 @@ class Run:
 
     @cached_property
     def task(self) -> "Task":
-        """What the labels mean, with the thresholds of the run."""
+        """What the labels mean, with the thresholds and the temperature of the run."""
         from flatout.tasks import task_of
 
         thresholds = tuple(json.loads(self._weights[1].get("thresholds", "[]")))
-        return task_of(self.recipe, thresholds, self.trust.temperature if self.trust else 1.0)
+        return task_of(self.recipe, thresholds, self.calibration.temperature if self.calibration else 1.0)
 
     @cached_property
-    def trust(self) -> Trust | None:
+    def calibration(self) -> Calibration | None:
         """What the validation images say about the answers; None where there were none."""
-        return Trust.of(self._weights[1], self.path / KNOWN)
+        return Calibration.read(self._weights[1], self.path / KNOWN)
+
+    @property
+    def unknown_threshold(self) -> float | None:
+        """Images whose `Outputs.unknown_score` is higher are unlike the training images; None where it is not known."""
+        detector = self.calibration.detector if self.calibration else None
+        return detector.threshold if detector else None
 
     @cached_property
     def _weights(self) -> tuple[dict[str, Any], dict[str, str]]:
@@ -159,7 +172,7 @@ class Run:
             tta: average over views of each image (test-time augmentation), as the recipe's `tta` does.
         """
         from flatout.console import Console
-        from flatout.run.evaluate import evaluate
+        from flatout.inference.evaluate import evaluate
 
         return evaluate(self, data, devices=devices, engine=engine, console=Console(), tta=tta)
 
@@ -172,6 +185,7 @@ class Run:
         tta: bool = False,
         coverage: float | None = None,
         explain: str | Path | None = None,
+        on_bad_image: str = "stop",
     ) -> list[Prediction]:
         """Return the `top` most probable classes of each image; all that reach their thresholds; or its number.
 
@@ -184,11 +198,35 @@ class Run:
             coverage: add the set of classes that contains the right one with this probability, such as 0.95.
             explain: a new or empty folder, for a picture of each image beside a heatmap of the places that speak for
                 the first class.
+            on_bad_image: "stop" raises an error that names all images that cannot be read; with "skip", their
+                predictions have an `error` and nothing else.
 
         Raises:
             InputError: an image is missing or cannot be read; the run has no prediction sets of this coverage.
         """
-        return predict(self, images, top=top, tta=tta, coverage=coverage, explain=explain)
+        found = predict(self, images, top=top, tta=tta, coverage=coverage, explain=explain, on_bad_image=on_bad_image)
+        return list(found)
+
+    @in_python
+    def export(
+        self, out: str | Path, *, format: str | None = None, precision: str = "fp32", data: Any = None
+    ) -> "Exported":
+        """Write the run for other programs, verified on its test images; see `docs/export.md`.
+
+        Args:
+            out: a new file. A cross-validation is written as the mean of its folds.
+            format: "onnx", "exported" (a `torch.export` program) or "keras"; by default, as the name ends.
+            precision: of an ONNX file: "fp32", "fp16" or "int8".
+            data: other images to verify on, and to calibrate int8 on; by default the run's own.
+
+        Raises:
+            InputError: the file exists, the run cannot be written in this format, its data is missing, or fewer than
+                99.99 % of the labels are equal (fp32).
+        """
+        from flatout.console import Console
+        from flatout.inference.export.verify import export
+
+        return export(self, out, format=format, precision=precision, data=data, console=Console())
 
     def probabilities(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> np.ndarray:
         """Return class probabilities, float32 [N, K], of images of the size and bits that they are decoded to.
@@ -215,7 +253,7 @@ class Run:
         yield self._frozen, self._frozen
 
     def outputs(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> Outputs:
-        """Return all that the model says of images; arguments as for `probabilities`."""
+        """Return all outputs for images; arguments as for `probabilities`."""
         import torch
 
         from flatout.numerics import augment, pixels
@@ -232,19 +270,21 @@ class Run:
                 seen.append(features.take())
         self._classified += len(pixels_NHWC)
         logits = torch.cat(results)
+        detector = self.calibration.detector if self.calibration else None
+        kept = [one.numpy() for one in seen if one is not None]
         return Outputs(
             probabilities=self.task.probabilities(logits).numpy(),
             logits=logits.numpy(),
-            features=None if seen[0] is None else torch.cat([one for one in seen if one is not None]).numpy(),
+            unknown_score=detector and detector.score(logits.numpy(), np.concatenate(kept) if kept else None),
         )
 
     def _repr_html_(self) -> str:
         """Return the figures of the run and its pictures, for notebooks."""
-        summary, names = self.summary, self.task.metric_names[:1]
+        summary, name = self.summary, self.task.metric_names[0]
         figures = {
             "model": f"{self.recipe.model}, {summary.get('parameters', 0):,} parameters",
-            **{f"test {name}": summary.get(f"test_{name}") for name in names},
-            **{f"validation {name}": summary.get(f"valid_{name}") for name in names},
+            f"test {name}": summary.get(f"test_{name}"),
+            f"validation {name}": summary.get(f"valid_{name}"),
             "trained": f"{summary.get('images_trained', 0):,} images in {summary.get('train_seconds', 0):.1f} s",
             "devices": summary.get("devices"),
             "folder": self.path,
@@ -256,11 +296,10 @@ class Run:
                 rows += f"<tr><th>{name}</th><td>{escape(text)}</td></tr>"
         for path in (self.path / "curves.png", self.path / "predictions.png"):
             if path.is_file():
-                content = b64encode(path.read_bytes()).decode()
-                pictures += f'<img style="max-width:45%" src="data:image/png;base64,{content}">'
+                pictures += f'<img style="max-width:45%" src="{data_uri("image/png", path.read_bytes())}">'
         return f"<table>{rows}</table>{pictures}"
 
-    def top_losses(self, count: int = 9) -> "answers.Answers":
+    def top_losses(self, count: int = 9) -> "predictions.StoredPredictions":
         """Return the `count` test images (those of validation without any) with the highest loss, the worst first.
 
         A notebook shows them as pictures.
@@ -268,9 +307,9 @@ class Run:
         Raises:
             InputError: the run has not been tested.
         """
-        return answers.top_losses(self, count)
+        return predictions.top_losses(self, count)
 
-    def confusion(self) -> "answers.Confusion":
+    def confusion(self) -> "predictions.Confusion":
         """Return how often each class was taken for each, on the test images or those of validation without any.
 
         `counts` is the matrix, `frame()` a DataFrame; a notebook shows the picture.
@@ -278,7 +317,7 @@ class Run:
         Raises:
             InputError: the run has not been tested, or its images have not one class each.
         """
-        return answers.confusion(self)
+        return predictions.confusion(self)
 
     def show(self) -> Any:
         """Show the report: in a notebook in the cell, else its path is printed."""
@@ -301,7 +340,7 @@ class Ensemble(Run):
         allow_code: as for `Run`.
 
     Raises:
-        InputError: the folder is no cross-validation, or one of its runs is missing or has not finished.
+        InputError: the folder is not a cross-validation, or one of its runs is missing or has not finished.
     """
 
     def __init__(self, path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> None:
@@ -336,13 +375,109 @@ class Ensemble(Run):
         raise InputError(f"{self.path}: each fold has a model of its own: flatout.load(path).members[0].model")
 
     @property
-    def trust(self) -> None:
+    def calibration(self) -> None:
         """There is none: the held-out images of a fold choose nothing."""
 
     def outputs(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> Outputs:
         """Return the mean of the probabilities of the folds."""
         found = [run.probabilities(pixels_NHWC, tta=tta) for run in self.members]
         return Outputs(probabilities=np.mean(found, axis=0))
+
+
+class OnnxRun(Run):
+    """An exported ONNX file, which has what `predict` needs of a run.
+
+    Args:
+        path: a file that `flatout export` has written.
+
+    Raises:
+        InputError: the file is missing, damaged, or was written by something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from flatout.inference.export.formats import open_session
+
+        self.path = path
+        if not path.is_file():
+            raise InputError(f"{path}: there is no such file")
+        self._session = open_session(path)
+        try:
+            self._metadata: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
+            self._names = [output.name for output in self._session.get_outputs()]
+            if self._metadata.get("producer", "").startswith("flatout "):
+                self._names.index("probabilities")
+                self._checked = (
+                    self.classes,
+                    self.task,
+                    self.calibration,
+                    self.unknown_threshold,
+                )  # here, so that damage is found now
+                return
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            raise InputError(f"{path}: is damaged: its metadata cannot be read ({reason})") from None
+        raise InputError(f"{path}: was not written by flatout export, so its classes and images are not known")
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """What decides how images are read; nothing else in it means anything."""
+        found = self._metadata
+        height, width = json.loads(found["image_size"])
+        recipe = Recipe(
+            model=found["model"],
+            image_size=one_or_both((height, width)),
+            channels=int(found["channels"]),
+            epochs=1,
+            batch_size=_ONNX_BATCH,
+        )
+        return recipe.override({"task": found["task"], "data.resize": found["resize"], "data.bits": int(found["bits"])})
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:
+        """Class names, in the order of the outputs."""
+        return tuple(json.loads(self._metadata["classes"]))
+
+    @cached_property
+    def task(self) -> "Task":
+        """What the answers mean, with the thresholds of the run."""
+        from flatout.tasks import task_of
+
+        return task_of(self.recipe, tuple(json.loads(self._metadata.get("thresholds", "[]"))))
+
+    @cached_property
+    def calibration(self) -> Calibration | None:
+        """Prediction sets; the temperature is in the file's computation."""
+        found = self._metadata
+        if "set_thresholds" not in found:
+            return None
+        thresholds, images = tuple(json.loads(found["set_thresholds"])), int(found["calibration_images"])
+        return Calibration(temperature=1.0, set_thresholds=thresholds, images=images)
+
+    @property
+    def unknown_threshold(self) -> float | None:
+        """The threshold of the file's output `unknown_score`."""
+        found = self._metadata.get("unknown_threshold")
+        return None if found is None else float(found)
+
+    @property
+    def model(self) -> Any:
+        """There is none."""
+        raise InputError(f"{self.path}: an ONNX file has no torch module; load the run that it was exported from")
+
+    def outputs(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> Outputs:
+        """Return what the file computes; logarithms of probabilities are logits."""
+        if tta:
+            raise InputError(f"{self.path}: an ONNX file has no test-time augmentation of its own; leave --tta out")
+        try:
+            found = dict(zip(self._names, self._session.run(self._names, {"images": pixels_NHWC}), strict=True))
+        except Exception as error:  # onnxruntime's own, of many types
+            raise InputError(f"{self.path}: cannot be computed, so it is damaged ({first_line(error)})") from None
+        probabilities = found["probabilities"]
+        return Outputs(
+            probabilities=probabilities,
+            logits=np.log(np.maximum(probabilities, np.finfo(np.float32).tiny)),
+            unknown_score=found.get("unknown_score"),
+        )
 
 
 def load(path: str | Path, *, model: "nn.Module | Any | None" = None, allow_code: bool = False) -> Run:

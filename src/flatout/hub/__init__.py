@@ -1,1 +1,0 @@
-"""Publishing a run on the Hugging Face hub."""

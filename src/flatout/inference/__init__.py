@@ -1,0 +1,1 @@
+"""Finished runs: load, predict, evaluate, explain, export, publish."""

@@ -1,0 +1,483 @@
+"""How far answers can be trusted: temperature, prediction sets and unknown images, fitted to the validation images.
+
+Everything here is NumPy; minimisation is SciPy's. The results are in the metadata of the weights, and in
+`known.safetensors`.
+
+Shape letters: N images, F features, K classes.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from flatout.data.batches import Samples
+    from flatout.engine.base import Evaluation
+    from flatout.recipe import Recipe
+
+# Fewer validation images than this say little about a probability.
+MIN_IMAGES = 20
+# Bins of equal width for the calibration error and the reliability diagram.
+BINS = 15
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.05, 20.0
+# A class without labels would get a bias without bound.
+MAX_BIAS = 20.0
+# Coverages that prediction sets may have, in steps of 0.001; and those in summary and report.
+MIN_COVERAGE, MAX_COVERAGE, COVERAGE_STEPS = 0.5, 0.999, 1000
+COVERAGES = (0.9, 0.95, 0.99)
+# The share of known images that are not answered "unknown".
+KNOWN_SHARE = 0.95
+# Feature statistics are of so many training images: more where that is less than these of each class.
+TRAINING_IMAGES, IMAGES_OF_A_CLASS = 5000, 10
+# This share of the mean variance is added to the variance in every direction.
+SHRINKAGE = 0.01
+# Test-time augmentation of earlier versions lost the energy: what they kept is the rounding of a constant, and does not
+# count.
+_MIN_ENERGY_SCALE = 1e-6
+# Images in memory as 64-bit numbers.
+_AT_ONCE = 256
+# The arrays of `FeatureStats`, as `known.safetensors` names them.
+_ARRAYS = ("means", "precision", "overall")
+
+
+def both_logits(logits: np.ndarray) -> np.ndarray:
+    """Return logits float64 [N, K]; a single one, [N, 1], is that of class 1, against 0."""
+    logits = logits.astype(np.float64)
+    return np.concatenate([np.zeros_like(logits), logits], axis=1) if logits.shape[1] == 1 else logits
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Return the logarithms of the probabilities, float64 [N, K]."""
+    from scipy.special import log_softmax
+
+    return log_softmax(both_logits(logits), axis=1)
+
+
+# --- probabilities ----------------------------------------------------------------------------------------------------
+
+
+def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
+    """Return the temperature with the least negative log-likelihood of softmax(logits / temperature).
+
+    Guo et al., On Calibration of Modern Neural Networks (arXiv 1706.04599).
+    """
+    from scipy.optimize import minimize_scalar
+
+    logits, rows = both_logits(logits), np.arange(len(labels))
+
+    def loss(log_temperature: float) -> float:
+        return -float(log_softmax(logits / math.exp(log_temperature))[rows, labels].mean())
+
+    bounds = math.log(MIN_TEMPERATURE), math.log(MAX_TEMPERATURE)
+    found: Any = minimize_scalar(loss, bounds=bounds, method="bounded")
+    return math.exp(found.x)
+
+
+def bias_corrected(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return probabilities float64 [N, K] that are right on average for each class: softmax(scale * logits + biases).
+
+    Scale and biases have the least negative log-likelihood of the labels (Alexandari et al., arXiv 1901.06852).
+    """
+    from scipy.optimize import minimize
+
+    logits, rows = both_logits(logits), np.arange(len(labels))
+    share_K = np.bincount(labels, minlength=logits.shape[1]) / len(labels)
+
+    def loss(x: np.ndarray) -> tuple[float, np.ndarray]:
+        log_probabilities = log_softmax(x[0] * logits + x[1:])
+        probabilities = np.exp(log_probabilities)
+        slope = (probabilities * logits).sum(axis=1).mean() - logits[rows, labels].mean()
+        gradient = np.array([slope, *(probabilities.mean(axis=0) - share_K)])
+        return -float(log_probabilities[rows, labels].mean()), gradient
+
+    bounds = [(1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE), *[(-MAX_BIAS, MAX_BIAS)] * logits.shape[1]]
+    start = np.array([1.0, *[0.0] * logits.shape[1]])
+    found: Any = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds)
+    return np.exp(log_softmax(found.x[0] * logits + found.x[1:]))
+
+
+def reliability(confidence: np.ndarray, is_right: np.ndarray) -> list[dict[str, float]]:
+    """Return the mean `confidence`, the `accuracy` and the `count` of each bin of confidence that has images."""
+    bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
+    rows = []
+    for number in np.unique(bins):
+        inside = bins == number
+        means = {"confidence": float(confidence[inside].mean()), "accuracy": float(is_right[inside].mean())}
+        rows.append({**means, "count": int(inside.sum())})
+    return rows
+
+
+def calibration_error(bins: list[dict[str, float]]) -> float:
+    """Return the expected calibration error: the mean distance of accuracy and confidence over the images."""
+    total = sum(row["count"] for row in bins)
+    return sum(row["count"] * abs(row["accuracy"] - row["confidence"]) for row in bins) / total
+
+
+# --- prediction sets --------------------------------------------------------------------------------------------------
+
+
+def nonconformity(logits: np.ndarray) -> np.ndarray:
+    """Return how little each class conforms to an image, float64 [N, K]: the log-odds against the class.
+
+    The order is that of 1 - probability, the score of Sadinle et al. (arXiv 1609.00451), but probabilities near 1 do
+    not become equal by rounding.
+    """
+    from scipy.special import logsumexp
+
+    logits = both_logits(logits)
+    log_probabilities, rows, best = log_softmax(logits), np.arange(len(logits)), logits.argmax(axis=1)
+    with np.errstate(divide="ignore"):
+        found = np.log(-np.expm1(log_probabilities)) - log_probabilities
+    others = logits.copy()
+    others[rows, best] = -np.inf
+    found[rows, best] = logsumexp(others, axis=1) - logits[rows, best]
+    return found
+
+
+def set_thresholds(logits: np.ndarray, labels: np.ndarray) -> list[float]:
+    """Return the nonconformity up to which a class is in the set, for coverages of 0.500, 0.501, ... 0.999.
+
+    Split conformal prediction: with n calibration images, the ceil((n + 1) * coverage)-th smallest nonconformity of the
+    right class. Coverages for which n is too small have no threshold, so the list is shorter then.
+    """
+    scores = np.sort(nonconformity(logits)[np.arange(len(labels)), labels])
+    steps = range(round(MIN_COVERAGE * COVERAGE_STEPS), round(MAX_COVERAGE * COVERAGE_STEPS) + 1)
+    ranks = [-(-(len(scores) + 1) * step // COVERAGE_STEPS) for step in steps]
+    return [float(scores[rank - 1]) for rank in ranks if rank <= len(scores)]
+
+
+def set_threshold(thresholds: Sequence[float], coverage: float) -> float | None:
+    """Return the threshold of a coverage, rounded up to the next 0.001; None where there is none."""
+    index = math.ceil(round((coverage - MIN_COVERAGE) * COVERAGE_STEPS, 6))
+    return thresholds[index] if 0 <= index < len(thresholds) else None
+
+
+def highest_coverage(thresholds: Sequence[float]) -> float:
+    """Return the highest coverage that has a threshold."""
+    return MIN_COVERAGE + (len(thresholds) - 1) / COVERAGE_STEPS
+
+
+# --- unknown images ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FeatureStats:
+    """Where the features of training images are.
+
+    Attributes:
+        means: of the features of each class, and of all images in the last row, float32 [K + 1, F].
+        precision, overall: the inverse covariances float32 [F, F] within the classes, and of all images.
+    """
+
+    means: np.ndarray
+    precision: np.ndarray
+    overall: np.ndarray
+
+    @classmethod
+    def of(cls, features: np.ndarray | None, labels: np.ndarray) -> "FeatureStats | None":
+        """Compute them for features [N, F] of training images with labels int64 [N]; None where not all are finite."""
+        if features is None or not np.isfinite(features).all():
+            return None
+        present, places, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        rows = np.zeros((len(present), features.shape[1]))
+        np.add.at(rows, places, features)
+        rows /= counts[:, None]
+        mean = features.mean(axis=0, dtype=np.float64)
+        return cls(
+            means=np.array([*rows, mean], np.float32),
+            precision=_precision(features, rows, places),
+            overall=_precision(features, mean[None], np.zeros_like(places)),
+        )
+
+    @cached_property
+    def whitening(self) -> tuple[np.ndarray, np.ndarray]:
+        """What centred features are multiplied by so that distances become Euclidean: within classes, and overall."""
+        within, overall = (np.linalg.cholesky(one.astype(np.float64)) for one in (self.precision, self.overall))
+        return within, overall
+
+    def distances(self, features: np.ndarray) -> np.ndarray:
+        """Return the relative Mahalanobis distance of each image, float32 [N], for features [N, F].
+
+        It is the squared distance to the nearest class mean, less that to the mean of all images.
+        """
+        within, overall = self.whitening
+        mean = self.means[-1].astype(np.float64)
+        means = (self.means[:-1] - mean) @ within
+        found = np.empty(len(features), np.float32)
+        for start in range(0, len(features), _AT_ONCE):
+            centred = features[start : start + _AT_ONCE].astype(np.float64) - mean
+            points = centred @ within
+            squares = np.square(points).sum(axis=1, keepdims=True) + np.square(means).sum(axis=1) - 2 * points @ means.T
+            found[start : start + _AT_ONCE] = squares.min(axis=1) - np.square(centred @ overall).sum(axis=1)
+        return found
+
+
+def _precision(features: np.ndarray, centres: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return the inverse covariance, float32 [F, F], of features [N, F] around centres [C, F] at `places` int64 [N]."""
+    covariance = np.zeros((features.shape[1],) * 2)
+    # 64-bit copies of all features would take much memory.
+    for start in range(0, len(features), _AT_ONCE):
+        centred = features[start : start + _AT_ONCE] - centres[places[start : start + _AT_ONCE]]
+        covariance += centred.T @ centred / len(features)
+    spread = np.trace(covariance) / len(covariance) or 1.0
+    mixed = (1 - SHRINKAGE) * covariance + SHRINKAGE * spread * np.eye(len(covariance))
+    return np.linalg.inv(mixed).astype(np.float32)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OODDetector:
+    """A score that is higher for images unlike the training images, and the threshold of unknown ones.
+
+    The score is the sum of two parts, each standardised on validation images: the energy of the logits (Liu et al.,
+    arXiv 2010.03759), and the relative Mahalanobis distance of the features (Ren et al., arXiv 2106.09022).
+
+    Attributes:
+        stats: what distances are from; None where there are no features, and the energy counts alone.
+        centre, scale: mean and standard deviation of the energy, and of the distance if there are features.
+        threshold: images with a higher score are unknown.
+    """
+
+    stats: FeatureStats | None
+    centre: tuple[float, ...]
+    scale: tuple[float, ...]
+    threshold: float
+
+    @classmethod
+    def fit(cls, stats: FeatureStats | None, logits: np.ndarray, distances: np.ndarray | None) -> "OODDetector":
+        """Fit a detector to known images that were not trained on.
+
+        Args:
+            stats: of training images; None for the energy alone.
+            logits: of the known images, [N, K].
+            distances: of the same images, [N], if `stats` is given.
+        """
+        raw = [part[np.isfinite(part)] for part in _ood_parts(logits, distances)]
+        unset = cls(
+            stats=stats,
+            centre=tuple(float(part.mean()) for part in raw),
+            scale=tuple(float(part.std()) or 1.0 for part in raw),
+            threshold=math.inf,
+        )
+        scores = np.sort(unset.score_at(logits, distances))
+        rank = min(len(scores), math.ceil((len(scores) + 1) * KNOWN_SHARE))
+        return replace(unset, threshold=float(scores[rank - 1]))
+
+    def score(self, logits: np.ndarray, features: np.ndarray | None) -> np.ndarray:
+        """Return the score of each image, float64 [N]; infinite where an output is not finite."""
+        if self.stats is None or features is None:
+            return self.score_at(logits, None)
+        return self.score_at(logits, self.stats.distances(features))
+
+    def score_at(self, logits: np.ndarray, distances: np.ndarray | None) -> np.ndarray:
+        """Return the same for `FeatureStats.distances`."""
+        parts = _ood_parts(logits, distances)
+        scaled = [(part - c) / s for part, c, s in zip(parts, self.centre, self.scale, strict=True)]
+        return np.nan_to_num(np.sum(scaled, axis=0), nan=np.inf, posinf=np.inf, neginf=np.inf)
+
+
+def _ood_parts(logits: np.ndarray, distances: np.ndarray | None) -> list[np.ndarray]:
+    """Return the energy, and the distance if there is one, each [N]."""
+    from scipy.special import logsumexp
+
+    # A single logit has no sign that means known.
+    wide = both_logits(logits) if logits.shape[1] > 1 else np.abs(logits.astype(np.float64))
+    energy: np.ndarray = -np.asarray(logsumexp(wide, axis=1))
+    return [energy] if distances is None else [energy, distances]
+
+
+# --- what a run keeps -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What the validation images say about the answers of a run.
+
+    Attributes:
+        temperature: see `fit_temperature`.
+        set_thresholds: see the function of this name; for logits that are divided by the temperature.
+        images: the validation images that it rests on.
+        detector: of unknown images; None where it could not be computed, or its file is missing.
+        missing: that file, if it is missing.
+    """
+
+    temperature: float
+    set_thresholds: tuple[float, ...]
+    images: int
+    detector: OODDetector | None = None
+    missing: Path | None = None
+
+    @classmethod
+    def fit(cls, stats: FeatureStats | None, valid: "Evaluation") -> "Calibration | None":
+        """Fit it to the validation images; None where too few answers are finite.
+
+        Args:
+            stats: of training images; None where their features are not known.
+            valid: with logits, and distances from `stats` in place of features.
+        """
+        assert valid.logits is not None
+        is_finite = np.isfinite(valid.logits).all(axis=1)
+        logits, labels = valid.logits[is_finite], valid.labels[is_finite]
+        if len(labels) < MIN_IMAGES:
+            return None
+        temperature = fit_temperature(logits, labels)
+        distances = None if valid.features is None else valid.features[is_finite]
+        return cls(
+            temperature=temperature,
+            set_thresholds=tuple(set_thresholds(logits / temperature, labels)),
+            images=len(labels),
+            detector=OODDetector.fit(stats, logits, distances),
+        )
+
+    @classmethod
+    def read(cls, metadata: Mapping[str, str], path: Path) -> "Calibration | None":
+        """Read it from the metadata of weights and the file of `write`; None where there were no validation images.
+
+        Raises:
+            InputError: the file is damaged.
+        """
+        from flatout.models.weights import read_weights
+
+        if "temperature" not in metadata:
+            return None
+        detector = None
+        if "unknown" in metadata:
+            centre, scale, threshold = json.loads(metadata["unknown"])
+            if scale[0] < _MIN_ENERGY_SCALE:
+                scale[0] = math.inf
+            tensors = read_weights(path)[0] if path.is_file() else {}
+            is_whole = tensors.keys() >= set(_ARRAYS)
+            stats = FeatureStats(**{name: tensors[name].numpy() for name in _ARRAYS}) if is_whole else None
+            if stats or len(centre) == 1:
+                detector = OODDetector(stats=stats, centre=tuple(centre), scale=tuple(scale), threshold=threshold)
+        return cls(
+            temperature=float(metadata["temperature"]),
+            set_thresholds=tuple(json.loads(metadata["set_thresholds"])),
+            images=int(metadata["calibration_images"]),
+            detector=detector,
+            missing=path if "unknown" in metadata and detector is None else None,
+        )
+
+    def metadata(self) -> dict[str, str]:
+        """Return the numbers as metadata of the weights."""
+        detector, thresholds = self.detector, [round(value, 5) for value in self.set_thresholds]
+        found = {
+            "temperature": repr(self.temperature),
+            "set_thresholds": json.dumps(thresholds, separators=(",", ":")),
+            "calibration_images": str(self.images),
+        }
+        if detector:
+            found["unknown"] = json.dumps([detector.centre, detector.scale, detector.threshold])
+        return found
+
+    def write(self, path: Path) -> None:
+        """Write the feature statistics, if there are any, into a file beside the weights."""
+        import torch
+
+        from flatout.models.weights import save_tensors
+
+        if self.detector and self.detector.stats:
+            stats = self.detector.stats
+            save_tensors(path, {name: torch.from_numpy(getattr(stats, name)) for name in _ARRAYS}, {"format": "pt"})
+
+    @property
+    def remark(self) -> str:
+        """What a reader of the answers should know, as a sentence; empty for nothing."""
+        if self.missing is None:
+            return ""
+        return f"{self.missing} is missing: unknown images are not recognised; copy it from the original run folder"
+
+    def in_set(self, logits: np.ndarray, coverage: float) -> np.ndarray | None:
+        """Return which classes are in the prediction set of each image, bool [N, K].
+
+        None where the validation images are too few for the coverage.
+        """
+        threshold = set_threshold(self.set_thresholds, coverage)
+        return None if threshold is None else nonconformity(logits / self.temperature) <= threshold
+
+    def figures(self, result: "Evaluation") -> dict[str, Any]:
+        """Return `trust` of `summary.json` and `evaluate`, for images with known classes; see `docs/trust.md`.
+
+        `result` has `FeatureStats.distances` in place of features.
+        """
+        assert result.logits is not None
+        is_finite = np.isfinite(result.logits).all(axis=1)
+        logits, labels = result.logits[is_finite], result.labels[is_finite]
+        found: dict[str, Any] = {"temperature": self.temperature, "calibration_images": self.images}
+        if not len(labels):
+            return found
+        is_right = both_logits(logits).argmax(axis=1) == labels
+        for name, temperature in (("before", 1.0), ("after", self.temperature)):
+            confidence = np.exp(log_softmax(logits / temperature).max(axis=1))
+            bins = reliability(confidence, is_right)
+            found |= {f"ece_{name}": calibration_error(bins), f"reliability_{name}": bins}
+        found["prediction_sets"] = [
+            {"coverage": coverage, **_set_figures(inside, labels)}
+            for coverage in COVERAGES
+            if (inside := self.in_set(logits, coverage)) is not None
+        ]
+        if self.detector is not None:
+            is_unknown = self.detector.score_at(result.logits, result.features) > self.detector.threshold
+            found["unknown"] = {"known_share": KNOWN_SHARE, "flagged": float(is_unknown.mean())}
+        return found
+
+
+def _set_figures(inside: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    sizes = inside.sum(axis=1)
+    return {
+        "covered": float(inside[np.arange(len(labels)), labels].mean()),
+        "mean_size": float(sizes.mean()),
+        "empty": float((sizes == 0).mean()),
+        "single": float((sizes == 1).mean()),
+    }
+
+
+def why_uncalibrated(recipe: "Recipe", splits: "Mapping[str, Samples]") -> str:
+    """Return why a run can have no `Calibration`, as a sentence; empty where it can, or where it makes no sense."""
+    if recipe.task != "single-label" or recipe.data.fold:
+        return ""
+    count = len(splits["valid"]) if "valid" in splits else 0
+    if count >= MIN_IMAGES:
+        return ""
+    few = f"only {count} validation images" if count else "no validation images"
+    left = len(splits["train"]) + count
+    fraction = max(0.1, -(-100 * MIN_IMAGES // left) / 100)
+    fix = f"; --set data.valid_fraction={fraction:g} reserves training images for them" if fraction <= 0.5 else ""
+    return (
+        f"{few}: probabilities are not calibrated, and predict has neither prediction sets nor an answer for unknown "
+        f"images{fix}"
+    )
+
+
+def feature_samples(samples: "Samples", classes: int) -> "Samples":
+    """Return training images for `FeatureStats`, spread evenly over a split."""
+    count = min(len(samples), max(TRAINING_IMAGES, IMAGES_OF_A_CLASS * classes))
+    return samples.at(np.linspace(0, len(samples) - 1, count).astype(np.int64))
+
+
+def format_calibration(split: str, figures: Mapping[str, Any]) -> list[str]:
+    """Return intervals, further metrics and calibration in words; `figures` as in `summary.json`."""
+    found, lines = figures.get("trust") or {}, []
+    parts = []
+    if interval := figures.get(f"{split}_accuracy_interval"):
+        parts.append(f"95 % interval {interval[0]:.4f} to {interval[1]:.4f}")
+    names = {"balanced_accuracy": "balanced", "top5_accuracy": "top-5", "roc_auc": "ROC AUC"}
+    values = {name: figures.get(f"{split}_{key}") for key, name in names.items()}
+    parts += [f"{name} {value:.4f}" for name, value in values.items() if value is not None]
+    lines += [", ".join(parts)] if parts else []
+    if "ece_after" in found:
+        error, temperature = (found[key] for key in ("ece_before", "temperature"))
+        lines.append(
+            f"expected calibration error {found['ece_after']:.4f} ({error:.4f} before temperature {temperature:.3g})"
+        )
+        if "unknown" in found:
+            lines.append(f'answered "unknown": {100 * found["unknown"]["flagged"]:.1f} %')
+        for row in found.get("prediction_sets") or ():
+            size = f"{row['mean_size']:.2f} classes on average"
+            lines.append(f"{100 * row['coverage']:g} % sets: {row['covered']:.4f} hold the right class, {size}")
+    return lines

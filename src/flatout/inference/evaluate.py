@@ -1,0 +1,299 @@
+"""Evaluate a finished run, on its own test data or on other data; and compare two runs on the same images."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout.console import Console
+from flatout.data.batches import Samples
+from flatout.errors import InputError
+from flatout.report.run_files import PREDICTIONS, Predictions, RunFiles, read_run
+from flatout.style import plain
+from flatout.tasks import task_named
+from flatout.tasks.single_label import wilson
+
+if TYPE_CHECKING:
+    from flatout.data.pack import Pack
+    from flatout.distributed.world import World
+    from flatout.engine.base import Evaluation
+    from flatout.inference.calibration import Calibration
+    from flatout.inference.run import Run
+
+# Runs differ if chance alone gives such a difference less often.
+SIGNIFICANCE = 0.05
+# Of images in other sizes or crops, the brightness is nearly the same; that of other images is not.
+MIN_CORRELATION = 0.7
+
+
+def evaluate(
+    run: "Run", data: Any, *, devices: str, engine: str, console: Console, tta: bool = False
+) -> dict[str, Any]:
+    """See `Run.evaluate`. Several devices have a process each, as in training."""
+    from flatout.distributed.environment import launched
+    from flatout.engine.devices import engine_for, parse_devices
+    from flatout.engine.processes import run_on_devices
+
+    engine = engine_for(devices, engine)
+    if devices == "auto" and launched() is None:
+        # Starting a process for each device would take longer than they would save.
+        devices = parse_devices("auto", engine).names[0]
+    arguments = (run, data, devices, engine, tta or run.recipe.tta)
+    return run_on_devices(_evaluate, arguments, spec=devices, engine=engine, console=console)
+
+
+def _evaluate(
+    console: Console, world: "World", run: "Run", data: Any, devices: str, engine: str, tta: bool
+) -> dict[str, Any]:
+    from flatout.data.pack import load_once_per_host
+    from flatout.engine.devices import spec_of
+    from flatout.engine.factory import make_engine, precisions
+    from flatout.models.build import copied
+
+    other = data is not None
+    pack, labels = labelled(run, data, console, lambda load: load_once_per_host(world, load))
+    calibration = run.calibration
+    if calibration and calibration.remark:
+        console.note(calibration.remark)
+    stats = calibration.detector.stats if calibration and calibration.detector else None
+    results: list[Evaluation] = []
+    split, formats, names = "all", precisions(engine, world), list[str]()
+    for member in run.members:
+        recipe = member.recipe
+        split, samples = held_out(member, pack, labels, other=other)
+        if formats and recipe.precision not in formats:
+            # Trained on other hardware.
+            recipe = recipe.override({"precision": "auto"})
+        built = make_engine(
+            copied(member.model),  # the engine moves the model to a device and changes its mode
+            recipe.override({"tta": tta}),
+            engine=engine,
+            devices=devices,
+            world=world,
+            report=console.note,
+            cache_prefix=False,  # nothing is trained, so that what is frozen does not matter
+        )
+        with contextlib.closing(built):
+            found = built.place(samples).evaluate(
+                tta=tta,
+                with_probabilities=True,
+                with_logits=calibration is not None,
+                keep_features=stats.distances if stats else None,
+            )
+            results.append(found)
+            names = built.device_names
+    name = "valid" if split == "valid" else "test"
+    loss, result = _joined([one.of_task(run.task) for one in results], own_parts=not other and split == "valid")
+    figures = {"loss": loss, **result.metrics, "count": len(result.labels)}
+    return {
+        "run": str(run.path),
+        "task": run.recipe.task,
+        "split": split,
+        **{f"{name}_{key}": value for key, value in figures.items()},
+        **scores_of(name, result, run.classes, calibration),
+        "tta": tta,
+        "devices": spec_of([name for names in world.all_gather_object(names) for name in names]),
+        "engine": engine,
+    }
+
+
+def labelled(
+    run: "Run", data: Any, console: Console, once: "Callable[[Callable[[], Pack]], Pack]" = lambda load: load()
+) -> "tuple[Pack, np.ndarray]":
+    """Return the pack of a run, or of other data as the run's model takes it, and the labels as the run numbers them.
+
+    Args:
+        run: its recipe decides the form of the images.
+        data: as for `Run.evaluate`.
+        console: shows progress, and a line about the data.
+        once: calls the function that loads the pack, on one of several ranks.
+
+    Raises:
+        InputError: there is no data, it cannot be read, or has other classes.
+    """
+    from flatout.data.build import find, load
+
+    recipe, other = run.recipe, data is not None
+    if not other and not recipe.data.path:
+        raise InputError(f"{run.path}: its data was given in Python; name other data with --data PATH")
+    options = replace(recipe.data, images="", group_column="") if other else recipe.data
+
+    def load_alone() -> "Pack":
+        found = find(data if other else recipe.data.path, options, recipe.task, console=console)
+        return load(found, replace(recipe, data=options), cache=True, report=console)
+
+    pack = once(load_alone)
+    console.finish()
+    console.note(pack.describe())
+    return pack, pack.labels_among(run.classes, where=data if other else recipe.data.path)
+
+
+def held_out(run: "Run", pack: "Pack", labels: np.ndarray, *, other: bool) -> tuple[str, Samples]:
+    """Return the name and the samples of the split that a run is judged by: test, else validation; else "all".
+
+    `labels` and `other` are those of `labelled`: data that is not the run's own has only the splits that it brings.
+    """
+    from flatout.data.splits import splits_of
+
+    split, rows = "all", np.arange(len(labels))
+    if not other or len(pack.splits) > 1:
+        data = replace(run.recipe.data, fold=0, folds=0) if other else run.recipe.data
+        splits = splits_of(pack, data, run.recipe.seed)
+        split = next((name for name in ("test", "valid") if name in splits), "train")
+        rows = splits[split].rows
+    return split, Samples(images=pack.images, rows=rows, labels=labels[rows])
+
+
+def scores_of(
+    split: str, result: "Evaluation", classes: Sequence[str], calibration: "Calibration | None"
+) -> dict[str, Any]:
+    """Return the figures of `summary.json` and `evaluate` that are computed once, after training.
+
+    Args:
+        split: `test` or `valid`, whose name is in front of single figures.
+        result: with probabilities; with logits where `calibration` is given.
+        classes: their names.
+        calibration: of the run, if it has one.
+    """
+    task, labels = result.task, result.labels
+    assert result.probabilities is not None
+    answers = task.decided(result.predicted)
+    scores = task.scores(result.predicted, labels, result.probabilities)
+    return {
+        **{f"{split}_{name}": value for name, value in scores.items()},
+        "per_class": task.per_class(answers, labels, classes),
+        "confused_pairs": task.confused_pairs(answers, labels, classes),
+        "trust": calibration.figures(result) if calibration else None,
+    }
+
+
+def _joined(results: "list[Evaluation]", *, own_parts: bool) -> "tuple[float | None, Evaluation]":
+    """Return the loss and the results of a run, or of a cross-validation.
+
+    Args:
+        results: of the run, or of each fold, with probabilities.
+        own_parts: whether each fold was evaluated on the images that it has not been trained on. Else all were on the
+            same images, and the mean of their probabilities is judged, which has no loss.
+    """
+    first = results[0]
+    if len(results) == 1:
+        return first.loss, first
+    if own_parts:
+        names = ("labels", "predicted", "probabilities")
+        parts: dict[str, Any] = {name: np.concatenate([getattr(r, name) for r in results]) for name in names}
+        joined = replace(first, **parts, loss_sum=sum(result.loss_sum for result in results))
+        return joined.loss, joined
+    mean = np.mean([p for result in results if (p := result.probabilities) is not None], axis=0)
+    return None, replace(first, probabilities=mean, predicted=first.task.predicted_from(mean))
+
+
+# --- two runs ---------------------------------------------------------------------------------------------------------
+
+
+def compare(first: Path, second: Path) -> dict[str, Any]:
+    """Return the results of two runs on the same images, and the p-value of their difference.
+
+    One class or several: McNemar's exact test of how many images only one run got right. Numbers: Wilcoxon's
+    signed-rank test of the absolute errors.
+
+    Raises:
+        InputError: a folder is not a run, has no predictions, or has those of other images.
+    """
+    runs = (first, second)
+    if first.resolve() == second.resolve():
+        raise InputError(f"{first} and {second}: are the same run; name two")
+    files = [read_run(run) for run in runs]
+    saved = [_predictions(one) for one in files]
+    _check_same(runs, files, saved)
+    task, a = task_named(files[0].summary.get("task")), saved[0]
+    found = {"runs": [str(run) for run in runs], "task": task.name, "split": a.split, "count": len(a.labels)}
+    right = [task.is_right(one.predicted, one.labels) for one in saved]
+    if right[0] is None or right[1] is None:
+        errors = [np.abs(one.predicted.astype(np.float64) - one.labels) for one in saved]
+        fewer, p_value = smaller_errors(*errors)
+        found |= {"test": "Wilcoxon", "metric": "mae", "values": [float(e.mean()) for e in errors]}
+        found |= {"only_right": None, "smaller_errors": fewer}
+    else:
+        *only, p_value = mcnemar(right[0], right[1])
+        counts = [int(one.sum()) for one in right if one is not None]
+        found |= {"test": "McNemar", "metric": task.step_metric, "values": [n / len(a.labels) for n in counts]}
+        found |= {"intervals": [wilson(n, len(a.labels)) for n in counts], "only_right": only}
+    return {**found, "p_value": p_value, "differ": p_value < SIGNIFICANCE}
+
+
+def mcnemar(is_right: np.ndarray, is_right_too: np.ndarray) -> tuple[int, int, float]:
+    """Return how many only the first and only the second got right, and the p-value of McNemar's exact test."""
+    from scipy.stats import binomtest
+
+    first, second = int((is_right & ~is_right_too).sum()), int((~is_right & is_right_too).sum())
+    return first, second, float(binomtest(first, first + second).pvalue) if first + second else 1.0
+
+
+def smaller_errors(first: np.ndarray, second: np.ndarray) -> tuple[tuple[int, int], float]:
+    """Return how often each error is the smaller one, and the p-value of Wilcoxon's signed-rank test."""
+    from scipy.stats import wilcoxon
+
+    counts = int((first < second).sum()), int((second < first).sum())
+    return counts, float(wilcoxon(first, second).pvalue) if sum(counts) else 1.0  # pyright: ignore
+
+
+def _predictions(files: RunFiles) -> Predictions:
+    if files.predictions is None:
+        reason = files.missing.get(PREDICTIONS, "")
+        raise InputError(f"{files.run}: has no predictions to compare. {reason}")
+    return files.predictions
+
+
+def _check_same(runs: Sequence[Path], files: Sequence[RunFiles], saved: Sequence[Predictions]) -> None:
+    """Raise InputError unless the predictions are for the same images, with the same labels."""
+    a, b = saved
+    both = f"{runs[0]} and {runs[1]}: cannot be compared"
+    fix = "compare runs with the same test data"
+    for what, found in (
+        ("task", [one.summary.get("task") for one in files]),
+        ("split", [one.split for one in saved]),
+        ("number of images", [len(one.labels) for one in saved]),
+    ):
+        if found[0] != found[1]:
+            raise InputError(f"{both}: {what} is {found[0]} in the first, {found[1]} in the second; {fix}")
+    if files[0].summary.get("classes") != files[1].summary.get("classes"):
+        raise InputError(f"{both}: their classes differ; {fix}")
+    is_same = np.array_equal(a.labels, b.labels)
+    if a.row is not None and b.row is not None:
+        is_same &= np.array_equal(a.row, b.row)
+    if a.brightness is not None and b.brightness is not None:
+        is_same &= _look_alike(a.brightness, b.brightness)
+    if not is_same:
+        raise InputError(
+            f"{both}: their {a.split} images are not the same; {fix}, and the same seed if it is split off"
+        )
+
+
+def _look_alike(a: np.ndarray, b: np.ndarray) -> bool:
+    if np.allclose(a, b, atol=1e-3):
+        return True
+    return bool(a.std() > 0 and b.std() > 0 and np.corrcoef(a, b)[0, 1] >= MIN_CORRELATION)
+
+
+def format_comparison(result: dict[str, Any]) -> list[str]:
+    """Return the result of `compare` in words."""
+    names, values = result["runs"], result["values"]
+    metric = task_named(result["task"]).metric_title.lower() if result["metric"] == "mae" else result["metric"]
+    metric, images = metric.replace("_", " "), f"{result['count']:,} {result['split']} images"
+    if result["only_right"] is None:
+        lines = [f"{n}: {metric} {plain(v)}" for n, v in zip(names, values, strict=True)]
+        fewer = zip(names, result["smaller_errors"], strict=True)
+        counts = [f"the errors of {n} are smaller on {c:,}" for n, c in fewer]
+    else:
+        rows = zip(names, values, result["intervals"], strict=True)
+        lines = [f"{n}: {metric} {v:.4f}, 95 % interval {low:.4f} to {high:.4f}" for n, v, (low, high) in rows]
+        counts = [f"only {n} is right on {c:,}" for n, c in zip(names, result["only_right"], strict=True)]
+    verdict = "they differ" if result["differ"] else "the difference may be chance"
+    return [
+        *lines,
+        f"of {images}, {', '.join(counts)}",
+        f"{result['test']} test: p = {result['p_value']:.3g}, {verdict}",
+    ]

@@ -1,0 +1,220 @@
+"""Heatmaps: which parts of an image speak for an answer.
+
+LayerCAM (Jiang et al., "LayerCAM: Exploring Hierarchical Class Activation Maps for Localization", IEEE TIP 2021,
+doi 10.1109/TIP.2021.3089943): the activations of a layer times their positive gradients, summed over the channels. The
+layer is the last one with a grid of positions whose gradient is not zero. Tokens of transformers are laid out as the
+grid of their patches; in the last block the answer depends on the class token alone, so that an earlier layer is taken.
+
+Shape letters: N or B images, K outputs, C channels, H height, W width, h and w a grid.
+"""
+
+import io
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch import nn
+from torch.nn import functional
+
+from flatout import style
+from flatout.errors import InputError
+from flatout.files import write_atomically
+from flatout.models.keras import KerasModule
+from flatout.numerics import augment, pixels
+from flatout.report.pictures import heat_scale, overlaid
+from flatout.report.run_files import visible
+
+if TYPE_CHECKING:
+    from flatout.inference.run import Run
+    from flatout.recipe import Recipe
+
+# A grid has at least so many cells on its shorter side, if any layer has; coarser ones show little.
+MIN_CELLS = 4
+# Gradients are taken for so many of the last layers.
+MAX_LAYERS = 40
+# A grid may differ from the shape of the image by this factor, since convolutions without padding cut edges.
+SAME_SHAPE = 1.3
+# Images that a network explains at once: their activations are kept.
+_AT_ONCE = 8
+# Images are enlarged to at least so many pixels. Below them, the scale of the colours.
+_MIN_PIXELS, _SCALE_PIXELS = 192, 20
+
+
+def layer_cam(model: nn.Module, images_BCHW: torch.Tensor, score: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return heatmaps float32 [B, H, W] in 0..1; None where no layer has positions.
+
+    Args:
+        model: in evaluation mode, a torch module; its parameters and their gradients are not changed.
+        images_BCHW: normalised images.
+        score: from logits [B, K] to the number of each image, [B], whose reasons are shown.
+    """
+    height, width = images_BCHW.shape[2:]
+    images = images_BCHW.detach().requires_grad_()
+    with torch.enable_grad(), _recorded(model) as outputs:
+        logits = model(images)
+        grids = [(output, view) for output in outputs if (view := _as_grid(output, height, width, model))]
+        grids = grids[-MAX_LAYERS:]
+        if not grids:
+            return None
+        # Positions that the answer does not depend on have no gradient at all.
+        gradients = torch.autograd.grad(score(logits).sum(), [output for output, _ in grids], allow_unused=True)
+    maps = [
+        (functional.relu(view(gradient)) * view(output.detach())).sum(dim=1).relu()
+        for (output, view), gradient in zip(grids, gradients, strict=True)
+        if gradient is not None and view(gradient).any()
+    ]
+    if not maps:
+        return None
+    fine = [found for found in maps if min(found.shape[1:]) >= MIN_CELLS and found.any()]
+    # Of coarse grids, the finest.
+    chosen = fine[-1] if fine else max(maps, key=lambda found: found[0].numel())
+    chosen = chosen.float() / chosen.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return functional.interpolate(chosen[:, None], size=(height, width), mode="bilinear", align_corners=False)[:, 0]
+
+
+@contextmanager
+def _recorded(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Record the outputs of all modules in the order of their computation."""
+    outputs: list[torch.Tensor] = []
+
+    def record(module: nn.Module, arguments: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.requires_grad and output.is_floating_point():
+            outputs.append(output)
+
+    hooks = [module.register_forward_hook(record) for module in model.modules() if module is not model]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _as_grid(
+    output: torch.Tensor, height: int, width: int, model: nn.Module
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return how to view an output as [B, C, h, w]: that of a convolution, or tokens; None where it has no grid."""
+    shape = height / width
+    if output.ndim == 4:
+        # Channels come second, or last in some transformers; sides are in the proportion of the image's.
+        for axes in ((0, 1, 2, 3), (0, 3, 1, 2)):
+            h, w = (output.shape[axis] for axis in axes[2:])
+            if min(h, w) > 1 and max(h / w / shape, shape / (h / w)) <= SAME_SHAPE:
+                return lambda x, axes=axes: x.permute(axes)
+        return None
+    if output.ndim != 3 or output.shape[2] != getattr(model, "num_features", output.shape[2]):
+        return None
+    for prefix in dict.fromkeys((getattr(model, "num_prefix_tokens", 0), 0, 1, 2, 5)):
+        tokens = output.shape[1] - prefix
+        h = round(math.sqrt(max(0, tokens) * shape))
+        if h > 1 and tokens % h == 0 and tokens // h > 1 and round(h / shape) == tokens // h:
+            size = (h, tokens // h)
+            return lambda x, prefix=prefix, size=size: x[:, prefix:].transpose(1, 2).unflatten(2, size)
+    return None
+
+
+def heatmaps(run: "Run", pixels_NHWC: np.ndarray, answers: np.ndarray | None = None) -> np.ndarray:
+    """Return heatmaps float32 [N, H, W] in 0..1 for images as `Run.probabilities` takes them.
+
+    Args:
+        run: of a cross-validation, the mean over its folds.
+        pixels_NHWC: the images.
+        answers: the class of each image that is explained, int64 [N]; by default the most probable one. A regression
+            explains its number.
+
+    Raises:
+        InputError: the model is a Keras model, or has no layer with positions.
+    """
+    if len(run.members) > 1:
+        if answers is None:
+            answers = run.probabilities(pixels_NHWC).argmax(axis=1)
+        return np.mean([heatmaps(member, pixels_NHWC, answers) for member in run.members], axis=0)
+    try:
+        return heatmaps_of(run.model, run.recipe, run.task.name, pixels_NHWC, answers)
+    except InputError as error:
+        raise InputError(f"{run.path}: {error}") from None
+
+
+def heatmaps_of(
+    model: nn.Module, recipe: "Recipe", task: str, pixels_NHWC: np.ndarray, answers: np.ndarray | None
+) -> np.ndarray:
+    """Compute `heatmaps` for a model of a recipe and its task."""
+    if isinstance(model, KerasModule):
+        raise InputError("heatmaps need a torch network; this one is a Keras model")
+    mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
+    parts = []
+    for start in range(0, len(pixels_NHWC), _AT_ONCE):
+        batch = torch.from_numpy(np.ascontiguousarray(pixels_NHWC[start : start + _AT_ONCE]))
+        images = augment.apply(batch, None, 1 / (255 * std), -mean / std, recipe.eval_sides)
+        wanted = None if answers is None else torch.from_numpy(answers[start : start + _AT_ONCE])
+        found = layer_cam(model.eval(), images, lambda logits, wanted=wanted: _score(task, logits, wanted))
+        if found is None:
+            raise InputError(f"{recipe.model} has no layer with positions in the image to explain by")
+        parts.append(found.numpy())
+    return np.concatenate(parts)
+
+
+def _score(task: str, logits: torch.Tensor, answers: torch.Tensor | None) -> torch.Tensor:
+    """Return the logit of each image's answer; of a single logit, the one that speaks for the answer."""
+    if logits.shape[1] == 1:
+        if task == "regression":
+            return logits[:, 0]
+        is_first = logits[:, 0] < 0 if answers is None else answers == 0
+        return logits[:, 0].where(~is_first, -logits[:, 0])
+    return logits.gather(1, (logits.argmax(dim=1) if answers is None else answers)[:, None])[:, 0]
+
+
+class HeatmapWriter:
+    """Writes a PNG for each image into a folder: the image as the model sees it, and under its heatmap.
+
+    Raises:
+        InputError: the folder holds something, or cannot be written.
+    """
+
+    def __init__(self, run: "Run", folder: Path | str) -> None:
+        self.run, self.folder = run, Path(folder or f"runs/explain-{datetime.now():%Y%m%d-%H%M%S}")
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise InputError(f"{self.folder}: exists and is not an empty folder; choose another --explain")
+        self._count = 0
+
+    def write(self, names: list[str], pixels_NHWC: np.ndarray) -> list[str]:
+        """Write pictures of images as they are stored, and return their paths."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{self.folder}: cannot be written: {error.strerror}; choose another --explain") from None
+        paths = []
+        maps = heatmaps(self.run, pixels_NHWC)
+        shown = visible(pixels.centre(pixels_NHWC, *self.run.recipe.eval_sides))
+        for name, image, heatmap in zip(names, shown, maps, strict=True):
+            path = self.folder / f"{self._count:05d}-{Path(name).stem[:80]}.png"
+            write_atomically(path, _side_by_side(image, overlaid(image, heatmap)))
+            paths.append(str(path))
+            self._count += 1
+        return paths
+
+
+def _side_by_side(image_HWC: np.ndarray, overlay_HWC: np.ndarray) -> bytes:
+    """Return a PNG of both with the scale of the colours below, enlarged by a whole factor where they are tiny."""
+    factor = max(1, -(-_MIN_PIXELS // max(image_HWC.shape[:2])))
+    gap = np.full((image_HWC.shape[0] * factor, 8, 3), 255, np.uint8)
+    both = [np.broadcast_to(one, (*one.shape[:2], 3)) for one in (image_HWC, overlay_HWC)]
+    first, second = (one.repeat(factor, axis=0).repeat(factor, axis=1) for one in both)
+    rows = np.concatenate([first, gap, second], axis=1)
+    picture = Image.fromarray(np.pad(rows, ((0, _SCALE_PIXELS), (0, 0), (0, 0)), constant_values=255))
+    left, middle = first.shape[1] + gap.shape[1], rows.shape[0] + _SCALE_PIXELS // 2
+    draw = ImageDraw.Draw(picture)
+    start = left + int(draw.textlength("little")) + 6
+    stop = picture.width - int(draw.textlength("most")) - 6
+    bar = Image.fromarray(np.repeat(heat_scale(max(1, stop - start)), 8, axis=0))
+    picture.paste(bar, (start, middle - 4))
+    draw.text((left, middle), "little", fill=style.INK, anchor="lm")
+    draw.text((picture.width, middle), "most", fill=style.INK, anchor="rm")
+    buffer = io.BytesIO()
+    picture.save(buffer, format="png")
+    return buffer.getvalue()

@@ -1,0 +1,222 @@
+"""A run as one module, from images as they are to probabilities: ONNX files and torch.export programs are made from it.
+
+Shape letters: N images, H height, W width, C channels, V views, F features, K classes.
+"""
+
+import copy
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from flatout import __version__
+from flatout.errors import InputError
+from flatout.inference.calibration import OODDetector
+from flatout.models.features import caught
+from flatout.models.keras import KerasModule
+from flatout.numerics.augment import tta_views
+from flatout.numerics.pixels import FROM_16_BITS, view
+
+if TYPE_CHECKING:
+    from flatout.inference.run import Run
+
+
+def bits_of(run: "Run") -> int:
+    """Return the bits of each channel of a run's images."""
+    return run.recipe.data.bits or 8
+
+
+def resize_matrix(
+    size: int, offset: torch.Tensor, used: torch.Tensor, filled: torch.Tensor, pixels: torch.Tensor
+) -> torch.Tensor:
+    """Return the weights float32 [size, pixels] of a bilinear, antialiased resize along one axis.
+
+    Args:
+        size: the length of the result.
+        offset, used: first pixel and number of pixels that are used of the image.
+        filled: how much of the result they fill; it is centred, and zeros are around it.
+        pixels: float32, the positions 0, 1, 2 ... of the image.
+    """
+    start = torch.floor((size - filled) / 2)
+    rows = torch.arange(size, dtype=torch.float32)[:, None] - start
+    scale = used / filled
+    centre = (rows + 0.5) * scale - 0.5
+    weights = (1 - (pixels - offset - centre).abs() / scale.clamp(min=1)).clamp(min=0)
+    weights = weights * ((pixels >= offset) & (pixels < offset + used))
+    weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-6)
+    return weights * ((rows >= 0) & (rows < filled))
+
+
+class Resize(nn.Module):
+    """Images uint8 or uint16 [N, H, W, C] of any height and width to whole numbers, float32 [N, C, height, width].
+
+    Args:
+        size: height and width of the result.
+        mode: "squash", "crop" to the largest centred part of that shape, or "pad" with black.
+        bits: of the images, 8 or 16.
+    """
+
+    def __init__(self, size: tuple[int, int], mode: str, bits: int) -> None:
+        super().__init__()
+        self.size, self.mode, self.bits = size, mode, bits
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the resized images."""
+        (rows, columns), (height, width) = self.size, images.shape[1:3]
+        y, x = (torch.arange(length, dtype=torch.float32) for length in (height, width))
+        used_y, used_x = (torch.full((), length, dtype=torch.float32) for length in (height, width))
+        all_y, all_x, filled_y, filled_x = used_y, used_x, used_y * 0 + rows, used_x * 0 + columns
+        is_wide = used_y * columns <= used_x * rows
+        if self.mode == "crop":
+            used_y = torch.where(is_wide, all_y, (all_x * rows / columns).round().clamp(min=1))
+            used_x = torch.where(is_wide, (all_y * columns / rows).round().clamp(min=1), all_x)
+        elif self.mode == "pad":
+            filled_y = torch.where(is_wide, (columns * all_y / all_x).round().clamp(min=1), filled_y)
+            filled_x = torch.where(is_wide, filled_x, (rows * all_x / all_y).round().clamp(min=1))
+        across = resize_matrix(columns, torch.floor((all_x - used_x) / 2), used_x, filled_x, x)
+        down = resize_matrix(rows, torch.floor((all_y - used_y) / 2), used_y, filled_y, y)
+        narrow = images.permute(0, 3, 1, 2).float() @ across.T
+        if self.bits == 8:  # each pass is rounded, as in 8-bit arithmetic
+            narrow = torch.floor(narrow + 0.5)
+        return torch.floor(down @ narrow + 0.5)
+
+
+class OODScore(nn.Module):
+    """The score of an `OODDetector`: how unlike the training images an image is."""
+
+    mean: torch.Tensor
+    within: torch.Tensor
+    overall: torch.Tensor
+    means: torch.Tensor
+
+    def __init__(self, detector: OODDetector) -> None:
+        super().__init__()
+        self.centre, self.scale, self.has_stats = detector.centre, detector.scale, detector.stats is not None
+        if detector.stats:
+            # Centred features are small, so that 32 bits are enough for the difference of their distances.
+            means = detector.stats.means.astype(np.float64)
+            within, overall = detector.stats.whitening
+            arrays = {"mean": means[-1], "within": within, "overall": overall}
+            arrays["means"] = (means[:-1] - means[-1]) @ within
+            for name, array in arrays.items():
+                self.register_buffer(name, torch.from_numpy(array.astype(np.float32)))
+
+    def forward(self, logits: torch.Tensor, features: torch.Tensor | None) -> torch.Tensor:
+        """Return the score of each image, float32 [N]."""
+        energy = -torch.logsumexp(logits if logits.shape[1] > 1 else logits.abs(), dim=1)
+        score = (energy - self.centre[0]) / self.scale[0]
+        if self.has_stats:
+            assert features is not None
+            centred = features - self.mean
+            points = centred @ self.within
+            squares = points.square().sum(1, keepdim=True) - 2 * points @ self.means.T + self.means.square().sum(1)
+            distance = squares.amin(dim=1) - (centred @ self.overall).square().sum(1)
+            score = score + (distance - self.centre[1]) / self.scale[1]
+        return torch.where(score.isfinite(), score, torch.inf)
+
+
+class ExportedModel(nn.Module):
+    """The network of a run with its normalisation, the average over views, and what turns logits into answers.
+
+    Args:
+        run: one run; its network is copied.
+        dtype: of the network's weights and arithmetic.
+
+    Raises:
+        InputError: the run trained a Keras model.
+    """
+
+    scale: torch.Tensor
+    bias: torch.Tensor
+
+    def __init__(self, run: "Run", dtype: torch.dtype) -> None:
+        super().__init__()
+        recipe = run.recipe
+        if isinstance(run.model, KerasModule):
+            raise InputError(f"{run.path}: trained a Keras model; export it with --format keras")
+        self.network = copy.deepcopy(run.model).eval().to(dtype)
+        self.task, self.size, self.dtype = run.task, recipe.eval_sides, dtype
+        self.views = tta_views(recipe) if recipe.tta else []
+        detector = run.calibration.detector if run.calibration else None
+        self.ood = OODScore(detector) if detector else None
+        mean, std = (torch.tensor(values).expand(recipe.channels) for values in (recipe.data.mean, recipe.data.std))
+        # A pixel p of 0..255 becomes p * scale + bias.
+        self.register_buffer("scale", (1 / (255 * std))[:, None, None])
+        self.register_buffer("bias", (-mean / std)[:, None, None])
+
+    def forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return probabilities [N, K] or numbers [N, 1], and scores [N], of pixels 0..255, float32 [N, C, H, W]."""
+        (rows, columns), (height, width) = self.size, pixels.shape[2:]
+        top, left = (height - rows) // 2, (width - columns) // 2
+        images = pixels[:, :, top : top + rows, left : left + columns] * self.scale + self.bias
+        # All views are one batch: a file then has the network once.
+        views = [view(torch, images, *each) for each in self.views]
+        with caught(self.network, self.network) as catcher:
+            logits = self.network((torch.cat(views) if views else images).to(self.dtype)).float()
+            features = catcher.take() if self.ood and self.ood.has_stats else None
+        if views:
+            shape = len(views), images.shape[0]
+            logits = self.task.averaged(logits.reshape(*shape, *logits.shape[1:]))
+            features = None if features is None else features.reshape(*shape, features.shape[1]).mean(dim=0)
+        return self.task.probabilities(logits), self.ood(logits, features) if self.ood else None
+
+
+class Classifier(nn.Module):
+    """Images uint8 or uint16 [N, H, W, C] of any height and width to probabilities float32 [N, K].
+
+    A regression has its number in place of probabilities. Several members, as of a cross-validation, are averaged. A
+    member that knows unknown images adds a second output: their score, float32 [N].
+
+    Args:
+        run: one run, or a cross-validation.
+        dtype: of the networks' weights and arithmetic.
+
+    Raises:
+        InputError: the run trained a Keras model.
+    """
+
+    def __init__(self, run: "Run", dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.resize = Resize(run.recipe.stored_sides, run.recipe.data.resize, bits_of(run))
+        self.members = nn.ModuleList(ExportedModel(member, dtype) for member in run.members)
+        has_score = len(run.members) == 1 and run.unknown_threshold is not None
+        self.outputs = ["probabilities", "unknown_score"] if has_score else ["probabilities"]
+        self.eval().requires_grad_(False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return what `outputs` names."""
+        pixels = self.resize(images)
+        if self.resize.bits == 16:
+            pixels = pixels * FROM_16_BITS
+        found = [member(pixels) for member in self.members]
+        if len(found) > 1:
+            return torch.stack([probabilities for probabilities, _ in found]).mean(dim=0)
+        probabilities, score = found[0]
+        return probabilities if score is None else (probabilities, score)
+
+
+def metadata_of(run: "Run", precision: str) -> dict[str, str]:
+    """Return what a file says about a run, all as text; docs/export.md has the keys."""
+    recipe, calibration = run.recipe, run.calibration
+    found = {
+        "producer": f"flatout {__version__}",
+        "model": recipe.model,
+        "task": run.task.name,
+        "classes": json.dumps(run.classes, ensure_ascii=False),
+        "image_size": json.dumps(recipe.stored_sides),
+        "channels": str(recipe.channels),
+        "bits": str(bits_of(run)),
+        "resize": recipe.data.resize,
+        "precision": precision,
+        "temperature": repr(run.task.temperature),
+    }
+    if run.task.thresholds:
+        found["thresholds"] = json.dumps(run.task.thresholds)
+    if calibration:
+        found["calibration_images"] = str(calibration.images)
+        found["set_thresholds"] = json.dumps(calibration.set_thresholds)
+    if run.unknown_threshold is not None:
+        found["unknown_threshold"] = repr(run.unknown_threshold)
+    return found

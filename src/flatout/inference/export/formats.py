@@ -1,0 +1,250 @@
+"""A run as an ONNX file, or as a `torch.export` program, `.pt2`. The ONNX file is made from the same program.
+
+Both take `images` uint8 or uint16 [N, H, W, C] of any size and give `probabilities` float32 [N, K]: `docs/export.md`.
+"""
+
+import contextlib
+import importlib.util
+import io
+import json
+import logging
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from flatout.errors import InputError, causes, first_line
+from flatout.inference.export.classifier import Classifier, bits_of, metadata_of
+
+if TYPE_CHECKING:
+    from flatout.inference.run import Run
+
+# Images uint8 or uint16 [N, H, W, C] to probabilities float32 [N, K], or numbers [N, 1].
+Predict = Callable[[np.ndarray], np.ndarray]
+
+# A protocol buffer, and so a single file, holds no more; graph and metadata take less than the difference to 2 GiB.
+MAX_BYTES = 2**31 - 2**24
+# What int8 multiplies in 8 bits: it takes the time and has the weights. Norms, activations and attention's softmax lose
+# more than they gain.
+_QUANTIZED = ("Conv", "Gemm", "MatMul")
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Keep torch from printing warnings, logs and whole programs; errors say what matters."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+# --- torch.export -----------------------------------------------------------------------------------------------------
+
+
+def write_program(run: "Run", path: Path) -> Predict:
+    """Write a run as a `torch.export` program, and return a function that runs the file.
+
+    Raises:
+        InputError: the network cannot be exported.
+    """
+    program = _program(Classifier(run), run)
+    with quietly():
+        torch.export.save(program, path, extra_files={"metadata.json": json.dumps(metadata_of(run, "fp32"))})
+    module = torch.export.load(path).module()
+
+    def predict(images: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            found = module(torch.from_numpy(np.ascontiguousarray(images)))
+        return (found[0] if isinstance(found, tuple | list) else found).numpy()
+
+    return predict
+
+
+def _program(classifier: Classifier, run: "Run") -> torch.export.ExportedProgram:
+    """Return the program of a classifier, for images of any number, height and width.
+
+    Raises:
+        InputError: the network cannot be exported; the message names the layer.
+    """
+    entered: list[str] = [""]
+    hooks = [
+        module.register_forward_pre_hook(lambda module, inputs, name=name: entered.append(name))
+        for name, module in classifier.named_modules()
+    ]
+    dtype = torch.uint16 if bits_of(run) == 16 else torch.uint8
+    # No axis has a length that stands for another, or that a program would be specialised for.
+    rows, columns = run.recipe.stored_sides
+    images = torch.zeros(2, rows + 5, columns + 11, run.recipe.channels, dtype=dtype)
+    axes = {axis: torch.export.Dim(name) for axis, name in enumerate(("N", "height", "width"))}
+    try:
+        with quietly():
+            return torch.export.export(classifier, (images,), dynamic_shapes=(axes,))
+    except Exception as error:  # the network's own code, run by torch's tracer, may raise anything
+        short = _short(entered[-1])
+        kind = type(classifier.get_submodule(entered[-1])).__name__
+        raise InputError(
+            f"{run.path}: {f'layer {short!r} ({kind})' if short else 'the network'} cannot be exported "
+            f"({first_line(error)}); its forward pass must not depend on values or on the batch size"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _short(name: str) -> str:
+    """Return the name of a layer within its network."""
+    return re.sub(r"^members\.\d+\.network\.?", "", name)
+
+
+# --- ONNX -------------------------------------------------------------------------------------------------------------
+
+
+def write_onnx(run: "Run", path: Path, precision: str, calibration: Sequence[np.ndarray]) -> Predict:
+    """Write a run as an ONNX file, and return a function that runs it.
+
+    Args:
+        run: one run, or a cross-validation, whose folds are averaged.
+        path: the file.
+        precision: "fp32"; "fp16" for networks in 16 bits; or "int8", calibrated.
+        calibration: batches of images of the run's size, for int8.
+
+    Raises:
+        InputError: the model is too large, or computes what ONNX has no operation for.
+    """
+    _need("onnx", "onnxscript", "onnxruntime", what="--format onnx")
+    import onnx
+
+    classifier = Classifier(run, torch.float16 if precision == "fp16" else torch.float32)
+    size = sum(t.numel() * t.element_size() for t in classifier.state_dict().values())
+    if size > MAX_BYTES:
+        smaller = "; try --precision fp16, or" if precision != "fp16" and size < 2 * MAX_BYTES else ": use"
+        raise InputError(
+            f"{run.path}: has {size / 1e9:.1f} GB of weights, and a single ONNX file holds at most 2 GB{smaller} "
+            "--format exported"
+        )
+    program = _program(classifier, run)
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": classifier.outputs}
+    try:
+        with quietly():
+            made = torch.onnx.export(program, dynamo=True, verbose=False, **names)
+    except Exception as error:  # the exporter raises errors of its own, which wrap those of its parts
+        layer = _failed_layer(program, error)
+        raise InputError(f"{run.path}: {layer} cannot be written as ONNX; use --format exported") from error
+    assert made is not None
+    model = made.model_proto
+    for value in (*model.graph.input, *model.graph.output):
+        for name, axis in zip(("N", "height", "width"), value.type.tensor_type.shape.dim, strict=False):
+            if axis.dim_param:
+                axis.dim_param = name
+    if precision == "int8":
+        model = quantized(model, calibration, _network_of)
+    _strip(model)
+    for key, value in metadata_of(run, precision).items():
+        model.metadata_props.add(key=key, value=value)
+    onnx.save(model, path)
+    session = open_session(path)
+    return lambda images: session.run(["probabilities"], {"images": np.ascontiguousarray(images)})[0]
+
+
+def open_session(path: Path) -> Any:
+    """Return an `onnxruntime.InferenceSession` of a file on the CPU.
+
+    Raises:
+        InputError: onnxruntime is not installed, or the file is missing, damaged or not an ONNX model.
+    """
+    _need("onnxruntime", what=str(path))
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's own, of many types
+        raise InputError(f"{path}: cannot be read as an ONNX model ({first_line(error)})") from None
+
+
+def _need(*packages: str, what: str) -> None:
+    """Raise InputError where a package is not installed."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise InputError(f"{what} needs {', '.join(missing)}: pip install 'flatout[onnx]'")
+
+
+def _failed_layer(program: torch.export.ExportedProgram, error: BaseException) -> str:
+    """Return the layer, and its operation, whose translation failed."""
+    node: Any = None
+    nodes = {node.name: node for node in program.graph.nodes}
+    for each in causes(error):
+        if found := re.search(r"node %(\w+)", str(each)):
+            node = nodes.get(found[1]) or node
+    if node is None:
+        return f"the network ({first_line(error)})"
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    name, kind = stack[-1] if stack else ("", "")
+    kind = (kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2]
+    return f"{node.target} of layer {_short(name)!r} ({kind})"
+
+
+def _network_of(node: Any) -> str:
+    """Return the network that a node computes a part of, by where the exporter found it; empty for none."""
+    scopes = next((entry.value for entry in node.metadata_props if entry.key == "pkg.torch.onnx.name_scopes"), "")
+    found = re.search(r"'(members\.\d+\.network)\b", scopes)
+    return found[1] if found else ""
+
+
+def _strip(model: Any) -> None:
+    """Remove what the exporter notes of its own work: names, and paths of source files."""
+    graph = model.graph
+    for part in (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
+        del part.metadata_props[:]
+        part.ClearField("doc_string")
+    graph.ClearField("value_info")
+
+
+def quantized(model: Any, calibration: Sequence[np.ndarray], network_of: Callable[[Any], str]) -> Any:
+    """Return an ONNX model whose networks multiply in 8 bits; the rest stays in 32 bits, resizing for one.
+
+    Weights have a scale for each channel. The range of an activation is the mean of its ranges in the batches of
+    calibration images, so that no single image decides it. The first layer of each network stays in 32 bits: it is
+    small, and its inputs and outputs differ most in size between channels.
+
+    Args:
+        model: in 32 bits.
+        calibration: batches of images.
+        network_of: the name of the network that a node belongs to, empty for none.
+    """
+    import onnx
+    from onnxruntime.quantization import CalibrationDataReader, quantize_static
+
+    class Reader(CalibrationDataReader):
+        def __init__(self) -> None:
+            self._batches = iter(calibration)
+
+        def get_next(self) -> Any:
+            images = next(self._batches, None)
+            return None if images is None else {"images": images}
+
+    layers = [node for node in model.graph.node if network_of(node) and node.op_type in _QUANTIZED]
+    first = {network_of(node): node.name for node in reversed(layers)}.values()
+    left_out = [node.name for node in model.graph.node if not network_of(node) or node.name in first]
+    with tempfile.TemporaryDirectory() as folder, quietly():
+        whole, small = (Path(folder) / name for name in ("whole.onnx", "small.onnx"))
+        onnx.save(model, whole)
+        quantize_static(
+            whole,
+            small,
+            Reader(),
+            op_types_to_quantize=list(_QUANTIZED),
+            nodes_to_exclude=left_out,
+            per_channel=True,
+            extra_options={"CalibMovingAverage": True},
+        )
+        return onnx.load(small)

@@ -1,0 +1,320 @@
+"""Export a run, and keep the file only if it answers as the run does, on the run's own test images.
+
+Shape letters: N images, H height, W width, C channels, K classes.
+"""
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout.console import Console
+from flatout.data.batches import Samples
+from flatout.data.pixels import resize_images
+from flatout.errors import DiskFull, InputError
+from flatout.files import NO_SPACE
+from flatout.settings import nearest
+
+if TYPE_CHECKING:
+    from flatout.inference.export.formats import Predict
+    from flatout.inference.run import Run
+
+# The formats, and how the name of a file ends.
+FORMATS: dict[str, tuple[str, ...]] = {
+    "onnx": (".onnx",),
+    "exported": (".pt2",),
+    "keras": (".keras", ".weights.h5"),
+}
+PRECISIONS = ("fp32", "fp16", "int8")
+# Training images by which the ranges of numbers are chosen for int8, and how many share a range before the mean.
+CALIBRATION_IMAGES, CALIBRATION_BATCH = 256, 16
+# The least share of equal labels of an export that computes as its run does.
+MIN_EQUAL = 0.9999
+# Of more test images, so many are compared, spread evenly.
+MAX_IMAGES = 10_000
+# Images that are compared at another size too. Some pixels are rounded to the neighbouring level there, so answers
+# count as equal whose probabilities differ by no more than this.
+RESIZED_IMAGES, RESIZED_TOLERANCE = 32, 0.02
+# Numbers of a regression are equal up to this share of the standard deviation of the labels; and at another size.
+NUMBER_TOLERANCE, RESIZED_NUMBER_TOLERANCE = 1e-3, 0.1
+_AT_ONCE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A file that was written and verified; the fields are those of `export --json`.
+
+    Attributes:
+        out: the file.
+        format, precision: as they were asked for.
+        bytes: its size.
+        split: the images that were compared: test, valid or all.
+        images: how many.
+        equal_labels: the share with equal labels; of numbers, those within `NUMBER_TOLERANCE`.
+        largest_difference: of a probability, or of a number.
+        resized_images, resized_equal_labels: likewise at another size, up to `RESIZED_TOLERANCE`; 0 and 1 where the
+            file takes images of one size alone.
+        metrics, run_metrics: of the task, of the file's answers and of the run's, on these images.
+        export_seconds, verify_seconds: what writing and verifying took.
+    """
+
+    out: Path
+    format: str
+    precision: str
+    bytes: int
+    split: str
+    images: int
+    equal_labels: float
+    largest_difference: float
+    resized_images: int
+    resized_equal_labels: float
+    metrics: dict[str, float]
+    run_metrics: dict[str, float]
+    export_seconds: float
+    verify_seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self) | {"out": str(self.out)}
+
+    def lines(self) -> list[str]:
+        """Return the figures in words."""
+        what, name = "numbers" if "r2" in self.metrics else "labels", next(iter(self.metrics))
+        lines = [
+            f"{self.out}: {self.format}, {self.precision}, {self.bytes / 1e6:,.2f} MB, "
+            f"written in {self.export_seconds:.1f} s, verified in {self.verify_seconds:.1f} s",
+            f"{100 * self.equal_labels:.2f} % equal {what} on {self.images:,} {self.split} images, "
+            f"largest difference {self.largest_difference:.2g}",
+        ]
+        if self.resized_images:
+            lines.append(f"{100 * self.resized_equal_labels:.0f} % on {self.resized_images} images of another size")
+        return [*lines, f"{name} {self.metrics[name]:.4f}; of the run {self.run_metrics[name]:.4f}"]
+
+
+def export(
+    run: "Run",
+    out: str | Path,
+    *,
+    format: str | None = None,
+    precision: str = "fp32",
+    data: Any = None,
+    console: Console,
+) -> Exported:
+    """See `Run.export`; `console` shows progress."""
+    out = Path(out)
+    chosen = _format_of(out, format)
+    if precision not in PRECISIONS:
+        raise InputError(f"--precision {precision}: {nearest(precision, PRECISIONS)}")
+    if precision != "fp32" and chosen != "onnx":
+        raise InputError(f"--precision {precision}: is for --format onnx; {chosen} is written in fp32")
+    if out.exists():
+        raise InputError(f"{out}: exists; choose another --out, or remove it")
+    split, samples, calibration = _images(run, data, console, wants_calibration=precision == "int8")
+    with _kept(out) as temporary:
+        started = time.monotonic()
+        predict = _write(run, temporary, chosen, precision, calibration)
+        written = time.monotonic()
+        figures = _compare(run, samples, split, predict, resizes=chosen != "keras", console=console)
+        worst = figures.pop("worst")
+        found = Exported(
+            out=out,
+            format=chosen,
+            precision=precision,
+            bytes=temporary.stat().st_size,
+            **figures,
+            export_seconds=written - started,
+            verify_seconds=time.monotonic() - written,
+        )
+        if precision == "fp32":
+            _require_equal(found, worst)
+    return found
+
+
+def _format_of(out: Path, wanted: str | None) -> str:
+    """Return the format that is wanted, or that the name of the file asks for."""
+    if wanted == "torch":
+        raise InputError(
+            "--format torch: is no longer written; --format exported is a program for PyTorch without flatout, "
+            "onnx one for ONNX Runtime, and flatout.load(RUN).model the torch module itself"
+        )
+    if wanted is not None and wanted not in FORMATS:
+        raise InputError(f"--format {wanted}: {nearest(wanted, FORMATS)}")
+    named = next((name for name, ends in FORMATS.items() if out.name.endswith(ends)), None)
+    if wanted is None and named is None:
+        raise InputError(f"--format is missing: one of {', '.join(FORMATS)}")
+    chosen = wanted or named or ""
+    if not out.name.endswith(FORMATS[chosen]):
+        ends = " or ".join(FORMATS[chosen])
+        raise InputError(f"--out {out}: the name of a file of --format {chosen} must end in {ends}")
+    return chosen
+
+
+def _images(
+    run: "Run", data: Any, console: Console, *, wants_calibration: bool
+) -> "tuple[str, Samples, list[np.ndarray]]":
+    """Return the split to verify on, its images, and batches of training images to calibrate on."""
+    from flatout.data.splits import splits_of
+    from flatout.inference.evaluate import held_out, labelled
+
+    first, other = run.members[0], data is not None
+    try:
+        pack, labels = labelled(run, data, console)
+    except InputError as error:
+        hint = "" if other or "--data" in str(error) else "; verify the export on other images with --data PATH"
+        raise InputError(f"{error}{hint}") from None
+    split, samples = held_out(first, pack, labels, other=other)
+    if not len(samples):
+        raise InputError("there are no images to verify the export on; name some with --data PATH")
+    if not wants_calibration:
+        return split, samples, []
+    training = samples
+    if not other or len(pack.splits) > 1:
+        training = splits_of(pack, first.recipe.data, first.recipe.seed)["train"]
+    positions = _spread(len(training), CALIBRATION_IMAGES)
+    parts = [positions[start : start + CALIBRATION_BATCH] for start in range(0, len(positions), CALIBRATION_BATCH)]
+    return split, samples, [training.images_at(part) for part in parts]
+
+
+def _spread(count: int, most: int) -> np.ndarray:
+    """Return at most so many positions of `count`, spread evenly, int64."""
+    return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
+
+
+def _write(run: "Run", path: Path, chosen: str, precision: str, calibration: list[np.ndarray]) -> "Predict":
+    # What a format needs is imported with it alone.
+    if chosen == "keras":
+        from flatout.inference.export.keras import write_keras
+
+        return write_keras(run, path)
+    from flatout.inference.export.formats import write_onnx, write_program
+
+    return write_program(run, path) if chosen == "exported" else write_onnx(run, path, precision, calibration)
+
+
+@contextlib.contextmanager
+def _kept(out: Path) -> Iterator[Path]:
+    """Yield a path to write to, in a folder beside `out`; it becomes `out` where nothing is raised."""
+    folder = out.absolute().parent / f".{out.name}.{os.getpid()}.tmp"
+    try:
+        folder.mkdir(parents=True)
+        yield folder / out.name
+        if out.exists():
+            raise InputError(f"{out}: was made by something else in the meantime; choose another --out")
+        (folder / out.name).rename(out)
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise DiskFull(f"{out}: cannot be written: {error.strerror}; free disk space") from None
+        reason = error.strerror or str(error)
+        raise InputError(f"{out}: cannot be written: {reason}; fix that, or choose another --out") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- comparison -------------------------------------------------------------------------------------------------------
+
+
+def _compare(
+    run: "Run", samples: Samples, split: str, predict: "Predict", *, resizes: bool, console: Console
+) -> dict[str, Any]:
+    """Return how the answers of a file compare with those of its run: fields of `Exported`, and `worst` in words.
+
+    Args:
+        run: computes in 32 bits on the CPU, as `flatout predict` does.
+        samples, split: labelled images of the run's size.
+        predict: runs the file.
+        resizes: whether the file takes images of any size.
+        console: shows progress.
+    """
+    positions = _spread(len(samples), MAX_IMAGES)
+    theirs, ours = [], []
+    at_once = min(_AT_ONCE, run.recipe.batch_size)
+    for start in range(0, len(positions), at_once):
+        images = samples.images_at(positions[start : start + at_once])
+        ours.append(run.probabilities(images))
+        theirs.append(predict(images))
+        console.update(start + len(images), len(positions), "images verified")
+    console.finish()
+    expected, found = np.concatenate(ours), np.concatenate(theirs)
+    if found.shape != expected.shape:
+        raise InputError(f"the export answers {list(found.shape)} where the run answers {list(expected.shape)}")
+    same = _are_equal(run, expected, found, NUMBER_TOLERANCE)
+    resized = _resized(run, samples.images_at(positions[:RESIZED_IMAGES]), predict) if resizes else np.ones(0, bool)
+    labels = samples.labels[positions]
+    metrics = [run.task.metrics(run.task.predicted_from(one), labels) for one in (found, expected)]
+    return {
+        "split": split,
+        "images": len(positions),
+        "equal_labels": float(same.mean()),
+        "largest_difference": float(np.abs(found - expected).max()),
+        "worst": _worst(run, positions, expected, found, same),
+        "resized_images": len(resized),
+        "resized_equal_labels": float(resized.mean()) if len(resized) else 1.0,
+        "metrics": metrics[0],
+        "run_metrics": metrics[1],
+    }
+
+
+def _require_equal(found: Exported, worst: str) -> None:
+    """Raise InputError where too few answers are equal; `worst` is an image whose label differs."""
+    if found.equal_labels < MIN_EQUAL:
+        differ = round((1 - found.equal_labels) * found.images)
+        raise InputError(
+            f"{found.out}: {differ:,} of {found.images:,} {found.split} images get another label from the export than "
+            f"from the run ({100 * found.equal_labels:.2f} % equal, {100 * MIN_EQUAL:g} % are required); {worst}; the "
+            f"largest difference is {found.largest_difference:.3g}; no file was kept"
+        )
+    if found.resized_equal_labels < 1:
+        differ = round((1 - found.resized_equal_labels) * found.resized_images)
+        raise InputError(
+            f"{found.out}: {differ} of {found.resized_images} {found.split} images of another size get another label "
+            "from the export than from the run: it does not resize as the run does; no file was kept"
+        )
+
+
+def check_on_noise(run: "Run", predict: "Predict") -> None:
+    """Raise InputError where a file does not answer as its run does for random images of the run's size."""
+    recipe = run.recipe
+    kind, shape = np.uint16 if recipe.data.bits == 16 else np.uint8, (16, *recipe.stored_sides, recipe.channels)
+    images = np.random.default_rng(0).integers(0, np.iinfo(kind).max, shape, dtype=kind, endpoint=True)
+    difference = np.abs(predict(images) - run.probabilities(images)).max() / run.task.label_std
+    if not difference <= NUMBER_TOLERANCE:
+        raise InputError(f"the export answers otherwise than the run, by up to {difference:.3g}")
+
+
+def _are_equal(run: "Run", expected: np.ndarray, found: np.ndarray, number_tolerance: float) -> np.ndarray:
+    """Return whether the labels of two sets of answers [N, K] are equal, bool [N]."""
+    if run.task.name == "regression":
+        return np.abs(found - expected)[:, 0] <= number_tolerance * run.task.label_std
+    one, other = (run.task.decided(run.task.predicted_from(answers)) for answers in (expected, found))
+    return (one == other).reshape(len(one), -1).all(axis=1)
+
+
+def _resized(run: "Run", images: np.ndarray, predict: "Predict") -> np.ndarray:
+    """Return whether labels are equal for larger images of another shape, bool [N], resized by the run or the file."""
+    large = images.repeat(3, axis=1).repeat(2, axis=2)[:, 1:]
+    recipe = run.recipe
+    shape: dict[str, Any] = {"size": recipe.stored_sides, "channels": recipe.channels, "resize": recipe.data.resize}
+    expected = run.probabilities(resize_images(large, **shape, bits=8 * images.itemsize))
+    found = predict(large)
+    is_near = np.abs(found - expected).max(axis=1) <= RESIZED_TOLERANCE
+    is_equal = _are_equal(run, expected, found, RESIZED_NUMBER_TOLERANCE)
+    return is_equal if run.task.name == "regression" else is_equal | is_near
+
+
+def _worst(run: "Run", positions: np.ndarray, expected: np.ndarray, found: np.ndarray, same: np.ndarray) -> str:
+    """Return the image whose label differs most, in words; empty for none."""
+    if same.all():
+        return ""
+    difference = np.where(same, -1.0, np.abs(found - expected).max(axis=1))
+    row = int(np.nan_to_num(difference, nan=np.inf).argmax())
+    words = [
+        run.task.text(run.task.decided(run.task.predicted_from(one[row : row + 1]))[0], run.classes)
+        for one in (expected, found)
+    ]
+    return f"image {positions[row]} is {words[0]!r} for the run and {words[1]!r} for the export"

@@ -1,0 +1,340 @@
+"""Classify images with a finished run: files, folders, or images in memory.
+
+Shape letters: N images, H height, W width, C channels, K classes.
+"""
+
+import csv
+import io
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout.errors import DiskFull, InputError
+from flatout.files import NO_SPACE
+from flatout.inference.calibration import MAX_COVERAGE, MIN_COVERAGE, highest_coverage, set_threshold
+from flatout.settings import nearest
+
+if TYPE_CHECKING:
+    from flatout.inference.explain import HeatmapWriter
+    from flatout.inference.run import Run
+    from flatout.recipe import Recipe
+
+ON_BAD_IMAGE = ("stop", "skip")
+_MAX_AT_ONCE = 256  # decoded images in memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """The outputs of a model for N images.
+
+    Attributes:
+        probabilities: as `Task.probabilities` returns them, float32 [N, K].
+        logits: float32 [N, outputs]; None for several models.
+        unknown_score: how unlike the training images each image is, [N]; None where the run does not know.
+    """
+
+    probabilities: np.ndarray
+    logits: np.ndarray | None = None
+    unknown_score: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Prediction:
+    """The classes of one image with their probabilities, best first; or in regression its number, `value`.
+
+    `unknown` says whether the image is unlike the training images; None where the run does not know. `classes_in_set`
+    are the classes of the prediction set with the wanted `coverage`. `explanation` is the picture of its heatmap.
+    `error` is the reason why an image cannot be read; it has nothing else then.
+    """
+
+    file: str
+    classes: tuple[str, ...] = ()
+    probabilities: tuple[float, ...] = ()
+    value: float | None = None
+    unknown: bool | None = None
+    coverage: float | None = None
+    classes_in_set: tuple[str, ...] = ()
+    explanation: str | None = None
+    error: str | None = None
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"{self.file}: cannot be read: {self.error}"
+        if self.value is not None:
+            return f"{self.file}: {self.value:.6g}" if abs(self.value) < 1e6 else f"{self.file}: {self.value:.0f}"
+        pairs = zip(self.classes, self.probabilities, strict=True)
+        classes = ", ".join(f"{name} {probability:.3f}" for name, probability in pairs) or "none"
+        text = f"{self.file}: {'unknown; most like ' if self.unknown else ''}{classes}"
+        if self.coverage is not None:
+            text += f"; {100 * self.coverage:g} % set: {', '.join(self.classes_in_set) or 'empty'}"
+        return text
+
+    def __repr__(self) -> str:
+        # A list of them is readable in a notebook.
+        return f"<{self}>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        found: dict[str, Any] = {"file": self.file}
+        if self.error is not None:
+            return found | {"error": self.error}
+        if self.value is not None:
+            found["value"] = self.value
+        else:
+            pairs = zip(self.classes, self.probabilities, strict=True)
+            found["predictions"] = [{"class": c, "probability": p} for c, p in pairs]
+        if self.explanation is not None:
+            found["explanation"] = self.explanation
+        if self.unknown is not None:
+            found["unknown"] = self.unknown
+        if self.coverage is not None:
+            found |= {"coverage": self.coverage, "set": list(self.classes_in_set)}
+        return found
+
+
+def predict(
+    run: "Run",
+    images: Any,
+    *,
+    top: int = 5,
+    tta: bool = False,
+    coverage: float | None = None,
+    explain: str | Path | None = None,
+    on_bad_image: str = "stop",
+    note: Callable[[str], object] = warnings.warn,
+) -> Iterator[Prediction]:
+    """Check the arguments, which are those of `Run.predict`, and return an iterator over the predictions.
+
+    `note` takes a sentence about what the run lacks.
+    """
+    if not top >= 1:
+        raise InputError(f"--top {top}: must be at least 1")
+    if on_bad_image not in ON_BAD_IMAGE:
+        raise InputError(f"--on-bad-image {on_bad_image}: {nearest(on_bad_image, ON_BAD_IMAGE)}")
+    if coverage is not None:
+        _check_coverage(run, coverage)
+    if run.calibration and run.calibration.remark:
+        note(run.calibration.remark)
+    heatmaps = None
+    if explain is not None:
+        from flatout.inference.explain import HeatmapWriter
+
+        heatmaps = HeatmapWriter(run, explain)
+    stops = on_bad_image == "stop"
+    return _predictions(run, images, stops=stops, top=top, tta=tta, coverage=coverage, heatmaps=heatmaps)
+
+
+def _predictions(run: "Run", images: Any, *, stops: bool, **options: Any) -> Iterator[Prediction]:
+    """Yield a prediction for each image; if `stops`, raise InputError that names all images that cannot be read."""
+    named, count = _named(images, run.recipe), 0
+    bad: list[str] = []
+    with ThreadPoolExecutor() as pool:
+        while batch := list(islice(named, min(_MAX_AT_ONCE, run.recipe.batch_size))):
+            count += len(batch)
+            names = [name for name, _ in batch]
+            decoded = list(pool.map(lambda item: _pixels(run.recipe, item[1]), batch))
+            errors = {i: one for i, one in enumerate(decoded) if isinstance(one, str)}
+            if stops:
+                bad += [f"{names[i]}: {reason}" for i, reason in errors.items()]
+            if bad:  # the rest is decoded only to name every bad file
+                continue
+            readable = [i for i in range(len(batch)) if i not in errors]
+            found = iter(_predicted(run, [names[i] for i in readable], [decoded[i] for i in readable], **options))
+            for i, name in enumerate(names):
+                yield Prediction(file=name, error=errors[i]) if i in errors else next(found)
+    if bad:
+        raise InputError("\n".join(["these images cannot be read:", *bad]))
+    if not count:
+        raise InputError("no image to classify: name files or folders")
+
+
+def _predicted(
+    run: "Run",
+    names: list[str],
+    images: list[Any],
+    *,
+    top: int,
+    tta: bool,
+    coverage: float | None,
+    heatmaps: "HeatmapWriter | None",
+) -> list[Prediction]:
+    """Return the predictions for decoded images, each [H, W, C]."""
+    if not images:
+        return []
+    pixels = np.stack(images)
+    outputs = run.outputs(pixels, tta=tta)
+    fields: list[dict[str, Any]] = [run.task.answer(row, run.classes, top) for row in outputs.probabilities]
+    if outputs.unknown_score is not None and run.unknown_threshold is not None:
+        for one, is_unknown in zip(fields, outputs.unknown_score > run.unknown_threshold, strict=True):
+            one["unknown"] = bool(is_unknown)
+    if coverage is not None and run.calibration and outputs.logits is not None:
+        inside = run.calibration.in_set(outputs.logits, coverage)
+        assert inside is not None
+        for one, row, is_in in zip(fields, outputs.probabilities, inside, strict=True):
+            best = [int(k) for k in np.argsort(-row, kind="stable") if is_in[k]]
+            one |= {"coverage": coverage, "classes_in_set": tuple(run.classes[k] for k in best)}
+    if heatmaps:
+        for one, path in zip(fields, heatmaps.write(names, pixels), strict=True):
+            one["explanation"] = path
+    return [Prediction(file=name, **one) for name, one in zip(names, fields, strict=True)]
+
+
+def _check_coverage(run: "Run", coverage: float) -> None:
+    """Raise InputError where a run has no prediction sets of a coverage."""
+    flag = f"--coverage {coverage:g}"
+    if not MIN_COVERAGE <= coverage <= MAX_COVERAGE:
+        raise InputError(f"{flag}: must be from {MIN_COVERAGE} to {MAX_COVERAGE}, such as 0.95")
+    if run.task.name != "single-label":
+        raise InputError(f"{flag}: prediction sets are for one class for each image; {run.path} is {run.task.name}")
+    if run.calibration is None:
+        reason = "a cross-validation has none" if len(run.members) > 1 else "it had too few validation images for them"
+        raise InputError(
+            f"{flag}: {run.path} has no prediction sets: {reason}; train a run with --set data.valid_fraction=0.1"
+        )
+    thresholds = run.calibration.set_thresholds
+    if set_threshold(thresholds, coverage) is None:
+        raise InputError(
+            f"{flag}: too high for the {run.calibration.images:,} validation images of {run.path}; the highest is "
+            f"{highest_coverage(thresholds):g}, or train with more validation images"
+        )
+
+
+# --- a table ----------------------------------------------------------------------------------------------------------
+
+
+def write_csv(path: Path, run: "Run", predictions: Iterable[Prediction], *, top: int) -> dict[str, int]:
+    """Write a row for each image into a new CSV file, as the predictions come; see `docs/trust.md` for the columns.
+
+    Returns:
+        `images` and `unreadable`, their numbers.
+
+    Raises:
+        InputError: the file exists or cannot be written; or as `predict`.
+        DiskFull: the disk is full. Earlier rows are kept.
+    """
+    counts = {"images": 0, "unreadable": 0}
+    columns = {"regression": ["value"], "multi-label": ["classes", "probabilities"]}.get(run.task.name)
+    if columns is None:
+        ranks = range(1, min(top, len(run.classes)) + 1)
+        columns = [f"{name}_{rank}" for rank in ranks for name in ("class", "probability")]
+    try:
+        with path.open("x", newline="", encoding="utf-8", errors="backslashreplace") as file:
+            table = csv.DictWriter(file, ["file", *columns, "unknown", "set", "explanation", "error"])
+            table.writeheader()
+            for one in predictions:
+                table.writerow(_row(one, numbered="class_1" in columns))
+                counts["images"] += 1
+                counts["unreadable"] += one.error is not None
+    except FileExistsError:
+        raise InputError(f"{path}: exists; choose another --csv, or remove it") from None
+    except OSError as error:
+        message = f"{path}: cannot be written: {error.strerror}"
+        if error.errno in NO_SPACE:
+            raise DiskFull(f"{message}; free disk space") from None
+        raise InputError(f"{message}; choose another --csv") from None
+    return counts
+
+
+def _row(one: Prediction, *, numbered: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {"file": one.file, "explanation": one.explanation, "error": one.error}
+    if one.unknown is not None:
+        row["unknown"] = str(one.unknown).lower()
+    if one.coverage is not None:
+        row["set"] = "|".join(one.classes_in_set)
+    if one.value is not None:
+        row["value"] = one.value
+    elif numbered:
+        for rank, (name, probability) in enumerate(zip(one.classes, one.probabilities, strict=True), start=1):
+            row |= {f"class_{rank}": name, f"probability_{rank}": probability}
+    else:
+        row |= {"classes": "|".join(one.classes), "probabilities": "|".join(map(str, one.probabilities))}
+    return row
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def _named(images: Any, recipe: "Recipe") -> Iterator[tuple[str, Any]]:
+    """Yield every image with its name: the file's, or its position."""
+    images = _content(images)
+    if isinstance(images, np.ndarray) or hasattr(images, "detach"):
+        yield from _rows(images, recipe)
+        return
+    if isinstance(images, str | bytes | Path) or hasattr(images, "convert"):
+        images = [images]
+    if not isinstance(images, Iterable) or isinstance(images, Mapping):
+        raise InputError(f"images: {type(images).__name__} given; give files, folders, PIL images, arrays or tensors")
+    for i, image in enumerate(map(_content, images)):
+        if isinstance(image, str | Path):
+            yield from ((str(file), file) for file in _files(Path(image)))
+        elif isinstance(image, bytes | np.ndarray) or hasattr(image, "convert") or hasattr(image, "detach"):
+            yield str(i), image
+        else:
+            raise InputError(f"images: item {i} is of {type(image).__name__}; give a file, a PIL image or an array")
+
+
+def _content(image: Any) -> Any:
+    """Return the bytes of an open file or a buffer; anything else as it is."""
+    if isinstance(image, bytearray | memoryview):
+        return bytes(image)
+    return image.read() if isinstance(image, io.IOBase) or hasattr(image, "readinto") else image
+
+
+def _rows(images: Any, recipe: "Recipe") -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the images of one array or tensor, whose values have one range; three axes are one image if they can be."""
+    from flatout.data.pixels import channels_last, range_of, to_pixels
+
+    if hasattr(images, "detach"):
+        images = images.detach().cpu().numpy()
+    channels = recipe.channels
+    ends = (images.shape[0], images.shape[-1]) if channels > 1 else images.shape[-1:]
+    if images.ndim == 2 or (images.ndim == 3 and channels in ends):
+        images = images[None]
+    images = channels_last(images, "images", channels)
+    scale = range_of(images, "images")
+    for i in range(len(images)):
+        yield str(i), to_pixels(images[i : i + 1], scale, "images")[0]
+
+
+def _files(path: Path) -> list[Path]:
+    from flatout.data.formats.folders import is_image_name, without_arrays
+
+    if not path.exists():
+        raise InputError(f"{path}: there is no such file")
+    files = [path]
+    if path.is_dir():
+        files = sorted(without_arrays([p for p in path.rglob("*") if is_image_name(p.name) and p.is_file()]))
+    if not files:
+        raise InputError(f"{path}: holds no images")
+    return files
+
+
+def _pixels(recipe: "Recipe", image: Any) -> np.ndarray | str:
+    """Return one image as the model takes it, [H, W, C], or the reason why it cannot be read."""
+    from flatout.data.decode import decode_image
+    from flatout.data.pixels import BadImage, resize_images
+
+    shape: dict[str, Any] = {
+        "size": recipe.stored_sides,
+        "channels": recipe.channels,
+        "resize": recipe.data.resize,
+        "bits": recipe.data.bits,
+    }
+    try:
+        if hasattr(image, "convert"):
+            # As a file, so that its mode, transparency and orientation are treated as those of files.
+            file = io.BytesIO()
+            image.save(file, "PNG" if image.mode[0] in "1LPRI" else "TIFF", compress_level=1, exif=image.getexif())
+            image = file.getvalue()
+        if isinstance(image, bytes | Path):
+            return decode_image(image, **shape)
+        _, pixels = next(_rows(image[None], recipe))
+        return resize_images(pixels[None], **shape)[0]
+    except (BadImage, InputError, OSError) as error:
+        return str(error)

@@ -1,0 +1,314 @@
+"""What a run keeps of its images and answers: `predictions.npz`, `splits.csv`; and how notebooks show them."""
+
+import csv
+import io
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout.data.batches import Samples
+from flatout.errors import InputError, first_line
+from flatout.files import printable, write_atomically
+from flatout.numerics.random import Stream, permutation
+from flatout.report import run_files
+from flatout.report.html import data_uri, thumbnail
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flatout.data.pack import Pack
+    from flatout.engine.base import Evaluation
+    from flatout.inference.run import Run
+    from flatout.recipe import Recipe
+    from flatout.tasks.base import Task
+
+# The pictures of a report: a grid of 5x5 chosen at random, and as many of the most confident mistakes.
+PICTURES = 25
+# The mistakes with heatmaps.
+EXPLAINED = 10
+# By the brightness of so many images, two runs know that they were tested on the same ones.
+COMPARED_IMAGES = 500
+_SHOWN_PIXELS = 112
+
+
+def write_predictions(
+    folder: Path,
+    recipe: "Recipe",
+    split: str,
+    result: "Evaluation",
+    samples: Samples,
+    classes: Sequence[str],
+    *,
+    note: Callable[[str], object],
+    files: Sequence[str] | None = None,
+    module: "nn.Module | None" = None,
+    allow_code: bool = False,
+    more: Mapping[str, np.ndarray | None],
+) -> None:
+    """Keep all answers and the few images that the pictures show, so that a report needs no data.
+
+    Args:
+        folder: of the run; it has the weights already.
+        recipe: of the run.
+        split, result, samples, classes: the images with their answers.
+        note: takes the reason why the report shows no heatmaps.
+        files: the names of all images of the pack, if they are files.
+        module, allow_code: as for `build_model`.
+        more: further arrays; all are those of `run_files.Predictions`.
+    """
+    probabilities, labels, task = result.probabilities, result.labels, result.task
+    assert probabilities is not None
+    grid = np.sort(permutation(recipe.seed, Stream.PICTURES, 0, len(labels))[:PICTURES])
+    mistakes = task.mistakes(result.predicted, labels, probabilities)[:PICTURES]
+    worst = np.argsort(-task.losses_of(probabilities.astype(np.float64), labels), kind="stable")[:PICTURES]
+    sample, positions = np.unique(np.concatenate([grid, mistakes, worst]), return_inverse=True)
+    images = samples.images_at(sample)
+    predicted = task.decided(result.predicted)
+    arrays: dict[str, Any] = {
+        "split": np.array(split),
+        "classes": np.array(classes),
+        "probabilities": probabilities.astype(np.float32),
+        "labels": labels,
+        "predicted": predicted,
+        "row": samples.rows,
+        "name": None if files is None else np.array([files[row] for row in samples.rows.tolist()]),
+        "brightness": _brightness(samples),
+        "sample": sample,
+        "images": images,
+        "grid": positions[: len(grid)],
+        "mistakes": positions[len(grid) : len(grid) + len(mistakes)],
+        **more,
+    }
+    weights = folder / run_files.WEIGHTS
+    # The folder of a cross-validation has no weights.
+    if len(mistakes) and weights.is_file():
+        shown = images[arrays["mistakes"][:EXPLAINED]]
+        try:
+            model = _trained_model(weights, recipe, len(classes), module, allow_code)
+            arrays["heatmaps"] = _heatmaps(model, recipe, shown, predicted[mistakes[:EXPLAINED]])
+        except Exception as error:  # a model that is not ours may raise anything, and the run is worth more
+            note(f"the report shows no heatmaps: {type(error).__name__}: {first_line(error)}")
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{name: array for name, array in arrays.items() if array is not None})
+    write_atomically(folder / run_files.PREDICTIONS, buffer.getvalue())
+
+
+def _trained_model(
+    weights: Path, recipe: "Recipe", classes: int, module: "nn.Module | None", allow_code: bool
+) -> "nn.Module":
+    from flatout.models.build import build_model
+    from flatout.models.weights import load_exactly, read_weights
+
+    model = build_model(recipe, classes, module=module, allow_code=allow_code).eval()
+    load_exactly(model, read_weights(weights)[0], weights)
+    return model
+
+
+def _heatmaps(model: "nn.Module", recipe: "Recipe", images: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    """Return what speaks for wrong answers, uint8 [M, H, W]."""
+    from flatout.inference.explain import heatmaps_of
+
+    is_class = answers.dtype.kind == "i" and answers.ndim == 1
+    found = heatmaps_of(model, recipe, recipe.task, images, np.maximum(answers, 0) if is_class else None)
+    return (255 * found).round().astype(np.uint8)
+
+
+def _brightness(samples: Samples) -> np.ndarray:
+    """Return the mean value of images spread evenly over a split, float32 in 0..1: it hardly depends on their size."""
+    positions = np.linspace(0, len(samples) - 1, min(len(samples), COMPARED_IMAGES)).astype(np.int64)
+    means = [samples.images_at(some).mean() for some in positions[:, None]]
+    return (np.array(means) / np.iinfo(samples.images.dtype).max).astype(np.float32)
+
+
+def file_names(recipe: "Recipe", pack: "Pack") -> list[str] | None:
+    """Return the names of all images of a pack, below the folder of the data.
+
+    None where they are not separate files, or not those of the pack any more.
+    """
+    from flatout.data.build import find
+    from flatout.data.source import DataRef
+
+    path = recipe.data.path
+    if not pack.is_decoded or not path or "://" in path:
+        return None
+    try:
+        found = find(path, recipe.data, recipe.task)
+        if isinstance(found, DataRef):
+            if found.inputs:  # a container, which takes long to read
+                return None
+            found = found.read()
+    except (InputError, OSError):
+        return None
+    if found.files is None or found.path is None:
+        return None
+    files = [printable(file) for file in found.files]
+    kept = np.array([file not in pack.skipped for file in files])
+    if not np.array_equal(found.labels[kept], pack.labels):
+        return None
+    folder = f"{found.path if found.path.is_dir() else found.path.parent}{os.sep}"
+    return [file.removeprefix(folder) for file, is_kept in zip(files, kept.tolist(), strict=True) if is_kept]
+
+
+def write_splits(
+    folder: Path, splits: Mapping[str, Samples], files: Sequence[str], task: "Task", classes: Sequence[str]
+) -> None:
+    """Write `splits.csv`: the split, the file and the label of each image."""
+    text = io.StringIO(newline="")
+    table = csv.writer(text)
+    table.writerow(["split", "file", "label"])
+    for name, samples in splits.items():
+        for row, label in zip(samples.rows.tolist(), samples.labels, strict=True):
+            table.writerow([name, files[row], task.text(label, classes)])
+    write_atomically(folder / run_files.SPLITS, text.getvalue().encode())
+
+
+# --- in notebooks -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoredPrediction:
+    """The answer of a run to one of its test images.
+
+    Attributes:
+        index: the position of the image among the test images, or those of validation without any.
+        actual, predicted: the label and the answer in words.
+        loss: of the image.
+        probability: of the answer; None where it has none.
+        image: uint8 [H, W, 1 or 3]; None where neither the run nor the cache has it.
+        file: its name; None for images that are not files, and in runs of earlier versions.
+    """
+
+    index: int
+    actual: str
+    predicted: str
+    loss: float
+    probability: float | None
+    image: np.ndarray | None
+    file: str | None = None
+
+    def __repr__(self) -> str:
+        sure = "" if self.probability is None else f" {self.probability:.3f}"
+        name = self.file or self.index
+        return f"{name}: {self.predicted}{sure}, actually {self.actual}, loss {self.loss:.3f}"
+
+    def _repr_html_(self) -> str:
+        style = f"width:{_SHOWN_PIXELS}px;image-rendering:pixelated"
+        shown = "" if self.image is None else f'<img src="{thumbnail(self.image)}" style="{style}">'
+        words = escape(f"{self.predicted} / actually {self.actual}")
+        title = f' title="{escape(self.file)}"' if self.file else ""
+        figure = f'<figure style="display:inline-block;margin:4px"{title}>'
+        return f"{figure}{shown}<figcaption>{words}</figcaption></figure>"
+
+
+class StoredPredictions(list[StoredPrediction]):
+    """A list that a notebook shows as pictures."""
+
+    def _repr_html_(self) -> str:
+        return "".join(answer._repr_html_() for answer in self)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Confusion:
+    """How often each class was taken for each.
+
+    Attributes:
+        counts: int64 [K, K], a row for each actual class, a column for each predicted one.
+        classes: their names.
+        picture: of the counts, a PNG file; None where the run has none.
+    """
+
+    counts: np.ndarray
+    classes: tuple[str, ...]
+    picture: Path | None
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.counts, dtype=dtype)
+
+    def frame(self) -> Any:
+        """Return the counts as a pandas DataFrame.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        pandas = import_pandas("Confusion.frame()")
+        index, columns = (pandas.Index(self.classes, name=name) for name in ("actual", "predicted"))
+        return pandas.DataFrame(self.counts, index=index, columns=columns)
+
+    def _repr_html_(self) -> str:
+        if self.picture is None:
+            return f"<pre>{escape(repr(self))}</pre>"
+        return f'<img style="max-width:100%" src="{data_uri("image/png", self.picture.read_bytes())}">'
+
+
+def top_losses(run: "Run", count: int) -> StoredPredictions:
+    """See `Run.top_losses`."""
+    found = _stored(run)
+    losses = run.task.losses_of(found.probabilities.astype(np.float64), found.labels)
+    worst = np.argsort(-np.nan_to_num(losses, nan=np.inf), kind="stable")[: max(0, count)]
+    images = _images(run, found, worst)
+    return StoredPredictions(
+        StoredPrediction(
+            index=int(i),
+            actual=run.task.text(found.labels[i], run.classes),
+            predicted=run.task.text(found.predicted[i], run.classes),
+            loss=float(losses[i]) + 0.0,  # no -0.0
+            probability=run.task.confidence(found.predicted[i], found.probabilities[i]),
+            image=image,
+            file=None if found.name is None else str(found.name[i]),
+        )
+        for i, image in zip(worst, images, strict=True)
+    )
+
+
+def confusion(run: "Run") -> Confusion:
+    """See `Run.confusion`."""
+    from flatout.tasks.single_label import SingleLabel
+    from flatout.tasks.single_label import confusion as count
+
+    if not isinstance(run.task, SingleLabel):
+        raise InputError(f"{run.path}: confusion() needs one class for each image; show() has the tables of this task")
+    found, picture = _stored(run), run.path / run_files.PICTURES[2]
+    counts = count(found.predicted, found.labels, len(run.classes))
+    return Confusion(counts=counts, classes=run.classes, picture=picture if picture.is_file() else None)
+
+
+def import_pandas(what: str, otherwise: str = "") -> Any:
+    """Import pandas, or raise InputError that names what needs it."""
+    try:
+        import pandas
+    except ImportError:
+        raise InputError(f"{what} needs the package pandas: pip install pandas{otherwise}") from None
+    return pandas
+
+
+def _stored(run: "Run") -> run_files.Predictions:
+    missing: dict[str, str] = {}
+    found = run_files.read_predictions(run.path, run.summary, missing)
+    if found is None:
+        raise InputError(f"{run.path}: {missing[run_files.PREDICTIONS]}")
+    return found
+
+
+def _images(run: "Run", found: run_files.Predictions, wanted: np.ndarray) -> list[np.ndarray | None]:
+    """Return images as they are shown: those that the run keeps, else those of the pack while the cache has it."""
+    from flatout.data.pack import open_pack
+
+    kept = {int(number): image for number, image in zip(found.sample, found.images, strict=True)}
+    pack, folder = None, run.summary.get("pack")
+    if folder and found.row is not None and not set(map(int, wanted)) <= kept.keys() and Path(folder).is_dir():
+        try:
+            pack = open_pack(Path(folder), verify=False)
+        except InputError:
+            pack = None  # the cache was cleared in the meantime
+
+    def image_of(number: int) -> np.ndarray | None:
+        if number in kept or pack is None or found.row is None:
+            return kept.get(number)
+        return run_files.visible(np.asarray(pack.images[found.row[number]])[None])[0]
+
+    return [image_of(int(number)) for number in wanted]

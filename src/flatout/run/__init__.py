@@ -1,1 +1,0 @@
-"""One run: from the user's request to a finished run folder."""

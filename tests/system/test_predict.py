@@ -1,0 +1,81 @@
+"""Predictions for files: those that the run kept, as a table, and with files that cannot be read."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import flatout
+from flatout.cli import main
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of PNG files of 16 bits that use 12 of them; the class is the brightness."""
+    folder, rng = tmp_path_factory.mktemp("predict") / "photos", np.random.default_rng(0)
+    for index in range(240):
+        path = folder / ("bright", "dark")[index % 2] / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        level = 600 if index % 2 else 2400
+        Image.fromarray(rng.integers(level, level + 1500, (12, 12)).astype(np.uint16)).save(path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(photos: Path) -> flatout.Run:
+    options: dict[str, Any] = {"epochs": 2, "batch_size": 32, "lr": 0.02, "devices": "cpu", "quiet": True, "tta": True}
+    return flatout.fit("parallel-cnn", photos, out=photos.parent / "run", image_size=12, channels=1, **options)
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_predictions_for_files_of_12_bits_are_those_that_the_run_kept(run: flatout.Run, photos: Path) -> None:
+    assert run.recipe.data.bits == 16
+    splits = {row["file"]: row for row in rows_of(run.path / "splits.csv")}
+    with np.load(run.path / "predictions.npz") as saved:
+        names, kept, labels, scores = (saved[key] for key in ("name", "probabilities", "labels", "unknown"))
+    assert len(splits) == 240
+    assert {name for name, row in splits.items() if row["split"] == "test"} == set(names)
+    assert [splits[name]["label"] for name in names] == [run.classes[label] for label in labels]
+    found = run.predict([photos / name for name in names], top=2)
+    for one, row, score in zip(found, kept, scores, strict=True):
+        assert dict(zip(one.classes, one.probabilities, strict=True)) == pytest.approx(
+            dict(zip(run.classes, row, strict=True)), abs=1e-5
+        )
+        assert one.unknown == (score > run.unknown_threshold)
+    worst = run.top_losses(1)[0]
+    assert worst.file == names[worst.index]
+    assert str(worst.file) in (run.path / "report.html").read_text() or worst.actual == worst.predicted
+
+
+def test_files_that_cannot_be_read(
+    run: flatout.Run, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index in (0, 2):
+        (tmp_path / f"{index}.png").write_bytes((photos / "bright" / f"{index}.png").read_bytes())
+    (tmp_path / "1.png").write_bytes(b"\x89PNG")
+    words = ["predict", str(run.path), str(tmp_path), "--json"]
+    assert main(words) == 2
+    assert "these images cannot be read" in capsys.readouterr().err
+    assert main([*words, "--on-bad-image", "skip"]) == 0
+    shown = json.loads(capsys.readouterr().out)["predictions"]
+    assert [list(one)[:2] for one in shown] == [["file", "predictions"], ["file", "error"], ["file", "predictions"]]
+    assert main([*words, "--csv", str(tmp_path / "answers.csv"), "--coverage", "0.8"]) == 0
+    assert json.loads(capsys.readouterr().out)["unreadable"] == 1
+    rows = rows_of(tmp_path / "answers.csv")
+    assert [Path(row["file"]).name for row in rows] == ["0.png", "1.png", "2.png"]
+    for row, one in zip(rows, shown, strict=True):
+        best = one.get("predictions", [{}])[0]
+        assert (row["class_1"], row["error"]) == (best.get("class", ""), one.get("error", ""))
+        assert float(row["probability_1"] or 0) == best.get("probability", 0)
+        assert (row["unknown"] == "true") == one.get("unknown", False)
+        assert set(filter(None, row["set"].split("|"))) <= set(run.classes)
+    assert main([*words, "--csv", str(tmp_path / "answers.csv")]) == 2
+    assert "answers.csv: exists; choose another --csv" in capsys.readouterr().err
