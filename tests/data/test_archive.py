@@ -12,7 +12,7 @@ import pytest
 
 from flatout.cli import main
 from flatout.data import archive, members
-from flatout.data.recognise import recognise
+from flatout.data.detect import recognise
 from flatout.errors import InputError
 from tests.data.containers import SAMPLES, add_member, class_folders, in_tar, in_zip
 

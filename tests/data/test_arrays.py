@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flatout.data.formats.npy import from_arrays
-from flatout.data.recognise import recognise
+from flatout.data.detect import recognise
+from flatout.data.formats.arrays import from_arrays
 from flatout.errors import InputError
 
 IMAGES = np.arange(6 * 5 * 4, dtype=np.uint8).reshape(6, 5, 4) * 2

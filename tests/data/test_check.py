@@ -12,9 +12,9 @@ from PIL import Image
 from flatout.cli import main
 from flatout.data import near
 from flatout.data.check import Sizes, check
+from flatout.data.detect import recognise
 from flatout.data.digests import digest_files
-from flatout.data.formats.npy import from_arrays
-from flatout.data.recognise import recognise
+from flatout.data.formats.arrays import from_arrays
 
 RNG = np.random.default_rng(0)
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from flatout.data.formats.torch_dataset import from_dataset
+from flatout.data.formats.datasets import from_dataset
 from flatout.errors import InputError
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from flatout.cli import main
 from flatout.data.build import build_pack, load_pack
+from flatout.data.detect import recognise
 from flatout.data.pack import Pack, PackSettings
-from flatout.data.recognise import recognise
 from flatout.recipe import Data
 from tests.data import containers as c
 from tests.data.packs import Silent
@@ -97,7 +97,7 @@ def test_a_cached_pack_of_a_container_is_found_without_reading_it(tmp_path: Path
     def refuse(*_: object) -> None:
         raise AssertionError("the archive was opened")
 
-    monkeypatch.setattr("flatout.data.recognise.open_archive", refuse)
+    monkeypatch.setattr("flatout.data.detect.open_archive", refuse)
     assert pack_of(path, tmp_path / "cache").was_cached
 
 

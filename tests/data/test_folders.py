@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.data.recognise import recognise
+from flatout.data.detect import recognise
 from flatout.errors import InputError
 from flatout.recipe import Data
 

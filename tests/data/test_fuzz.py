@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flatout.data.recognise import recognise
+from flatout.data.detect import recognise
 from flatout.errors import InputError
 from tests.data import containers as c
 from tests.data.damage import EXAMPLES, read_damaged

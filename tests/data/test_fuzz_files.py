@@ -18,8 +18,8 @@ from PIL import Image
 
 from flatout.data.build import build_pack
 from flatout.data.decode import BadImage, decode_image, read_header
+from flatout.data.detect import recognise
 from flatout.data.pack import PackSettings
-from flatout.data.recognise import recognise
 from flatout.errors import InputError
 from flatout.recipe import Data
 from tests.data.containers import write

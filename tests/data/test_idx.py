@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from flatout.data.formats.idx import read_idx
-from flatout.data.recognise import recognise
+from flatout.data.detect import recognise
+from flatout.data.formats.arrays import read_idx
 from flatout.errors import InputError
 
 CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
@@ -133,7 +133,7 @@ def test_damaged(tmp_path: Path, change, message: str):
 def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """However much its header promises, it is not decompressed."""
     monkeypatch.setattr("flatout.data.members._EXPANSION_SLACK_BYTES", 1 << 16)
-    monkeypatch.setattr("flatout.data.formats.idx._BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr("flatout.data.formats.arrays._BLOCK_BYTES", 1 << 16)
     path = tmp_path / "train-images-idx3-ubyte.gz"
     path.write_bytes(gzip.compress(struct.pack(">BBBB3I", 0, 0, 8, 3, 1 << 12, 64, 64) + bytes(1 << 24)))
     with pytest.raises(InputError, match=r"idx3-ubyte\.gz: expands from \d\d,\d{3} to [34],\d{3},\d{3} bytes or more"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from flatout.data.recognise import recognise
+from flatout.data.detect import recognise
 from flatout.errors import InputError
 
 RANGES = {"-1..1": lambda x: x / 127.5 - 1, "0..1": lambda x: x / 255, "0..255": lambda x: x * 1.0}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flatout.data.recognise import recognise
+from flatout.data.detect import recognise
 from flatout.errors import InputError
 from tests.data.manifests import read, with_images
 

@@ -10,9 +10,9 @@ import torch
 from flatout.data import pack_files
 from flatout.data.build import build_pack, load_pack
 from flatout.data.cache import cache_folder, temporary_folder
+from flatout.data.detect import recognise
 from flatout.data.feed import Samples
 from flatout.data.pack import open_pack
-from flatout.data.recognise import recognise
 from flatout.data.resize import resize_images
 from flatout.data.shared_pack import share
 from flatout.data.source import DataRef, Source

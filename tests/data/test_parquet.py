@@ -163,7 +163,7 @@ def test_row_groups_in_memory_are_few(limit: int | None, tmp_path: Path, monkeyp
     import pyarrow.parquet
 
     if limit is not None:
-        monkeypatch.setattr("flatout.data.formats.parquet._KEPT_BYTES", limit)
+        monkeypatch.setattr("flatout.data.formats.datasets._KEPT_BYTES", limit)
     images = [png(i) for i in range(20)]
     for i in range(2):
         half = images[10 * i : 10 * i + 10]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flatout.data.recognise import from_python, is_pack, recognise
+from flatout.data.detect import from_python, is_pack, recognise
 from flatout.errors import InputError
 from flatout.recipe import Data
 

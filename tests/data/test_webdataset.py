@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flatout.cli import main
-from flatout.data.recognise import recognise
+from flatout.data.detect import recognise
 from flatout.data.shards import expand_braces
 from flatout.errors import InputError
 from tests.data import containers as c

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from flatout.cli import main
-from flatout.data.recognise import recognise
+from flatout.data.detect import recognise
 from flatout.explore import label_files
 from flatout.explore.confident import find_errors, find_errors_of_several
 from flatout.explore.label_errors import LabelErrors, judge, short

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from flatout.data.detect import DIGITS
 from flatout.data.pack import open_pack
-from flatout.data.recognise import DIGITS
 from flatout.errors import InputError
 from flatout.report import html, run_files
 from flatout.report.page import SPLIT_NAMES
@@ -183,7 +183,7 @@ def _images(
     if shown.row is None:
         return None, f"{kept}: the run is of an earlier version."
     if (recipe.get("data") or {}).get("path") == DIGITS and not summary.get("pack"):
-        from flatout.data.formats.npy import load_digits_source
+        from flatout.data.formats.arrays import load_digits_source
 
         images = load_digits_source().images
         assert images is not None

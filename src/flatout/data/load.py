@@ -34,7 +34,7 @@ def find(
         InputError: nothing is there, it cannot be downloaded, or it is nothing that can be trained on.
         DiskFull: a download does not fit.
     """
-    from flatout.data.recognise import from_python, recognise
+    from flatout.data.detect import from_python, recognise
     from flatout.data.remote import download, is_remote
 
     if is_remote(data):

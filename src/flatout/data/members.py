@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, ClassVar, Generic, Protocol, TypeVar, overload
 
+import numpy as np
+
 from flatout.data.limits import MAX_FILE_BYTES
 from flatout.errors import DiskFull, InputError
 from flatout.files import NO_SPACE
@@ -217,8 +219,27 @@ class EncodedList(Sequence[Encoded]):
         self._owners = _Numbered[tuple[type[Slice] | type[ZipPart], Container]]()
         self._others: list[Encoded] = []
         for part in parts:
+            if isinstance(part, EncodedList) and not part._numbers and not part._others:
+                self._add_paths(part._folders.items, np.asarray(part._places), part._names, np.asarray(part._ends))
+                continue
             for image in part:
                 self.append(image)
+
+    @classmethod
+    def of_paths(cls, folders: Sequence[str], numbers: np.ndarray, names: Iterable[str]) -> "EncodedList":
+        """Make a list of paths from folders and, of each path, the number of its folder and its name."""
+        encoded = list(map(os.fsencode, names))
+        files = cls()
+        files._add_paths(folders, numbers, b"".join(encoded), np.cumsum([len(name) for name in encoded]))
+        return files
+
+    def _add_paths(
+        self, folders: Sequence[str], numbers: np.ndarray, names: bytes | bytearray, ends: np.ndarray
+    ) -> None:
+        own_numbers = np.array([self._folders.number_of(folder) for folder in folders], np.int64)
+        self._places.frombytes(own_numbers[numbers].tobytes())
+        self._ends.frombytes((ends.astype(np.uint64) + np.uint64(len(self._names))).tobytes())
+        self._names += names
 
     def append(self, image: Encoded) -> None:
         """Add an image."""

@@ -1,4 +1,4 @@
-"""Decide, by looking, which format a path or a Python value has."""
+"""Detect, by looking, which format a path or a Python value has."""
 
 import re
 from dataclasses import replace
@@ -7,19 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.data.archive import SUFFIXES, is_archive, open_archive
-from flatout.data.formats import (
-    cifar,
-    file_names,
-    folders,
-    idx,
-    json_triples,
-    lists,
-    manifest,
-    npy,
-    parquet,
-    tfrecord,
-    webdataset,
-)
+from flatout.data.formats import Format, arrays, datasets, folders, tables, tfrecord, webdataset
 from flatout.data.labels import find_class_list
 from flatout.data.shards import expand_braces
 from flatout.data.source import DataRef, ReadOptions, Source
@@ -29,25 +17,24 @@ from flatout.files import printable
 from flatout.recipe import Data
 from flatout.settings import nearest_path
 
-# In the order in which they are tried. Each module has `KIND`, its name; `ABOUT`, rows of the table in docs/data.md: a
-# name, what to give, and how it is recognised; `recognise(path, class_list, options)`, which returns a DataRef or None;
-# and `read(...)`, which returns a Source.
+# In the order in which they are tried.
 FORMATS = (
-    file_names,
-    idx,
-    npy,
-    cifar,
-    json_triples,
-    webdataset,
-    tfrecord,
-    parquet,
-    lists,
-    manifest,
-    folders,
+    folders.CLASSES_IN_NAMES,
+    arrays.IDX,
+    arrays.NUMPY,
+    arrays.CIFAR,
+    arrays.JSON,
+    Format(webdataset.KIND, *webdataset.ABOUT[webdataset.KIND], webdataset.recognise),
+    Format(tfrecord.KIND, *tfrecord.ABOUT[tfrecord.KIND], tfrecord.recognise),
+    datasets.SAVED,
+    datasets.PARQUET,
+    tables.PADDLE,
+    tables.CSV,
+    folders.CLASS_FOLDERS,
 )
 
 DIGITS = "sklearn:digits"
-# What has no reader of its own, as `ABOUT` of the formats.
+# What has no reader of its own: rows of the table in docs/data.md, as in `Format`.
 OTHERS = {
     "archive": (
         "a `.zip`, `.tar`, `.tar.gz`, `.tar.bz2` or `.tar.xz`",
@@ -67,25 +54,25 @@ _EXPECTED = (
 )
 _DOCUMENT = re.compile(r"(readme|licen[cs]e|citation|copying|notice|changelog)\b", re.IGNORECASE)
 _SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
-_OTHER_ARCHIVES = (".7z", ".rar", ".tar.zst", ".gz", ".bz2", ".xz", ".zst")
+_ARCHIVES = (*SUFFIXES, ".7z", ".rar", ".tar.zst", ".gz", ".bz2", ".xz", ".zst")
 # What else of a recipe determines what is read from given files.
 _OPTIONS = ("images", "file_column", "label_column", "group_column", "label_pattern")
 
 
 def is_pack(path: Path) -> bool:
-    """Whether a path is a pack, a folder of decoded images."""
+    """Tell whether a path is a pack, a folder of decoded images."""
     return (path / "pack.json").is_file()
 
 
 def recognise(path: Path, options: Data | None = None, task: str = "auto") -> DataRef:
-    """Return what a path or `sklearn:digits` holds, without reading the images.
+    """Recognise what a path or `sklearn:digits` holds, without reading the images.
 
     Raises:
         InputError: there is nothing at the path, or nothing recognisable.
     """
     options = ReadOptions(**vars(options or Data()), task=task)
     if str(path) == DIGITS:
-        return DataRef(kind="scikit-learn digits", path=path, read=npy.load_digits_source)
+        return DataRef(kind="scikit-learn digits", path=path, read=arrays.load_digits_source)
     if printable(path) != str(path):
         raise InputError(f"{printable(path)}: the path is not UTF-8; rename it")
     for file in expand_braces(path):
@@ -98,47 +85,46 @@ def recognise(path: Path, options: Data | None = None, task: str = "auto") -> Da
     if path.is_file() and path.stat().st_size == 0:
         raise InputError(f"{path}: is an empty file")
     class_list = find_class_list(options.classes, path if path.is_dir() else path.parent)
-    ref = replace(_in_a_format(path, class_list, options), task=task)
-    if not ref.inputs:
-        return ref
+    found = replace(_recognise_format(path, class_list, options), task=task)
+    if not found.inputs:
+        return found
     given = {key: value for key in _OPTIONS if (value := getattr(options, key))}
-    return replace(ref, inputs=(*ref.inputs, class_list) if class_list else ref.inputs, options=repr(given))
+    return replace(found, inputs=(*found.inputs, class_list) if class_list else found.inputs, options=repr(given))
 
 
-def _in_a_format(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef:
-    found = (ref for format in FORMATS if (ref := format.recognise(path, class_list, options)))
-    if ref := next(found, None):
-        return ref
+def _recognise_format(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef:
+    for format in FORMATS:
+        if found := format.recognise(path, class_list, options):
+            return found
     if isinstance(path, Path) and is_archive(path):
         read = partial(_read_archive, path, class_list if options.classes else None, options)
         return DataRef(kind="archive", path=path, inputs=(path,), read=read)
-    raise InputError(f"{path}: {_what_it_is(path)}")
+    raise InputError(f"{path}: {_explain(path)}")
 
 
 def _read_archive(path: Path, class_list: Path | None, options: ReadOptions) -> Source:
-    """Return what is in an archive, in any format whose files may be members."""
+    """Read what is in an archive, in any format whose files may be members."""
     root: Any = open_archive(path)
     # Many archives hold nothing but one folder; others are one compressed file.
     while root.is_dir() and len(inside := _content(root)) == 1 and not split_of(inside[0].name):
         root = inside[0]
-    source = _in_a_format(root, class_list or (find_class_list("", root) if root.is_dir() else None), options).read()
+    class_list = class_list or (find_class_list("", root) if root.is_dir() else None)
+    source = _recognise_format(root, class_list, options).read()
     return replace(source, path=path, kind=f"{source.kind} in an archive")
 
 
 def _content(folder: Any) -> list[Any]:
-    """Return what is in a folder of an archive, without empty folders and files such as a README."""
+    """List a folder of an archive, without empty folders and files such as a README."""
     inside = [entry.path for entry in folders.visible(folder)]
     return [e for e in inside if not (folders.is_empty(e) if e.is_dir() else _DOCUMENT.match(e.name))]
 
 
 def from_python(data: object, task: str = "auto") -> Source:
-    """Return the source of arrays or of torch map-style data sets, alone, in a tuple, or in a dict by split."""
-    from flatout.data.formats import torch_dataset
-
+    """Read arrays or data sets of torch, alone, in a tuple, or in a dict by split."""
     parts = data.values() if isinstance(data, dict) else data if isinstance(data, tuple) else ()
-    if npy.is_pair(data) or any(map(npy.is_pair, parts)):
-        return npy.from_arrays(data, task)
-    return torch_dataset.from_dataset(data, task)
+    if arrays.is_pair(data) or any(map(arrays.is_pair, parts)):
+        return arrays.from_arrays(data, task)
+    return datasets.from_dataset(data, task)
 
 
 def _read_pack(path: Path) -> Source:
@@ -158,18 +144,19 @@ def _read_pack(path: Path) -> Source:
     )
 
 
-def _what_it_is(path: Path) -> str:
-    if path.is_file() and path.name.lower().endswith((*SUFFIXES, *_OTHER_ARCHIVES)):
+def _explain(path: Path) -> str:
+    """Explain what is at a path that has no known format, and what to do."""
+    if path.is_file() and path.name.lower().endswith(_ARCHIVES):
         return "is an archive; unpack it and give the folder"
-    if path.suffix.lower() in _SPREADSHEETS and path.is_file():
+    if path.is_file() and path.suffix.lower() in _SPREADSHEETS:
         return "is a spreadsheet; save it as CSV (UTF-8) with the columns file and label"
-    if path.suffix.lower() == ".txt" and path.is_file():
-        return "is no list of image file, space and class on each line; rows with commas or tabs belong in a .csv file"
-    if folders.is_image_name(path.name) and path.is_file():
+    if path.is_file() and path.suffix.lower() == ".txt":
+        return "is not a list of image file, space and class on each line; rows with commas belong in a .csv file"
+    if path.is_file() and folders.is_image_name(path.name):
         return "is a single image; give a folder with a folder of images for each class"
     if path.is_dir():
-        names = [entry.name for entry in folders.visible(path)]
-        if archives := [name for name in names if name.lower().endswith((*SUFFIXES, *_OTHER_ARCHIVES))]:
+        archives = [e.name for e in folders.visible(path) if e.name.lower().endswith(_ARCHIVES)]
+        if archives:
             known = "give its path, or " if archives[0].lower().endswith(SUFFIXES) else ""
             return f"holds the archive {archives[0]}; {known}unpack it and give the folder that comes out"
         if folders.has_images(path):

@@ -1,0 +1,674 @@
+"""Lists of image files and labels: CSV, JSON lines and PaddleClas lists.
+
+A list is one file (with a `split` column or without), a folder with a file for each split, such as `desc_train.csv`, or
+a folder of split folders with a `metadata.csv` or `metadata.jsonl` in each, as in Hugging Face's image folders. Lists
+may have millions of rows, so that columns are handled as a whole.
+"""
+
+import csv
+import io
+import json
+import os
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+
+from flatout.data.formats import Format, folders
+from flatout.data.formats.folders import is_image_name, list_files, visible, without_arrays
+from flatout.data.labels import LINE, DistinctLabels, find_class_list_beside, first_few
+from flatout.data.members import EncodedList
+from flatout.data.source import DataRef, ReadOptions, Source, assemble
+from flatout.data.splits import in_order, split_of, split_within, words_of
+from flatout.errors import InputError
+
+KIND, PADDLE_KIND = "CSV manifest", "PaddleClas lists"
+SUFFIXES = (".csv", ".tsv", ".jsonl")
+_METADATA = ("metadata.csv", "metadata.jsonl")
+_PADDLE_CLASS_LISTS = ("label_list.txt", "labels.txt")
+_IMAGE_FOLDERS = ("images", "imgs", "img")
+
+_DELIMITERS = ",;\t|"
+# The first line of files that Excel is to open in any country.
+_GIVEN_DELIMITER = re.compile(rb"sep=([,;\t|])\r?\n", re.IGNORECASE)
+_SNIFFED_LINES, _SNIFFED_BYTES = 20, 65536
+
+_FILE_COLUMNS = (
+    *("file", "path", "image", "img", "filename", "filepath", "imagepath", "imgpath", "imagefile", "imageid"),
+    *("imagename", "fname", "files", "images", "filenames", "idcode", "name", "id"),
+)
+_LABEL_COLUMNS = ("label", "class", "category", "target", "labels", "classname", "labelname", "classid", "labelid", "y")
+# Such as label1 and label2, which hold a class each.
+_NUMBERED_LABEL = re.compile(rf"({'|'.join(_LABEL_COLUMNS)}|tag)\d+")
+_SPLIT_COLUMNS = ("split", "set", "subset", "partition", "dataset")
+_FLAG_COLUMNS = {"isvalid": "valid", "istest": "test"}
+_FLAGS = {**dict.fromkeys(("true", "1", "1.0", "yes"), True), **dict.fromkeys(("false", "0", "0.0", "no", ""), False)}
+_ZEROS = ("0", "0.0", "false", "False", "FALSE")
+_MINUS_ONES = ("-1", "-1.0")  # instead of 0, as in CelebA
+_ONES = ("1", "1.0", "true", "True", "TRUE")
+_ZERO_OR_ONE = {**dict.fromkeys((*_ZEROS, *_MINUS_ONES), 0), **dict.fromkeys(_ONES, 1)}
+# PaddleClas has 0,1,0 in one cell for several labels.
+_ROW_OF_FLAGS = re.compile(r"[01](,[01])+")
+
+
+# Recognising
+
+
+def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    """Recognise a CSV file, the CSV files of a folder that are named after splits, or a folder's only CSV file.
+
+    Beside class folders, the only CSV file is taken if its first row names an image.
+
+    Raises:
+        InputError: it is unclear which CSV files are meant, or the only one cannot be read.
+    """
+    files: dict[str, Path] = {}
+    if path.is_file():
+        files = {"": path} if path.suffix.lower() in SUFFIXES else {}
+    elif path.is_dir():
+        found = [e.path for e in visible(path) if e.name.lower().endswith(SUFFIXES) and e.is_file()]
+        files = _by_split(path, [(split, file) for file in found if (split := split_within(file.stem))])
+        if "train" not in files:
+            files = {"": found[0]} if len(found) == 1 else {}
+            if files and not _names_images(found[0], options) and _has_classes(path, class_list, options):
+                files = {}
+            if len(found) > 1 and not _has_classes(path, class_list, options):
+                names = first_few([file.name for file in found], 5)
+                raise InputError(
+                    f"{path}: holds several CSV files ({names}); give the path of one, or name them train.csv, test.csv"
+                )
+            if not found:
+                files = _metadata_of_splits(path)
+    return _reference(KIND, path, files, class_list, options)
+
+
+def recognise_paddle(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    """Recognise the PaddleClas lists of a folder, or one list.
+
+    Raises:
+        InputError: two lists mean the same split, or there is none of training images.
+    """
+    files: dict[str, Path] = {}
+    if path.is_dir():
+        texts = [e.path for e in visible(path) if e.name.lower().endswith(".txt") and e.is_file()]
+        splits = [(split_of(file.stem.lower().removesuffix("_list")), file) for file in texts]
+        named = [(split, file) for split, file in splits if split]
+        named = [(split, file) for split, file in named if _is_paddle_name(file) or _names_image_first(file)]
+        # A text file of that name beside class folders may hold anything.
+        if any(split == "train" or _is_paddle_name(file) for split, file in named):
+            files = _by_split(path, named)
+    elif path.is_file() and path.suffix.lower() == ".txt" and _names_image_first(path):
+        files = {"": path}
+    names = class_list or find_class_list_beside(path if path.is_dir() else path.parent, _PADDLE_CLASS_LISTS)
+    return _reference(PADDLE_KIND, path, files, names, options)
+
+
+def _reference(
+    kind: str, path: Path, files: dict[str, Path], class_list: Path | None, options: ReadOptions
+) -> DataRef | None:
+    if not files:
+        return None
+    if "" not in files:
+        files = in_order(files, path)
+    return DataRef(kind=kind, path=path, read=lambda: _read(kind, path, files, class_list, options))
+
+
+def _by_split(path: Path, named: list[tuple[str, Path]]) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for split, file in named:
+        if split in files:
+            raise InputError(f"{path}: both {files[split].name} and {file.name} mean {split}; move one away")
+        files[split] = file
+    return files
+
+
+def _metadata_of_splits(path: Path) -> dict[str, Path]:
+    below = [(split, entry.path) for entry in visible(path) if entry.is_dir() and (split := split_of(entry.name))]
+    files = ((split, folder / name) for split, folder in below for name in reversed(_METADATA))
+    return {split: file for split, file in files if file.is_file()}
+
+
+def _has_classes(path: Path, class_list: Path | None, options: ReadOptions) -> bool:
+    """Tell whether a folder has class folders: more than one, or folders of splits."""
+    inside = [entry for entry in visible(path) if entry.is_dir()]
+    is_one_class = len(inside) == 1 and split_of(inside[0].name) is None
+    return not is_one_class and folders.recognise(path, class_list, options) is not None
+
+
+def _names_images(path: Path, options: ReadOptions) -> bool:
+    """Tell whether the first row of a CSV file names an image that exists."""
+    text, locator = _TextFile(path), Locator(path.parent, options)
+    with suppress(InputError):
+        columns, has_header = _columns(text, locator, "train", options)
+        body = text.head[has_header:]
+        return bool(body) and locator.find(body[0][columns.file].replace("\\", "/"), "train") is not None
+    return False
+
+
+def _is_paddle_name(file: Path) -> bool:
+    return file.name.lower().endswith("_list.txt")
+
+
+def _names_image_first(path: Path) -> bool:
+    with suppress(InputError):
+        return any(len(cells) == 2 and is_image_name(cells[0]) for cells in _TextFile(path).head[:1])
+    return False
+
+
+# Text files
+
+
+class _TextFile:
+    """The rows of a text file that are not blank, trimmed; of JSON lines, the first row is the keys.
+
+    Raises:
+        InputError: the file is not UTF-8 text; or, when a row is reached, not of its format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._suffix, self._skipped_lines = path, path.suffix.lower(), 0
+        try:
+            self._data = path.read_bytes()
+            self._data.decode()
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            line = error.object.count(b"\n", 0, error.start) + 1
+            raise InputError(f"{path}: line {line}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+        if b"\0" in self._data:
+            line = self._data.count(b"\n", 0, self._data.index(b"\0")) + 1
+            raise InputError(f"{path}: line {line}: holds a NUL character; save it as UTF-8 text")
+        self._data = self._data.removeprefix(b"\xef\xbb\xbf")
+        if given := _GIVEN_DELIMITER.match(self._data):
+            self._data, self._skipped_lines = self._data[given.end() :], 1
+        self._delimiter = given[1].decode() if given else self._sniff()
+        self.head = [cells for _, cells in islice(self._rows(), 2)]
+
+    def place(self, row: int) -> str:
+        """Begin a message about a row."""
+        return f"{self.path}: line {self._lines[row]}"
+
+    def columns(self) -> list[Any]:
+        """Read all columns, Arrow arrays of text [rows]."""
+        # Quotation marks that are not closed, or follow a space, are for Python's parser.
+        if (
+            self._suffix not in (".jsonl", ".txt")
+            and self._data.count(b'"') % 2 == 0
+            and f'{self._delimiter} "'.encode() not in self._data
+        ):
+            with suppress(pa.ArrowInvalid):
+                return self._arrow_columns()
+        rows, width = list(self._rows()), len(self.head[0])
+        if ragged := [f"line {line} has {len(cells)}" for line, cells in rows if len(cells) != width]:
+            fix = "quote cells that hold the delimiter"
+            raise InputError(f"{self.path}: {width} columns are expected, but {first_few(ragged)}; {fix}")
+        return [pa.array(column, pa.string()) for column in zip(*(cells for _, cells in rows), strict=True)]
+
+    def _arrow_columns(self) -> list[Any]:
+        names = [str(i) for i in range(len(self.head[0]))]
+        table = pyarrow.csv.read_csv(
+            pa.BufferReader(self._data),
+            read_options=pyarrow.csv.ReadOptions(column_names=names),
+            parse_options=pyarrow.csv.ParseOptions(delimiter=self._delimiter, newlines_in_values=True),
+            convert_options=pyarrow.csv.ConvertOptions(
+                column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
+            ),
+        )
+        columns = [pc.utf8_trim_whitespace(column.combine_chunks()) for column in table.columns]
+        is_filled = np.zeros(len(table), bool)
+        for column in columns:
+            is_filled |= pc.not_equal(column, "").to_numpy(zero_copy_only=False)
+        return columns if is_filled.all() else [column.filter(pa.array(is_filled)) for column in columns]
+
+    @cached_property
+    def _lines(self) -> list[int]:
+        return [line for line, _ in self._rows()]
+
+    def _rows(self) -> Iterator[tuple[int, list[str]]]:
+        """Yield line number and cells of each row."""
+        text = io.TextIOWrapper(io.BytesIO(self._data), "utf-8", newline="")
+        if self._suffix == ".jsonl":
+            yield from self._json_rows(text)
+            return
+        if self._suffix == ".txt":
+            yield from ((number, cells) for number, line in enumerate(text, 1) if (cells := line.rsplit(maxsplit=1)))
+            return
+        reader = csv.reader(text, delimiter=self._delimiter, strict=True, skipinitialspace=True)
+        first = self._skipped_lines + 1
+        try:
+            for cells in reader:
+                first = self._skipped_lines + reader.line_num + 1
+                stripped = [cell.strip() for cell in cells]
+                if any(stripped):
+                    yield first - 1, stripped
+        except csv.Error as error:
+            what = "a quotation mark is not closed" if "end of data" in str(error) else error
+            raise InputError(f"{self.path}: line {first}: is not valid CSV: {what}") from None
+
+    def _json_rows(self, text: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+        tables: list[tuple[int, dict[str, Any]]] = []
+        for number, line in enumerate(text, start=1):
+            if not line.strip():
+                continue
+            try:
+                table = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{self.path}: line {number}: is not valid JSON: {error}") from None
+            if not isinstance(table, dict):
+                need = 'is not a JSON object, such as {"file_name": ..., "label": ...}'
+                raise InputError(f"{self.path}: line {number}: {need}")
+            tables.append((number, table))
+        keys = list(dict.fromkeys(key for _, table in tables for key in table))
+        if keys:
+            yield 0, keys
+        for number, table in tables:
+            yield number, [_cell(table.get(key)).strip() for key in keys]
+
+    def _sniff(self) -> str:
+        """Find the delimiter that most of the first lines have; a bar, which also separates labels, if all have it."""
+        lines = [line for line in self._data[:_SNIFFED_BYTES].decode(errors="ignore").splitlines() if line.strip()]
+        lines = lines[:_SNIFFED_LINES] or [""]
+        found = max(_DELIMITERS[:3], key=lambda mark: (sum(mark in line for line in lines), lines[0].count(mark)))
+        return "|" if all("|" in line and found not in line for line in lines) else found
+
+
+def _cell(value: object) -> str:
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+# Columns
+
+
+class _NoLabels(InputError):
+    """A list without a column of classes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Columns:
+    """The numbers of the columns, the names of those of labels, and the split that true means in a column of flags."""
+
+    file: int
+    labels: tuple[int, ...]
+    label_names: tuple[str, ...]
+    split: int | None
+    flag: str
+    group: int | None
+
+
+def _columns(text: _TextFile, locator: "Locator", split: str, options: ReadOptions) -> tuple[_Columns, bool]:
+    """Find which column is which (as the options name them, else by the header, else by content); is there a header?"""
+    # Messages about columns are of one line.
+    first = [" ".join(cell.splitlines()) for cell in text.head[0]] if text.head else []
+    has_header = not any(is_image_name(cell) or (cell and locator.find(cell, split)) for cell in first)
+    header, body = first if has_header else [], [*text.head[has_header:], []][0]
+    path, width = text.path, len(first)
+    if width < 2:
+        raise _NoLabels(f"{path}: line 1 has one column; rows of file,label are expected")
+
+    def given(key: str) -> tuple[int, ...]:
+        value: str = getattr(options, key)
+        names = [value] if value in header else [name.strip() for name in value.split(",") if name.strip()]
+        for name in names:
+            if name not in header:
+                columns = f"its columns are {', '.join(header)}" if header else "it has no header"
+                raise InputError(f"{path}: has no column {name!r}, which data.{key} names; {columns}")
+        return tuple(map(header.index, names))
+
+    keys = ["".join(words_of(name)) for name in header]
+
+    def named(wanted: Sequence[str]) -> int | None:
+        return next((keys.index(name) for name in wanted if name in keys), None)
+
+    split_column = named((*_SPLIT_COLUMNS, *_FLAG_COLUMNS))
+    if not header and width == 3:
+        split_column = next((i for i, cell in enumerate(first) if not is_image_name(cell) and split_of(cell)), None)
+    labels, group = given("label_column"), next(iter(given("group_column")), None)
+    file = next(iter(given("file_column")), named(_FILE_COLUMNS))
+    if file is None:
+        file = next((i for i, cell in enumerate(body) if is_image_name(cell)), 0)
+    left = tuple(i for i in range(width) if i not in (file, split_column, group))
+    if not labels and (found := named(_LABEL_COLUMNS)) is not None:
+        labels = (found,)
+    if not labels:
+        labels = tuple(i for i in left if header and _NUMBERED_LABEL.fullmatch(keys[i]))
+    if not labels and (len(left) == 1 or (header and all(body[i] in _ZERO_OR_ONE for i in left if i < len(body)))):
+        labels = left
+    if not labels:
+        names = f"the columns {', '.join(header)}" if header else f"{width} columns and no header"
+        raise (_NoLabels if header else InputError)(
+            f"{path}: has {names}; name the columns of files and classes 'file' and 'label', or give "
+            "--set data.file_column=NAME and --set data.label_column=NAME"
+        )
+    used = [header[i] for i in (file, *labels, split_column, group) if header and i is not None]
+    if twice := next((name for name in used if header.count(name) > 1), None):
+        raise InputError(f"{path}: line 1: has several columns {twice!r}; rename all but one")
+    columns = _Columns(
+        file=file,
+        labels=labels,
+        label_names=tuple(repr(header[label]) if header else str(label + 1) for label in labels),
+        split=split_column,
+        flag=_FLAG_COLUMNS.get(keys[split_column], "") if split_column is not None and header else "",
+        group=group,
+    )
+    return columns, has_header
+
+
+# Files
+
+
+class Locator:
+    """Finds the image files that rows name, with or without suffix, and in upper or lower case if only one fits.
+
+    Paths are relative to `data.images`, the folder of the list, or the folders in it that are named after the split
+    (Kaggle's train.csv beside train_images/) or `images`. Each folder is listed once.
+
+    Attributes:
+        folders: those in which files were found.
+        outside: whether the file that was last searched exists, but leads out of these folders.
+    """
+
+    def __init__(self, folder: Path, options: ReadOptions) -> None:
+        self._folder, self._images = folder, None
+        if options.images:
+            inside = folder if not isinstance(folder, Path) else Path()  # a folder in an archive
+            self._images = inside / os.path.expanduser(options.images)  # noqa: PTH111 - Path drops a leading "./"
+            if not self._images.is_dir():
+                raise InputError(f"data.images = {options.images!r}: there is no such folder")
+        self._bases, self._listings = cache(self._bases), cache(self._listings)
+        self._known: dict[Path, _Listing] = {}
+        self.folders: list[Path] = []
+        self.outside = False
+
+    def find(self, name: str, split: str) -> tuple[int, str] | None:
+        """Find the file that a cell names: the number of its folder, and its name there."""
+        parent, slash, last = name.rpartition("/")
+        self.outside = False
+        for listing in self._listings(parent or slash, split):
+            file = last if last in listing.files else listing.find_alike(last)
+            if file is None:
+                continue
+            if listing.is_inside and not (listing.files[file] and not self._is_inside(listing.folder / file, split)):
+                return listing.number, file
+            self.outside = True
+        return None
+
+    def _bases(self, split: str) -> list[Path]:
+        if self._images:
+            return [self._images, self._folder]
+        named = [e for e in visible(self._folder) if split_of(e.name) == split or e.name.lower() in _IMAGE_FOLDERS]
+        return [self._folder, *(entry.path for entry in named if entry.is_dir())]
+
+    def _listings(self, parent: str, split: str) -> list["_Listing"]:
+        found = []
+        for base in self._bases(split):
+            folder = base / parent
+            if folder not in self._known:
+                self._known[folder] = _Listing(folder, len(self.folders), self._is_inside(folder, split))
+                self.folders.append(folder)
+            found.append(self._known[folder])
+        return [listing for listing in found if listing.files]
+
+    def _is_inside(self, path: Path, split: str) -> bool:
+        return any(path.resolve().is_relative_to(base.resolve()) for base in self._bases(split))
+
+
+class _Listing:
+    """The files of a folder, and whether each is a link."""
+
+    def __init__(self, folder: Path, number: int, is_inside: bool) -> None:
+        self.folder, self.number, self.is_inside = folder, number, is_inside
+        self.files: dict[str, bool] = {}
+        with suppress(InputError, ValueError):
+            self.files = list_files(folder)
+
+    def find_alike(self, name: str) -> str | None:
+        """Find the only file that has this name and a suffix, or this name but for case and composition of accents."""
+        named = [name + suffix for suffix in self._suffixes if name + suffix in self.files]
+        named = named or self._by_plain_name.get(_plain(name), [])
+        return named[0] if len(named) == 1 else None
+
+    @cached_property
+    def _suffixes(self) -> list[str]:
+        return without_arrays(list({name[name.rindex(".") :] for name in self.files if is_image_name(name)}))
+
+    @cached_property
+    def _by_plain_name(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name in self.files:
+            found.setdefault(_plain(name), []).append(name)
+        return found
+
+
+def _plain(name: str) -> str:
+    """Remove differences that Windows and macOS ignore: case, and how accents are composed."""
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+# Reading
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """The rows of one split.
+
+    Attributes:
+        text, rows: the file, and the numbers of the rows in it.
+        files, keys: the image files, and a number that is the same for the same file.
+        labels, groups: Arrow arrays of the cells; groups are None without a column of groups.
+    """
+
+    text: _TextFile
+    rows: np.ndarray
+    files: EncodedList
+    keys: np.ndarray
+    labels: list[Any]
+    groups: Any
+
+    def place(self, index: int) -> str:
+        return self.text.place(int(self.rows[index]))
+
+
+def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None, options: ReadOptions) -> Source:
+    """Read split -> list; one list without a split in its name may have a column of splits."""
+    parts: dict[str, _Part] = {}
+    notes: list[str] = []
+    names: tuple[str, ...] = ()
+    missing: list[str] = []
+    outside: list[str] = []
+    for name, file in files.items():
+        text, locator = _TextFile(file), Locator(file.parent, options)
+        if not text.head:
+            raise InputError(f"{file}: lists no images; write rows of file,label")
+        try:
+            columns, has_header = _columns(text, locator, name or split_within(file.stem) or "train", options)
+        except _NoLabels as error:
+            if name in ("", "train"):
+                raise
+            notes.append(f"there is no {name} split: {error}")
+            continue
+        if names and columns.label_names != names:
+            found = ", ".join(columns.label_names)
+            raise InputError(f"{file}: the columns of labels are {found}, elsewhere {', '.join(names)}")
+        names = columns.label_names
+        cells = text.columns()
+        rows = np.arange(int(has_header), len(cells[0]))
+        if not len(rows):
+            raise InputError(f"{file}: lists no images; write rows of file,label")
+        for split, own in ({name: rows} if name else _split_rows(text, cells, rows, columns)).items():
+            taken = [column.take(pa.array(own)) for column in cells]
+            listed, keys = _find_files(text, own, taken[columns.file], locator, split, missing, outside)
+            groups = None if columns.group is None else taken[columns.group]
+            labels = [taken[column] for column in columns.labels]
+            parts[split] = _Part(text=text, rows=own, files=listed, keys=keys, labels=labels, groups=groups)
+    _refuse_unfound(missing, outside, next(iter(files.values())).parent, options)
+    parts = in_order(parts, path)
+    every = list(parts.values())
+    labels, are_flags = _labels_of(every)
+    return assemble(
+        kind,
+        path,
+        {split: (part.files, own) for (split, part), own in zip(parts.items(), labels, strict=True)},
+        names=tuple(name.strip("'") for name in names) if are_flags else None,
+        class_list=class_list,
+        notes=(*notes, *_about_repeated(every)),
+        locate=lambda split, i: parts[split].place(i),
+        subject=f"{every[0].text.path}: column {', '.join(names)}",
+        task=options.task if len(names) == 1 or are_flags else "multi-label",
+        groups=_groups_of(every) if options.group_column else None,
+    )
+
+
+def _split_rows(text: _TextFile, cells: list[Any], rows: np.ndarray, columns: _Columns) -> dict[str, np.ndarray]:
+    """Divide rows by the column of splits."""
+    if columns.split is None:
+        return {"train": rows}
+    encoded = cells[columns.split].take(pa.array(rows)).dictionary_encode()
+    codes, splits = encoded.indices.to_numpy(), []
+    for code, cell in enumerate(encoded.dictionary.to_pylist()):
+        is_flagged = _FLAGS.get(cell.lower()) if columns.flag else None
+        split = (columns.flag if is_flagged else "train") if is_flagged is not None else split_of(cell)
+        if split is None:
+            need = "true or false" if columns.flag else "train, valid or test"
+            place = text.place(int(rows[np.argmax(codes == code)]))
+            raise InputError(f"{place}: unknown split {cell!r}; write {need}")
+        splits.append(split)
+    split_of_row = np.array(splits)[codes]
+    return {split: rows[split_of_row == split] for split in dict.fromkeys(splits)}
+
+
+def _find_files(
+    text: _TextFile, rows: np.ndarray, cells: Any, locator: Locator, split: str, missing: list[str], outside: list[str]
+) -> tuple[EncodedList, np.ndarray]:
+    """Find the files that rows name, and a number that is the same for the same file."""
+    numbers, names = [], []
+    # Lists written on Windows have backslashes.
+    for row, cell in enumerate(pc.replace_substring(cells, "\\", "/").to_numpy(zero_copy_only=False)):
+        if found := locator.find(cell, split):
+            numbers.append(found[0])
+            names.append(found[1])
+        else:
+            place = f"{text.place(int(rows[row]))}: {cell or '(empty)'}"
+            (outside if locator.outside else missing).append(place)
+    folders = list(map(str, locator.folders))
+    keys = np.fromiter((hash((folders[n], name)) for n, name in zip(numbers, names, strict=True)), np.int64)
+    if all(isinstance(folder, Path) for folder in locator.folders):
+        return EncodedList.of_paths(folders, np.array(numbers, np.int64), names), keys
+    return EncodedList(locator.folders[n] / name for n, name in zip(numbers, names, strict=True)), keys
+
+
+def _refuse_unfound(missing: list[str], outside: list[str], folder: Path, options: ReadOptions) -> None:
+    if outside:
+        raise InputError(
+            f"paths that lead out of {folder}, {len(outside):,}: {first_few(outside)}; name a folder that holds all "
+            "the images: --set data.images=DIR"
+        )
+    if missing:
+        where = f"{options.images} and {folder}" if options.images else folder
+        raise InputError(
+            f"missing files, {len(missing):,} (paths are relative to {where}; --set data.images=DIR names another "
+            f"folder): {first_few(missing)}"
+        )
+
+
+def _labels_of(parts: list[_Part]) -> tuple[list[Any], bool]:
+    """Read the labels of each part, and whether they are 0 and 1 in columns that are named after classes.
+
+    Several columns with the name of a class each become one text.
+    """
+    if len(parts[0].labels) == 1:
+        encoded = [part.labels[0].dictionary_encode() for part in parts]
+        texts = {text for column in encoded for text in column.dictionary.to_pylist()}
+        are_rows, length = all(map(_ROW_OF_FLAGS.fullmatch, texts)), max(map(len, texts))
+        for part, column in zip(parts, encoded, strict=True) if are_rows else ():
+            is_short = [len(text) < length for text in column.dictionary.to_pylist()]
+            if short := np.flatnonzero(np.array(is_short)[column.indices.to_numpy()]).tolist():
+                lines = first_few([f"{part.place(i)}: {part.labels[0][i]}" for i in short])
+                raise InputError(f"{lines}; elsewhere there are {length // 2 + 1} numbers of 0 and 1")
+        read = (lambda text: list(map(int, text[::2]))) if are_rows else _list_in
+        values = [list(map(read, column.dictionary.to_pylist())) for column in encoded]
+        return [DistinctLabels(v, c.indices.to_numpy()) for v, c in zip(values, encoded, strict=True)], False
+    cells = {text for part in parts for column in part.labels for text in column.unique().to_pylist()}
+    known = {text: flag for text, flag in _ZERO_OR_ONE.items() if text not in _MINUS_ONES or cells.isdisjoint(_ZEROS)}
+    flags = [_flags(part, known) for part in parts]
+    wrong = [(part, *place) for part, own in zip(parts, flags, strict=True) for place in np.argwhere(own < 0).tolist()]
+    if not wrong:
+        return flags, True
+    if len(wrong) < sum(map(len, flags)):  # nearly all are
+        found = ((part.place(i), part.labels[column][i].as_py()) for part, i, column in wrong)
+        lines = first_few([f"{place}: {cell or '(empty)'} in a column of 0 and 1" for place, cell in found])
+        raise InputError(f"{lines}; write 0 or 1")
+    joined = [pc.binary_join_element_wise(*part.labels, LINE).dictionary_encode() for part in parts]
+    texts = [[LINE.join(filter(None, text.split(LINE))) for text in column.dictionary.to_pylist()] for column in joined]
+    return [DistinctLabels(t, column.indices.to_numpy()) for t, column in zip(texts, joined, strict=True)], False
+
+
+def _flags(part: _Part, known: dict[str, int]) -> np.ndarray:
+    """Read columns of 0 and 1, int8 [rows, columns]; other cells are -1."""
+    columns = []
+    for column in part.labels:
+        encoded = column.dictionary_encode()
+        flags = np.array([known.get(text, -1) for text in encoded.dictionary.to_pylist()], np.int8)
+        columns.append(flags[encoded.indices.to_numpy()])
+    return np.stack(columns, axis=1)
+
+
+def _list_in(cell: str) -> Any:
+    """Read the list in a cell, in JSON or as Python prints it; other cells are text."""
+    if cell[:1] == "[" and cell[-1:] == "]":
+        for text in (cell, cell.replace("'", '"')):
+            with suppress(ValueError, RecursionError):
+                return json.loads(text)
+    return cell
+
+
+def _about_repeated(parts: list[_Part]) -> list[str]:
+    """Note rows that name the image of an earlier row."""
+    keys = np.concatenate([part.keys for part in parts])
+    if len(np.unique(keys)) == len(keys):
+        return []
+    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+    again = np.flatnonzero(first[which] < np.arange(len(which)))
+    has_other_label = np.zeros(len(again), bool)
+    for columns in zip(*(part.labels for part in parts), strict=True):
+        codes = pa.concat_arrays(columns).dictionary_encode().indices.to_numpy()
+        has_other_label |= codes[again] != codes[first[which[again]]]
+    starts = np.cumsum([0, *(len(part.keys) for part in parts)])
+    number = int(np.searchsorted(starts, again[0], "right")) - 1
+    advice = "; several labels of an image belong in one cell, such as cat|dog" if has_other_label.any() else ""
+    return [
+        f"rows that name the image of an earlier row: {len(again):,} (such as "
+        f"{parts[number].place(int(again[0] - starts[number]))}), {has_other_label.sum():,} of them with another "
+        f"label{advice}"
+    ]
+
+
+def _groups_of(parts: list[_Part]) -> list[str]:
+    groups = [part.groups.to_pylist() for part in parts]
+    pairs = ((part, i) for part, own in zip(parts, groups, strict=True) for i, group in enumerate(own) if not group)
+    if lines := [f"{part.place(i)}: the group is empty" for part, i in pairs]:
+        raise InputError(first_few(lines))
+    return [group for own in groups for group in own]
+
+
+PADDLE = Format(
+    PADDLE_KIND,
+    "the folder or a list",
+    "`train_list.txt`, `val_list.txt`, `test_list.txt`, or without `_list`: lines of image file, space, class",
+    recognise_paddle,
+)
+CSV = Format(
+    KIND,
+    "the file or its folder",
+    "`.csv`, `.tsv` or `.jsonl` with rows of image file and labels; Hugging Face's `metadata.csv` and `metadata.jsonl`",
+    recognise,
+)
