@@ -1,14 +1,12 @@
 """Parquet files, and the tables of Hugging Face."""
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flatout.data import parquet_metadata
 from flatout.errors import InputError
 from tests.data.small_sets import png, read, table
 
@@ -91,10 +89,10 @@ def test_small_tables_that_expand_are_refused(tmp_path: Path, monkeypatch: pytes
         return tmp_path / name
 
     monkeypatch.setattr("flatout.data.members._EXPANSION_SLACK_BYTES", 1 << 16)
-    with pytest.raises(InputError, match=r"pages\.parquet: row group 0: expands from [\d,]+ to 2,\d{3},\d{3} bytes"):
+    with pytest.raises(InputError, match=r"pages\.parquet: expands from [\d,]+ to 2,\d{3},\d{3} bytes"):
         read(written("pages.parquet", [bytes(1 << 20), bytes(1 << 20) + b"1"], "cat"))
     monkeypatch.undo()
-    monkeypatch.setattr("flatout.data.parquet_metadata._FEW_ROWS", 1000)
+    monkeypatch.setattr("flatout.data.formats.datasets._FEW_ROWS", 1000)
     with pytest.raises(InputError, match=r"rows\.parquet: has 20,000 rows in [\d,]+ bytes"):
         read(written("rows.parquet", [b"x"] * 20_000, "cat"))
     with pytest.raises(InputError, match=r"label\.parquet: row 0: the label 'xxx.* has 100,000 characters"):
@@ -111,20 +109,6 @@ def test_names_of_columns_that_are_damaged(name: bytes, damaged: bytes, tmp_path
     file.write_bytes((start if name == b"path" else start.replace(name, damaged)) + end.replace(name, damaged))
     with pytest.raises(InputError, match=r"a\.parquet: is damaged or cannot be read"):
         read(file)
-
-
-def test_threads_of_pyarrow_call_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """One that does so at the end of the process aborts it."""
-    threads = []
-    original = parquet_metadata._Unreadable.read
-
-    def reads(self: parquet_metadata._Unreadable, size: int | None = -1) -> bytes:
-        threads.append(threading.get_ident())
-        return original(self, size)
-
-    monkeypatch.setattr(parquet_metadata._Unreadable, "read", reads)
-    read(table(tmp_path / "a.parquet", image=[png(0), png(1)], label=[0, 1]))
-    assert set(threads) == {threading.get_ident()}
 
 
 def test_each_byte_of_the_metadata_may_be_damaged(tmp_path: Path):
@@ -163,7 +147,7 @@ def test_row_groups_in_memory_are_few(limit: int | None, tmp_path: Path, monkeyp
     import pyarrow.parquet
 
     if limit is not None:
-        monkeypatch.setattr("flatout.data.formats.datasets._KEPT_BYTES", limit)
+        monkeypatch.setattr("flatout.data.formats.datasets._GROUP_BYTES", limit)
     images = [png(i) for i in range(20)]
     for i in range(2):
         half = images[10 * i : 10 * i + 10]
@@ -183,5 +167,3 @@ def test_row_groups_in_memory_are_few(limit: int | None, tmp_path: Path, monkeyp
     order = np.random.default_rng(0).permutation(20)
     assert [source.files[i].read_bytes() for i in order] == [images[i] for i in order]
     assert (len(reads) == 10) == (limit is None)
-    (kept,) = {id(file.table._kept): file.table._kept for file in source.files}.values()  # pyright: ignore[reportAttributeAccessIssue]
-    assert len(kept._groups) == (10 if limit is None else 2)

@@ -10,6 +10,7 @@ Labels are interpreted as their distinct values, which are few. Shape letters: N
 """
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +58,9 @@ class DistinctLabels:
 
     def __len__(self) -> int:
         return len(self.codes)
+
+    def __getitem__(self, images: slice) -> "DistinctLabels":
+        return DistinctLabels(self.values, self.codes[images])
 
 
 def count_classes(labels: np.ndarray, classes: int) -> np.ndarray:
@@ -227,11 +231,11 @@ def _distinct(labels: Any, where: str, locate: Locate) -> Any:
     if array.ndim == 2:
         return array.astype(np.uint8)[codes]
     if array.dtype.kind == "U":
-        try:
-            "".join(array.tolist()).encode()
-        except (ValueError, SystemError):  # NumPy takes any 32 bits for a character
+        # NumPy takes any 32 bits for a character, also surrogates and what Python cannot hold.
+        characters = np.frombuffer(array.astype(array.dtype.newbyteorder("=")).tobytes(), np.uint32)
+        if ((characters > sys.maxunicode) | (characters >> 11 == 0xD800 >> 11)).any():
             fix = "save them again, as UTF-8 or numbers"
-            raise InputError(f"{where}: the labels have characters that do not exist; {fix}") from None
+            raise InputError(f"{where}: the labels have characters that do not exist; {fix}")
     else:
         _refuse(DistinctLabels(array, codes), ~np.isfinite(array), locate, "not a finite number:")
         whole = array.astype(np.int64)
@@ -316,7 +320,7 @@ def _find_task(labels: Any, names: tuple[str, ...] | None, subject: str) -> str:
     if mark and not are_spread:
         what = f"has several labels in one, or names with {mark!r} in them"
         texts = [text for text in texts if mark in text]
-    elif are_spread or (are_many and are_mostly_different):
+    elif are_spread or (are_mostly_different and (are_many or _are_decimals_with_commas(texts))):
         what = f"holds {len(texts):,} different labels for {count:,} images"
     else:
         return "single-label"
@@ -324,6 +328,10 @@ def _find_task(labels: Any, names: tuple[str, ...] | None, subject: str) -> str:
         f"{subject}: {what}, such as {', '.join(map(repr, texts[:3]))}; --set task=single-label, multi-label or "
         "regression decides, or a file that lists the classes, one per line: --set data.classes=FILE"
     )
+
+
+def _are_decimals_with_commas(texts: list[str]) -> bool:
+    return all(_DECIMAL.fullmatch(text.replace(",", ".")) for text in texts) and any("," in text for text in texts)
 
 
 def _find_separator(texts: list[str]) -> tuple[str, bool]:
@@ -407,7 +415,7 @@ def _index(
         positions = {name: i for i, name in enumerate(names or ())}
         is_unknown = [text not in positions for text in texts]
         if not any(is_unknown) or not all(numbers):
-            refuse(values == "", what="empty label")
+            refuse(values == "", what="")
             if names is not None:
                 refuse(is_unknown, what="label not in the class list:")
                 return names, np.array([positions[text] for text in texts]), ()
@@ -437,5 +445,6 @@ def _refuse(labels: DistinctLabels, is_wrong: Any, locate: Locate, what: str, fi
     """Raise InputError if distinct labels are wrong, bool [D]; the first images are listed."""
     images = np.flatnonzero(np.asarray(is_wrong, bool)[labels.codes]).tolist()
     if images:
-        found = dict.fromkeys(f"{locate(i)}: {what} {labels.values[labels.codes[i]]}".rstrip() for i in images)
+        pairs = ((locate(i), str(labels.values[labels.codes[i]])) for i in images)
+        found = dict.fromkeys(f"{place}: {f'{what} {label}' if label else 'empty label'}" for place, label in pairs)
         raise InputError(f"{first_few(found)}; {fix}" if fix else first_few(found))

@@ -83,8 +83,17 @@ def visible(folder: Path) -> Sequence[Entry | Member]:
 
 
 def list_files(folder: Path) -> dict[str, bool]:
-    """List the visible files of a folder in any order, and whether each is a link; there may be millions."""
-    return {entry.name: entry.is_symlink() for entry in _entries(folder) if entry.is_file()}
+    """List the files of a folder in any order, and whether each is a link; empty if it cannot be read."""
+    if isinstance(folder, Member):
+        return {entry.name: False for entry in _entries(folder) if entry.is_file()}
+    files: dict[str, bool] = {}
+    with suppress(OSError, ValueError), os.scandir(folder) as entries:
+        for entry in entries:  # there may be millions
+            if entry.is_file(follow_symlinks=False):
+                files[entry.name] = False
+            elif entry.is_symlink() and Path(entry.path).is_file():
+                files[entry.name] = True
+    return files
 
 
 def _entries(folder: Path) -> Iterator[Entry | Member]:

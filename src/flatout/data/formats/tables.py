@@ -11,11 +11,12 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,6 @@ _FLAGS = {**dict.fromkeys(("true", "1", "1.0", "yes"), True), **dict.fromkeys(("
 _ZEROS = ("0", "0.0", "false", "False", "FALSE")
 _MINUS_ONES = ("-1", "-1.0")  # instead of 0, as in CelebA
 _ONES = ("1", "1.0", "true", "True", "TRUE")
-_ZERO_OR_ONE = {**dict.fromkeys((*_ZEROS, *_MINUS_ONES), 0), **dict.fromkeys(_ONES, 1)}
 # PaddleClas has 0,1,0 in one cell for several labels.
 _ROW_OF_FLAGS = re.compile(r"[01](,[01])+")
 
@@ -147,11 +147,11 @@ def _has_classes(path: Path, class_list: Path | None, options: ReadOptions) -> b
 
 def _names_images(path: Path, options: ReadOptions) -> bool:
     """Tell whether the first row of a CSV file names an image that exists."""
-    text, locator = _TextFile(path), Locator(path.parent, options)
+    text, locator = _TextFile(path), _Locator(path.parent, options)
     with suppress(InputError):
-        columns, has_header = _columns(text, locator, "train", options)
+        columns, has_header = _find_columns(text, locator, "train", options)
         body = text.head[has_header:]
-        return bool(body) and locator.find(body[0][columns.file].replace("\\", "/"), "train") is not None
+        return bool(body) and locator.find(body[0][columns.file].replace("\\", "/"), "train")[0] is not None
     return False
 
 
@@ -305,11 +305,11 @@ class _Columns:
     group: int | None
 
 
-def _columns(text: _TextFile, locator: "Locator", split: str, options: ReadOptions) -> tuple[_Columns, bool]:
+def _find_columns(text: _TextFile, locator: "_Locator", split: str, options: ReadOptions) -> tuple[_Columns, bool]:
     """Find which column is which (as the options name them, else by the header, else by content); is there a header?"""
     # Messages about columns are of one line.
     first = [" ".join(cell.splitlines()) for cell in text.head[0]] if text.head else []
-    has_header = not any(is_image_name(cell) or (cell and locator.find(cell, split)) for cell in first)
+    has_header = not any(is_image_name(cell) or (cell and locator.find(cell, split)[0]) for cell in first)
     header, body = first if has_header else [], [*text.head[has_header:], []][0]
     path, width = text.path, len(first)
     if width < 2:
@@ -317,7 +317,7 @@ def _columns(text: _TextFile, locator: "Locator", split: str, options: ReadOptio
 
     def given(key: str) -> tuple[int, ...]:
         value: str = getattr(options, key)
-        names = [value] if value in header else [name.strip() for name in value.split(",") if name.strip()]
+        names = [value] if value and value in header else [name.strip() for name in value.split(",") if name.strip()]
         for name in names:
             if name not in header:
                 columns = f"its columns are {', '.join(header)}" if header else "it has no header"
@@ -341,7 +341,9 @@ def _columns(text: _TextFile, locator: "Locator", split: str, options: ReadOptio
         labels = (found,)
     if not labels:
         labels = tuple(i for i in left if header and _NUMBERED_LABEL.fullmatch(keys[i]))
-    if not labels and (len(left) == 1 or (header and all(body[i] in _ZERO_OR_ONE for i in left if i < len(body)))):
+    if not labels and (
+        len(left) == 1 or (header and all(body[i] in (*_ZEROS, *_MINUS_ONES, *_ONES) for i in left if i < len(body)))
+    ):
         labels = left
     if not labels:
         names = f"the columns {', '.join(header)}" if header else f"{width} columns and no header"
@@ -366,7 +368,7 @@ def _columns(text: _TextFile, locator: "Locator", split: str, options: ReadOptio
 # Files
 
 
-class Locator:
+class _Locator:
     """Finds the image files that rows name, with or without suffix, and in upper or lower case if only one fits.
 
     Paths are relative to `data.images`, the folder of the list, or the folders in it that are named after the split
@@ -374,7 +376,7 @@ class Locator:
 
     Attributes:
         folders: those in which files were found.
-        outside: whether the file that was last searched exists, but leads out of these folders.
+        missing, outside: places of rows whose files were not found, or lead out of these folders.
     """
 
     def __init__(self, folder: Path, options: ReadOptions) -> None:
@@ -387,20 +389,50 @@ class Locator:
         self._bases, self._listings = cache(self._bases), cache(self._listings)
         self._known: dict[Path, _Listing] = {}
         self.folders: list[Path] = []
-        self.outside = False
+        self.missing: list[str] = []
+        self.outside: list[str] = []
 
-    def find(self, name: str, split: str) -> tuple[int, str] | None:
-        """Find the file that a cell names: the number of its folder, and its name there."""
-        parent, slash, last = name.rpartition("/")
-        self.outside = False
+    def find_all(self, cells: Any, split: str, place: Callable[[int], str]) -> tuple[np.ndarray, list[str]]:
+        """Find the files that an Arrow array names: the number of the folder of each, int64 [N], and its name there."""
+        numbers, names = [], []
+        # Lists written on Windows have backslashes.
+        for i, cell in enumerate(pc.replace_substring(cells, "\\", "/").to_numpy(zero_copy_only=False)):
+            listing, name = self.find(cell, split)
+            if listing is None:
+                (self.outside if name else self.missing).append(f"{place(i)}: {cell or '(empty)'}")
+            else:
+                numbers.append(listing.number)
+                names.append(name)
+        return np.array(numbers, np.int64), names
+
+    def find(self, cell: str, split: str) -> tuple["_Listing | None", str]:
+        """Find the folder of a file and its name there; no folder where it leads out, and no name if it is missing."""
+        parent, slash, last = cell.rpartition("/")
+        found = ""
         for listing in self._listings(parent or slash, split):
-            file = last if last in listing.files else listing.find_alike(last)
-            if file is None:
-                continue
-            if listing.is_inside and not (listing.files[file] and not self._is_inside(listing.folder / file, split)):
-                return listing.number, file
-            self.outside = True
-        return None
+            name = last if last in listing.files else listing.find_alike(last)
+            if (
+                name
+                and listing.is_inside
+                and (not listing.files[name] or self._is_inside(listing.folder / name, split))
+            ):
+                return listing, name
+            found = found or name
+        return None, found
+
+    def refuse_unfound(self, options: ReadOptions) -> None:
+        """Raise InputError if files are missing or lie outside the folders; ten are listed."""
+        if self.outside:
+            raise InputError(
+                f"paths that lead out of {self._folder}, {len(self.outside):,}: {first_few(self.outside)}; name a "
+                "folder that holds all the images: --set data.images=DIR"
+            )
+        if self.missing:
+            where = f"{options.images} and {self._folder}" if options.images else self._folder
+            raise InputError(
+                f"missing files, {len(self.missing):,} (paths are relative to {where}; --set data.images=DIR names "
+                f"another folder): {first_few(self.missing)}"
+            )
 
     def _bases(self, split: str) -> list[Path]:
         if self._images:
@@ -427,15 +459,13 @@ class _Listing:
 
     def __init__(self, folder: Path, number: int, is_inside: bool) -> None:
         self.folder, self.number, self.is_inside = folder, number, is_inside
-        self.files: dict[str, bool] = {}
-        with suppress(InputError, ValueError):
-            self.files = list_files(folder)
+        self.files = list_files(folder)
 
-    def find_alike(self, name: str) -> str | None:
+    def find_alike(self, name: str) -> str:
         """Find the only file that has this name and a suffix, or this name but for case and composition of accents."""
         named = [name + suffix for suffix in self._suffixes if name + suffix in self.files]
         named = named or self._by_plain_name.get(_plain(name), [])
-        return named[0] if len(named) == 1 else None
+        return named[0] if len(named) == 1 else ""
 
     @cached_property
     def _suffixes(self) -> list[str]:
@@ -464,7 +494,7 @@ class _Part:
     Attributes:
         text, rows: the file, and the numbers of the rows in it.
         files, keys: the image files, and a number that is the same for the same file.
-        labels, groups: Arrow arrays of the cells; groups are None without a column of groups.
+        labels, groups: Arrow arrays of the cells, one for each column.
     """
 
     text: _TextFile
@@ -472,10 +502,7 @@ class _Part:
     files: EncodedList
     keys: np.ndarray
     labels: list[Any]
-    groups: Any
-
-    def place(self, index: int) -> str:
-        return self.text.place(int(self.rows[index]))
+    groups: list[Any]
 
 
 def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None, options: ReadOptions) -> Source:
@@ -483,14 +510,13 @@ def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None
     parts: dict[str, _Part] = {}
     notes: list[str] = []
     names: tuple[str, ...] = ()
-    missing: list[str] = []
-    outside: list[str] = []
+    subject = ""
     for name, file in files.items():
-        text, locator = _TextFile(file), Locator(file.parent, options)
+        text, locator = _TextFile(file), _Locator(file.parent, options)
         if not text.head:
             raise InputError(f"{file}: lists no images; write rows of file,label")
         try:
-            columns, has_header = _columns(text, locator, name or split_within(file.stem) or "train", options)
+            columns, has_header = _find_columns(text, locator, name or split_within(file.stem) or "train", options)
         except _NoLabels as error:
             if name in ("", "train"):
                 raise
@@ -499,32 +525,39 @@ def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None
         if names and columns.label_names != names:
             found = ", ".join(columns.label_names)
             raise InputError(f"{file}: the columns of labels are {found}, elsewhere {', '.join(names)}")
-        names = columns.label_names
+        names, subject = columns.label_names, subject or f"{file}: column {', '.join(columns.label_names)}"
         cells = text.columns()
         rows = np.arange(int(has_header), len(cells[0]))
         if not len(rows):
             raise InputError(f"{file}: lists no images; write rows of file,label")
         for split, own in ({name: rows} if name else _split_rows(text, cells, rows, columns)).items():
-            taken = [column.take(pa.array(own)) for column in cells]
-            listed, keys = _find_files(text, own, taken[columns.file], locator, split, missing, outside)
-            groups = None if columns.group is None else taken[columns.group]
-            labels = [taken[column] for column in columns.labels]
-            parts[split] = _Part(text=text, rows=own, files=listed, keys=keys, labels=labels, groups=groups)
-    _refuse_unfound(missing, outside, next(iter(files.values())).parent, options)
+            parts[split] = _read_part(
+                text, own, [column.take(pa.array(own)) for column in cells], columns, locator, split
+            )
+        locator.refuse_unfound(options)
     parts = in_order(parts, path)
-    every = list(parts.values())
-    labels, are_flags = _labels_of(every)
+    every, starts = list(parts.values()), np.cumsum([0, *(len(part.rows) for part in parts.values())]).tolist()
+
+    def place(i: int) -> str:
+        number = bisect_right(starts, i) - 1
+        return every[number].text.place(int(every[number].rows[i - starts[number]]))
+
+    spans = {split: slice(*span) for split, span in zip(parts, pairwise(starts), strict=True)}
+    label_columns = [pa.concat_arrays(columns) for columns in zip(*(part.labels for part in every), strict=True)]
+    labels = _read_labels(label_columns, place)
+    are_flags = isinstance(labels, np.ndarray)
+    repeated = _about_repeated(np.concatenate([part.keys for part in every]), label_columns, place)
     return assemble(
         kind,
         path,
-        {split: (part.files, own) for (split, part), own in zip(parts.items(), labels, strict=True)},
+        {split: (part.files, labels[spans[split]]) for split, part in parts.items()},
         names=tuple(name.strip("'") for name in names) if are_flags else None,
         class_list=class_list,
-        notes=(*notes, *_about_repeated(every)),
-        locate=lambda split, i: parts[split].place(i),
-        subject=f"{every[0].text.path}: column {', '.join(names)}",
+        notes=(*notes, *repeated),
+        locate=lambda split, i: place(spans[split].start + i),
+        subject=subject,
         task=options.task if len(names) == 1 or are_flags else "multi-label",
-        groups=_groups_of(every) if options.group_column else None,
+        groups=_read_groups(every, place) if options.group_column else None,
     )
 
 
@@ -546,80 +579,57 @@ def _split_rows(text: _TextFile, cells: list[Any], rows: np.ndarray, columns: _C
     return {split: rows[split_of_row == split] for split in dict.fromkeys(splits)}
 
 
-def _find_files(
-    text: _TextFile, rows: np.ndarray, cells: Any, locator: Locator, split: str, missing: list[str], outside: list[str]
-) -> tuple[EncodedList, np.ndarray]:
-    """Find the files that rows name, and a number that is the same for the same file."""
-    numbers, names = [], []
-    # Lists written on Windows have backslashes.
-    for row, cell in enumerate(pc.replace_substring(cells, "\\", "/").to_numpy(zero_copy_only=False)):
-        if found := locator.find(cell, split):
-            numbers.append(found[0])
-            names.append(found[1])
-        else:
-            place = f"{text.place(int(rows[row]))}: {cell or '(empty)'}"
-            (outside if locator.outside else missing).append(place)
+def _read_part(
+    text: _TextFile, rows: np.ndarray, cells: list[Any], columns: _Columns, locator: _Locator, split: str
+) -> _Part:
+    numbers, names = locator.find_all(cells[columns.file], split, lambda i: text.place(int(rows[i])))
     folders = list(map(str, locator.folders))
-    keys = np.fromiter((hash((folders[n], name)) for n, name in zip(numbers, names, strict=True)), np.int64)
+    keys = (hash((folders[number], name)) for number, name in zip(numbers.tolist(), names, strict=True))
     if all(isinstance(folder, Path) for folder in locator.folders):
-        return EncodedList.of_paths(folders, np.array(numbers, np.int64), names), keys
-    return EncodedList(locator.folders[n] / name for n, name in zip(numbers, names, strict=True)), keys
+        files = EncodedList.of_paths(folders, numbers, names)
+    else:  # members of an archive
+        files = EncodedList(locator.folders[number] / name for number, name in zip(numbers, names, strict=True))
+    return _Part(
+        text=text,
+        rows=rows,
+        files=files,
+        keys=np.fromiter(keys, np.int64),
+        labels=[cells[column] for column in columns.labels],
+        groups=[] if columns.group is None else [cells[columns.group]],
+    )
 
 
-def _refuse_unfound(missing: list[str], outside: list[str], folder: Path, options: ReadOptions) -> None:
-    if outside:
-        raise InputError(
-            f"paths that lead out of {folder}, {len(outside):,}: {first_few(outside)}; name a folder that holds all "
-            "the images: --set data.images=DIR"
-        )
-    if missing:
-        where = f"{options.images} and {folder}" if options.images else folder
-        raise InputError(
-            f"missing files, {len(missing):,} (paths are relative to {where}; --set data.images=DIR names another "
-            f"folder): {first_few(missing)}"
-        )
-
-
-def _labels_of(parts: list[_Part]) -> tuple[list[Any], bool]:
-    """Read the labels of each part, and whether they are 0 and 1 in columns that are named after classes.
+def _read_labels(columns: list[Any], place: Callable[[int], str]) -> DistinctLabels | np.ndarray:
+    """Read columns of labels: as int8 [rows, columns] if they are 0 and 1 in several columns named after classes.
 
     Several columns with the name of a class each become one text.
     """
-    if len(parts[0].labels) == 1:
-        encoded = [part.labels[0].dictionary_encode() for part in parts]
-        texts = {text for column in encoded for text in column.dictionary.to_pylist()}
-        are_rows, length = all(map(_ROW_OF_FLAGS.fullmatch, texts)), max(map(len, texts))
-        for part, column in zip(parts, encoded, strict=True) if are_rows else ():
-            is_short = [len(text) < length for text in column.dictionary.to_pylist()]
-            if short := np.flatnonzero(np.array(is_short)[column.indices.to_numpy()]).tolist():
-                lines = first_few([f"{part.place(i)}: {part.labels[0][i]}" for i in short])
-                raise InputError(f"{lines}; elsewhere there are {length // 2 + 1} numbers of 0 and 1")
-        read = (lambda text: list(map(int, text[::2]))) if are_rows else _list_in
-        values = [list(map(read, column.dictionary.to_pylist())) for column in encoded]
-        return [DistinctLabels(v, c.indices.to_numpy()) for v, c in zip(values, encoded, strict=True)], False
-    cells = {text for part in parts for column in part.labels for text in column.unique().to_pylist()}
-    known = {text: flag for text, flag in _ZERO_OR_ONE.items() if text not in _MINUS_ONES or cells.isdisjoint(_ZEROS)}
-    flags = [_flags(part, known) for part in parts]
-    wrong = [(part, *place) for part, own in zip(parts, flags, strict=True) for place in np.argwhere(own < 0).tolist()]
+    encoded = [column.dictionary_encode() for column in columns]
+    texts, codes = [column.dictionary.to_pylist() for column in encoded], [c.indices.to_numpy() for c in encoded]
+    if len(columns) == 1:
+        if not all(map(_ROW_OF_FLAGS.fullmatch, texts[0])):
+            return DistinctLabels(list(map(_list_in, texts[0])), codes[0])
+        is_short = np.array([len(text) < max(map(len, texts[0])) for text in texts[0]])[codes[0]]
+        if is_short.any():
+            lines = first_few(f"{place(i)}: {columns[0][i]}" for i in np.flatnonzero(is_short).tolist())
+            raise InputError(f"{lines}; elsewhere there are {max(map(len, texts[0])) // 2 + 1} numbers of 0 and 1")
+        return DistinctLabels([list(map(int, text[::2])) for text in texts[0]], codes[0])
+    zeros = _ZEROS if any(text in _ZEROS for some in texts for text in some) else _MINUS_ONES
+    known = {**dict.fromkeys(zeros, 0), **dict.fromkeys(_ONES, 1)}
+    flags = np.stack(
+        [np.array([known.get(t, -1) for t in some], np.int8)[own] for some, own in zip(texts, codes, strict=True)],
+        axis=1,
+    )
+    wrong = np.argwhere(flags < 0).tolist()
     if not wrong:
-        return flags, True
-    if len(wrong) < sum(map(len, flags)):  # nearly all are
-        found = ((part.place(i), part.labels[column][i].as_py()) for part, i, column in wrong)
-        lines = first_few([f"{place}: {cell or '(empty)'} in a column of 0 and 1" for place, cell in found])
+        return flags
+    if len(wrong) < len(flags):  # nearly all are
+        found = ((place(i), columns[column][i].as_py()) for i, column in wrong)
+        lines = first_few(f"{row}: {cell or '(empty)'} in a column of 0 and 1" for row, cell in found)
         raise InputError(f"{lines}; write 0 or 1")
-    joined = [pc.binary_join_element_wise(*part.labels, LINE).dictionary_encode() for part in parts]
-    texts = [[LINE.join(filter(None, text.split(LINE))) for text in column.dictionary.to_pylist()] for column in joined]
-    return [DistinctLabels(t, column.indices.to_numpy()) for t, column in zip(texts, joined, strict=True)], False
-
-
-def _flags(part: _Part, known: dict[str, int]) -> np.ndarray:
-    """Read columns of 0 and 1, int8 [rows, columns]; other cells are -1."""
-    columns = []
-    for column in part.labels:
-        encoded = column.dictionary_encode()
-        flags = np.array([known.get(text, -1) for text in encoded.dictionary.to_pylist()], np.int8)
-        columns.append(flags[encoded.indices.to_numpy()])
-    return np.stack(columns, axis=1)
+    joined = pc.binary_join_element_wise(*columns, LINE).dictionary_encode()
+    values = [LINE.join(filter(None, text.split(LINE))) for text in joined.dictionary.to_pylist()]
+    return DistinctLabels(values, joined.indices.to_numpy())
 
 
 def _list_in(cell: str) -> Any:
@@ -631,33 +641,29 @@ def _list_in(cell: str) -> Any:
     return cell
 
 
-def _about_repeated(parts: list[_Part]) -> list[str]:
+def _about_repeated(keys: np.ndarray, labels: list[Any], place: Callable[[int], str]) -> list[str]:
     """Note rows that name the image of an earlier row."""
-    keys = np.concatenate([part.keys for part in parts])
-    if len(np.unique(keys)) == len(keys):
+    in_order = np.sort(keys)
+    if (in_order[1:] != in_order[:-1]).all():
         return []
     _, first, which = np.unique(keys, return_index=True, return_inverse=True)
     again = np.flatnonzero(first[which] < np.arange(len(which)))
     has_other_label = np.zeros(len(again), bool)
-    for columns in zip(*(part.labels for part in parts), strict=True):
-        codes = pa.concat_arrays(columns).dictionary_encode().indices.to_numpy()
+    for column in labels:
+        codes = column.dictionary_encode().indices.to_numpy()
         has_other_label |= codes[again] != codes[first[which[again]]]
-    starts = np.cumsum([0, *(len(part.keys) for part in parts)])
-    number = int(np.searchsorted(starts, again[0], "right")) - 1
     advice = "; several labels of an image belong in one cell, such as cat|dog" if has_other_label.any() else ""
     return [
-        f"rows that name the image of an earlier row: {len(again):,} (such as "
-        f"{parts[number].place(int(again[0] - starts[number]))}), {has_other_label.sum():,} of them with another "
-        f"label{advice}"
+        f"rows that name the image of an earlier row: {len(again):,} (such as {place(int(again[0]))}), "
+        f"{has_other_label.sum():,} of them with another label{advice}"
     ]
 
 
-def _groups_of(parts: list[_Part]) -> list[str]:
-    groups = [part.groups.to_pylist() for part in parts]
-    pairs = ((part, i) for part, own in zip(parts, groups, strict=True) for i, group in enumerate(own) if not group)
-    if lines := [f"{part.place(i)}: the group is empty" for part, i in pairs]:
-        raise InputError(first_few(lines))
-    return [group for own in groups for group in own]
+def _read_groups(parts: list[_Part], place: Callable[[int], str]) -> list[str]:
+    groups = [group for part in parts for column in part.groups for group in column.to_pylist()]
+    if empty := [f"{place(i)}: the group is empty" for i, group in enumerate(groups) if not group]:
+        raise InputError(first_few(empty))
+    return groups
 
 
 PADDLE = Format(
