@@ -72,23 +72,26 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
     Raises:
         InputError: it is unclear which CSV files are meant, or the only one cannot be read.
     """
-    files: dict[str, Path] = {}
-    if path.is_file():
-        files = {"": path} if path.suffix.lower() in SUFFIXES else {}
-    elif path.is_dir():
-        found = [e.path for e in visible(path) if e.name.lower().endswith(SUFFIXES) and e.is_file()]
-        files = _by_split(path, [(split, file) for file in found if (split := split_within(file.stem))])
-        if "train" not in files:
-            files = {"": found[0]} if len(found) == 1 else {}
-            if files and not _names_images(found[0], options) and _has_classes(path, class_list, options):
-                files = {}
-            if len(found) > 1 and not _has_classes(path, class_list, options):
-                names = first_few([file.name for file in found], 5)
-                raise InputError(
-                    f"{path}: holds several CSV files ({names}); give the path of one, or name them train.csv, test.csv"
-                )
-            if not found:
-                files = _metadata_of_splits(path)
+    if not path.is_dir():
+        files = {"": path} if path.is_file() and path.suffix.lower() in SUFFIXES else {}
+        return _reference(KIND, path, files, class_list, options)
+    found = [entry.path for entry in visible(path) if entry.name.lower().endswith(SUFFIXES) and entry.is_file()]
+    files = _by_split(path, [(split_within(file.stem), file) for file in found])
+    if not found:
+        below = [(split_of(entry.name), entry.path) for entry in visible(path) if entry.is_dir()]
+        metadata = ((split, folder / name) for split, folder in below for name in _METADATA)
+        files = _by_split(path, [(split, file) for split, file in metadata if split and file.is_file()])
+    elif "train" not in files:
+        is_list = len(found) == 1 and _names_images(found[0], options)
+        inside = [entry.name for entry in visible(path) if entry.is_dir()]
+        is_one_class = len(inside) == 1 and not split_of(inside[0])
+        if not is_list and not is_one_class and folders.recognise(path, class_list, options):
+            return None
+        if len(found) > 1:
+            names = first_few([file.name for file in found], 5)
+            fix = "give the path of one, or name them train.csv, test.csv"
+            raise InputError(f"{path}: holds several CSV files ({names}); {fix}")
+        files = {"": found[0]}
     return _reference(KIND, path, files, class_list, options)
 
 
@@ -98,17 +101,15 @@ def recognise_paddle(path: Path, class_list: Path | None, options: ReadOptions) 
     Raises:
         InputError: two lists mean the same split, or there is none of training images.
     """
-    files: dict[str, Path] = {}
-    if path.is_dir():
-        texts = [e.path for e in visible(path) if e.name.lower().endswith(".txt") and e.is_file()]
-        splits = [(split_of(file.stem.lower().removesuffix("_list")), file) for file in texts]
-        named = [(split, file) for split, file in splits if split]
-        named = [(split, file) for split, file in named if _is_paddle_name(file) or _names_image_first(file)]
+    if not path.is_dir():
+        files = {"": path} if path.is_file() and path.suffix.lower() == ".txt" and _begins_with_image(path) else {}
+    else:
+        texts = [entry.path for entry in visible(path) if entry.name.lower().endswith(".txt") and entry.is_file()]
+        sure = [file for file in texts if file.name.lower().endswith("_list.txt")]
+        splits = ((split_of(file.stem.lower().removesuffix("_list")), file) for file in texts)
+        files = _by_split(path, [(split, f) for split, f in splits if split and (f in sure or _begins_with_image(f))])
         # A text file of that name beside class folders may hold anything.
-        if any(split == "train" or _is_paddle_name(file) for split, file in named):
-            files = _by_split(path, named)
-    elif path.is_file() and path.suffix.lower() == ".txt" and _names_image_first(path):
-        files = {"": path}
+        files = files if "train" in files or any(file in sure for file in files.values()) else {}
     names = class_list or find_class_list_beside(path if path.is_dir() else path.parent, _PADDLE_CLASS_LISTS)
     return _reference(PADDLE_KIND, path, files, names, options)
 
@@ -118,31 +119,18 @@ def _reference(
 ) -> DataRef | None:
     if not files:
         return None
-    if "" not in files:
-        files = in_order(files, path)
+    files = files if "" in files else in_order(files, path)
     return DataRef(kind=kind, path=path, read=lambda: _read(kind, path, files, class_list, options))
 
 
-def _by_split(path: Path, named: list[tuple[str, Path]]) -> dict[str, Path]:
+def _by_split(path: Path, named: list[tuple[str | None, Path]]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for split, file in named:
         if split in files:
             raise InputError(f"{path}: both {files[split].name} and {file.name} mean {split}; move one away")
-        files[split] = file
+        if split:
+            files[split] = file
     return files
-
-
-def _metadata_of_splits(path: Path) -> dict[str, Path]:
-    below = [(split, entry.path) for entry in visible(path) if entry.is_dir() and (split := split_of(entry.name))]
-    files = ((split, folder / name) for split, folder in below for name in reversed(_METADATA))
-    return {split: file for split, file in files if file.is_file()}
-
-
-def _has_classes(path: Path, class_list: Path | None, options: ReadOptions) -> bool:
-    """Tell whether a folder has class folders: more than one, or folders of splits."""
-    inside = [entry for entry in visible(path) if entry.is_dir()]
-    is_one_class = len(inside) == 1 and split_of(inside[0].name) is None
-    return not is_one_class and folders.recognise(path, class_list, options) is not None
 
 
 def _names_images(path: Path, options: ReadOptions) -> bool:
@@ -150,16 +138,11 @@ def _names_images(path: Path, options: ReadOptions) -> bool:
     text, locator = _TextFile(path), _Locator(path.parent, options)
     with suppress(InputError):
         columns, has_header = _find_columns(text, locator, "train", options)
-        body = text.head[has_header:]
-        return bool(body) and locator.find(body[0][columns.file].replace("\\", "/"), "train")[0] is not None
+        return any(locator.find(row[columns.file].replace("\\", "/"), "train") for row in text.head[has_header:][:1])
     return False
 
 
-def _is_paddle_name(file: Path) -> bool:
-    return file.name.lower().endswith("_list.txt")
-
-
-def _names_image_first(path: Path) -> bool:
+def _begins_with_image(path: Path) -> bool:
     with suppress(InputError):
         return any(len(cells) == 2 and is_image_name(cells[0]) for cells in _TextFile(path).head[:1])
     return False
@@ -180,14 +163,14 @@ class _TextFile:
         try:
             self._data = path.read_bytes()
             self._data.decode()
+            bad = self._data.find(b"\0")
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
-            line = error.object.count(b"\n", 0, error.start) + 1
-            raise InputError(f"{path}: line {line}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-        if b"\0" in self._data:
-            line = self._data.count(b"\n", 0, self._data.index(b"\0")) + 1
-            raise InputError(f"{path}: line {line}: holds a NUL character; save it as UTF-8 text")
+            bad = error.start
+        if bad >= 0:
+            line = self._data.count(b"\n", 0, bad) + 1
+            raise InputError(f"{path}: line {line}: is not UTF-8 text (byte {bad}); save it as UTF-8")
         self._data = self._data.removeprefix(b"\xef\xbb\xbf")
         if given := _GIVEN_DELIMITER.match(self._data):
             self._data, self._skipped_lines = self._data[given.end() :], 1
@@ -309,7 +292,7 @@ def _find_columns(text: _TextFile, locator: "_Locator", split: str, options: Rea
     """Find which column is which (as the options name them, else by the header, else by content); is there a header?"""
     # Messages about columns are of one line.
     first = [" ".join(cell.splitlines()) for cell in text.head[0]] if text.head else []
-    has_header = not any(is_image_name(cell) or (cell and locator.find(cell, split)[0]) for cell in first)
+    has_header = not any(is_image_name(cell) or (cell and locator.find(cell, split)) for cell in first)
     header, body = first if has_header else [], [*text.head[has_header:], []][0]
     path, width = text.path, len(first)
     if width < 2:
@@ -341,9 +324,8 @@ def _find_columns(text: _TextFile, locator: "_Locator", split: str, options: Rea
         labels = (found,)
     if not labels:
         labels = tuple(i for i in left if header and _NUMBERED_LABEL.fullmatch(keys[i]))
-    if not labels and (
-        len(left) == 1 or (header and all(body[i] in (*_ZEROS, *_MINUS_ONES, *_ONES) for i in left if i < len(body)))
-    ):
+    are_flags = header and all(body[i] in (*_ZEROS, *_MINUS_ONES, *_ONES) for i in left if i < len(body))
+    if not labels and (len(left) == 1 or are_flags):
         labels = left
     if not labels:
         names = f"the columns {', '.join(header)}" if header else f"{width} columns and no header"
@@ -376,7 +358,6 @@ class _Locator:
 
     Attributes:
         folders: those in which files were found.
-        missing, outside: places of rows whose files were not found, or lead out of these folders.
     """
 
     def __init__(self, folder: Path, options: ReadOptions) -> None:
@@ -389,50 +370,37 @@ class _Locator:
         self._bases, self._listings = cache(self._bases), cache(self._listings)
         self._known: dict[Path, _Listing] = {}
         self.folders: list[Path] = []
-        self.missing: list[str] = []
-        self.outside: list[str] = []
 
     def find_all(self, cells: Any, split: str, place: Callable[[int], str]) -> tuple[np.ndarray, list[str]]:
-        """Find the files that an Arrow array names: the number of the folder of each, int64 [N], and its name there."""
-        numbers, names = [], []
+        """Find the files that an Arrow array names: the number of the folder of each, int64 [N], and its name there.
+
+        Raises:
+            InputError: files are missing or lie outside the folders; ten are listed.
+        """
+        numbers, names, missing = [], [], []
         # Lists written on Windows have backslashes.
         for i, cell in enumerate(pc.replace_substring(cells, "\\", "/").to_numpy(zero_copy_only=False)):
-            listing, name = self.find(cell, split)
-            if listing is None:
-                (self.outside if name else self.missing).append(f"{place(i)}: {cell or '(empty)'}")
+            if found := self.find(cell, split):
+                numbers.append(found[0])
+                names.append(found[1])
             else:
-                numbers.append(listing.number)
-                names.append(name)
+                missing.append(f"{place(i)}: {cell or '(empty)'}")
+        if missing:
+            where = f"{self._images} and {self._folder}" if self._images else self._folder
+            raise InputError(
+                f"files that are missing or not below {where}, {len(missing):,} (--set data.images=DIR names another "
+                f"folder): {first_few(missing)}"
+            )
         return np.array(numbers, np.int64), names
 
-    def find(self, cell: str, split: str) -> tuple["_Listing | None", str]:
-        """Find the folder of a file and its name there; no folder where it leads out, and no name if it is missing."""
+    def find(self, cell: str, split: str) -> tuple[int, str] | None:
+        """Find the number of the folder of a file, and its name there."""
         parent, slash, last = cell.rpartition("/")
-        found = ""
         for listing in self._listings(parent or slash, split):
             name = last if last in listing.files else listing.find_alike(last)
-            if (
-                name
-                and listing.is_inside
-                and (not listing.files[name] or self._is_inside(listing.folder / name, split))
-            ):
-                return listing, name
-            found = found or name
-        return None, found
-
-    def refuse_unfound(self, options: ReadOptions) -> None:
-        """Raise InputError if files are missing or lie outside the folders; ten are listed."""
-        if self.outside:
-            raise InputError(
-                f"paths that lead out of {self._folder}, {len(self.outside):,}: {first_few(self.outside)}; name a "
-                "folder that holds all the images: --set data.images=DIR"
-            )
-        if self.missing:
-            where = f"{options.images} and {self._folder}" if options.images else self._folder
-            raise InputError(
-                f"missing files, {len(self.missing):,} (paths are relative to {where}; --set data.images=DIR names "
-                f"another folder): {first_few(self.missing)}"
-            )
+            if name and (not listing.files[name] or self._is_inside(listing.folder / name, split)):
+                return listing.number, name
+        return None
 
     def _bases(self, split: str) -> list[Path]:
         if self._images:
@@ -441,41 +409,38 @@ class _Locator:
         return [self._folder, *(entry.path for entry in named if entry.is_dir())]
 
     def _listings(self, parent: str, split: str) -> list["_Listing"]:
-        found = []
-        for base in self._bases(split):
-            folder = base / parent
+        found = [base / parent for base in self._bases(split)]
+        for folder in found:
             if folder not in self._known:
-                self._known[folder] = _Listing(folder, len(self.folders), self._is_inside(folder, split))
+                files = list_files(folder) if self._is_inside(folder, split) else {}
+                self._known[folder] = _Listing(folder, len(self.folders), files)
                 self.folders.append(folder)
-            found.append(self._known[folder])
-        return [listing for listing in found if listing.files]
+        return [self._known[folder] for folder in found]
 
     def _is_inside(self, path: Path, split: str) -> bool:
         return any(path.resolve().is_relative_to(base.resolve()) for base in self._bases(split))
 
 
+@dataclass(frozen=True, eq=False)
 class _Listing:
-    """The files of a folder, and whether each is a link."""
+    """A folder, its number, and whether each of its files is a link."""
 
-    def __init__(self, folder: Path, number: int, is_inside: bool) -> None:
-        self.folder, self.number, self.is_inside = folder, number, is_inside
-        self.files = list_files(folder)
+    folder: Path
+    number: int
+    files: dict[str, bool]
 
     def find_alike(self, name: str) -> str:
-        """Find the only file that has this name and a suffix, or this name but for case and composition of accents."""
-        named = [name + suffix for suffix in self._suffixes if name + suffix in self.files]
-        named = named or self._by_plain_name.get(_plain(name), [])
+        """Find the only file that has this name but for a suffix, case and composition of accents, or ""."""
+        named = without_arrays(self._by_plain_name.get(_plain(name), []))
         return named[0] if len(named) == 1 else ""
-
-    @cached_property
-    def _suffixes(self) -> list[str]:
-        return without_arrays(list({name[name.rindex(".") :] for name in self.files if is_image_name(name)}))
 
     @cached_property
     def _by_plain_name(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
         for name in self.files:
-            found.setdefault(_plain(name), []).append(name)
+            stem = name[: name.rindex(".")] if is_image_name(name) else name
+            for plain in {_plain(name), _plain(stem)}:
+                found.setdefault(plain, []).append(name)
         return found
 
 
@@ -531,10 +496,8 @@ def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None
         if not len(rows):
             raise InputError(f"{file}: lists no images; write rows of file,label")
         for split, own in ({name: rows} if name else _split_rows(text, cells, rows, columns)).items():
-            parts[split] = _read_part(
-                text, own, [column.take(pa.array(own)) for column in cells], columns, locator, split
-            )
-        locator.refuse_unfound(options)
+            taken = [column.take(pa.array(own)) for column in cells]
+            parts[split] = _read_part(text, own, taken, columns, locator, split)
     parts = in_order(parts, path)
     every, starts = list(parts.values()), np.cumsum([0, *(len(part.rows) for part in parts.values())]).tolist()
 
@@ -546,7 +509,7 @@ def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None
     label_columns = [pa.concat_arrays(columns) for columns in zip(*(part.labels for part in every), strict=True)]
     labels = _read_labels(label_columns, place)
     are_flags = isinstance(labels, np.ndarray)
-    repeated = _about_repeated(np.concatenate([part.keys for part in every]), label_columns, place)
+    repeated = _about_repeated(np.concatenate([part.keys for part in every]), place)
     return assemble(
         kind,
         path,
@@ -616,10 +579,8 @@ def _read_labels(columns: list[Any], place: Callable[[int], str]) -> DistinctLab
         return DistinctLabels([list(map(int, text[::2])) for text in texts[0]], codes[0])
     zeros = _ZEROS if any(text in _ZEROS for some in texts for text in some) else _MINUS_ONES
     known = {**dict.fromkeys(zeros, 0), **dict.fromkeys(_ONES, 1)}
-    flags = np.stack(
-        [np.array([known.get(t, -1) for t in some], np.int8)[own] for some, own in zip(texts, codes, strict=True)],
-        axis=1,
-    )
+    tables = (np.array([known.get(text, -1) for text in some], np.int8) for some in texts)
+    flags = np.stack([table[own] for table, own in zip(tables, codes, strict=True)], axis=1)
     wrong = np.argwhere(flags < 0).tolist()
     if not wrong:
         return flags
@@ -641,21 +602,15 @@ def _list_in(cell: str) -> Any:
     return cell
 
 
-def _about_repeated(keys: np.ndarray, labels: list[Any], place: Callable[[int], str]) -> list[str]:
+def _about_repeated(keys: np.ndarray, place: Callable[[int], str]) -> list[str]:
     """Note rows that name the image of an earlier row."""
     in_order = np.sort(keys)
     if (in_order[1:] != in_order[:-1]).all():
         return []
-    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
-    again = np.flatnonzero(first[which] < np.arange(len(which)))
-    has_other_label = np.zeros(len(again), bool)
-    for column in labels:
-        codes = column.dictionary_encode().indices.to_numpy()
-        has_other_label |= codes[again] != codes[first[which[again]]]
-    advice = "; several labels of an image belong in one cell, such as cat|dog" if has_other_label.any() else ""
+    again = np.setdiff1d(np.arange(len(keys)), np.unique(keys, return_index=True)[1])
     return [
-        f"rows that name the image of an earlier row: {len(again):,} (such as {place(int(again[0]))}), "
-        f"{has_other_label.sum():,} of them with another label{advice}"
+        f"rows that name the image of an earlier row: {len(again):,} (such as {place(int(again[0]))}); several labels "
+        "of an image belong in one cell, such as cat|dog"
     ]
 
 
