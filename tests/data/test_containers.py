@@ -43,7 +43,7 @@ def test_lists_of_labels_and_numbers(tmp_path: Path, kind: str):
 
 @pytest.mark.parametrize(
     ("library", "write", "extra"),
-    [("pyarrow", c.parquet, "parquet"), ("google_crc32c", c.tf_records(c.tf_encoded), "tfrecord")],
+    [("google_crc32c", c.tf_records(c.tf_encoded), "tfrecord")],
 )
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, write, extra: str):
     path = write(tmp_path)

@@ -214,7 +214,7 @@ def _distinct(labels: Any, where: str, locate: Locate) -> Any:
     try:
         array = np.asarray(values)
     except ValueError:
-        shapes = [np.shape(value) if isinstance(value, (tuple, np.ndarray)) else () for value in values]
+        shapes = [np.shape(value) if isinstance(value, (list, tuple, np.ndarray)) else () for value in values]
         odd = next((i for i, code in enumerate(codes) if shapes[code] != shapes[codes[0]]), 0)
         fix = "give one number or text per image, or a list for each"
         raise InputError(f"{locate(odd)}: the labels differ in shape; {fix}") from None
