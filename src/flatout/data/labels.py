@@ -181,7 +181,7 @@ def read_labels(
         ids, names = split_ids(read_class_list(class_list), set(map(str, used)))
         notes = (f"class names from {class_list}",)
         if ids != names and isinstance(labels, DistinctLabels):
-            labels = DistinctLabels(labels.values.astype(str), labels.codes)
+            labels = DistinctLabels(np.asarray(labels.values).astype(str), labels.codes)
     found = _interpret(labels, ids, place, subject or where, task)
     classes = names if names is not None and found.classes == ids else found.classes
     return replace(found, classes=classes, notes=notes + found.notes)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
-import pyarrow.parquet
+import pyarrow.parquet as pq
 
 from flatout.data.formats import Format
 from flatout.data.formats.arrays import by_split, is_array
@@ -177,7 +177,7 @@ class _Table:
 
     def _open_parquet(self, options: ReadOptions) -> tuple[list[int], list[Any]]:
         """Read the rows of each row group, and the labels."""
-        with pa.parquet.ParquetFile(self.path) as file:
+        with pq.ParquetFile(self.path) as file:
             schema, about, size = file.schema_arrow, file.metadata, self.path.stat().st_size
             self._image, self._label = self._choose_columns(schema, options)
             self.class_names = _class_names(schema, self._label)
@@ -200,7 +200,7 @@ class _Table:
             return sizes, [file.read_row_groups(some, columns=[self._label]).column(self._label) for some in numbers]
 
     def _open(self) -> Any:
-        return pa.parquet.ParquetFile(self.path, read_dictionary=self._stored_once)
+        return pq.ParquetFile(self.path, read_dictionary=self._stored_once)
 
     def _choose_columns(self, schema: Any, options: ReadOptions) -> tuple[str, str]:
         images = [field.name for field in schema if _holds_images(field.type)]

@@ -138,7 +138,7 @@ def _names_images(path: Path, options: ReadOptions) -> bool:
     text, locator = _TextFile(path), _Locator(path.parent, options)
     with suppress(InputError):
         columns, has_header = _find_columns(text, locator, "train", options)
-        return any(locator.find(row[columns.file].replace("\\", "/"), "train") for row in text.head[has_header:][:1])
+        return any(locator.find(row[columns.file], "train") for row in text.head[has_header:][:1])
     return False
 
 
@@ -207,10 +207,10 @@ class _TextFile:
                 column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
             ),
         )
-        columns = [pc.utf8_trim_whitespace(column.combine_chunks()) for column in table.columns]
+        columns = [pc.call_function("utf8_trim_whitespace", [column.combine_chunks()]) for column in table.columns]
         is_filled = np.zeros(len(table), bool)
         for column in columns:
-            is_filled |= pc.not_equal(column, "").to_numpy(zero_copy_only=False)
+            is_filled |= pc.call_function("binary_length", [column]).to_numpy() > 0
         return columns if is_filled.all() else [column.filter(pa.array(is_filled)) for column in columns]
 
     @cached_property
@@ -378,8 +378,7 @@ class _Locator:
             InputError: files are missing or lie outside the folders; ten are listed.
         """
         numbers, names, missing = [], [], []
-        # Lists written on Windows have backslashes.
-        for i, cell in enumerate(pc.replace_substring(cells, "\\", "/").to_numpy(zero_copy_only=False)):
+        for i, cell in enumerate(cells.to_numpy(zero_copy_only=False)):
             if found := self.find(cell, split):
                 numbers.append(found[0])
                 names.append(found[1])
@@ -395,7 +394,7 @@ class _Locator:
 
     def find(self, cell: str, split: str) -> tuple[int, str] | None:
         """Find the number of the folder of a file, and its name there."""
-        parent, slash, last = cell.rpartition("/")
+        parent, slash, last = cell.replace("\\", "/").rpartition("/")  # lists written on Windows have backslashes
         for listing in self._listings(parent or slash, split):
             name = last if last in listing.files else listing.find_alike(last)
             if name and (not listing.files[name] or self._is_inside(listing.folder / name, split)):
@@ -562,7 +561,7 @@ def _read_part(
     )
 
 
-def _read_labels(columns: list[Any], place: Callable[[int], str]) -> DistinctLabels | np.ndarray:
+def _read_labels(columns: list[Any], place: Callable[[int], str]) -> DistinctLabels | np.ndarray | list[str]:
     """Read columns of labels: as int8 [rows, columns] if they are 0 and 1 in several columns named after classes.
 
     Several columns with the name of a class each become one text.
@@ -588,9 +587,7 @@ def _read_labels(columns: list[Any], place: Callable[[int], str]) -> DistinctLab
         found = ((place(i), columns[column][i].as_py()) for i, column in wrong)
         lines = first_few(f"{row}: {cell or '(empty)'} in a column of 0 and 1" for row, cell in found)
         raise InputError(f"{lines}; write 0 or 1")
-    joined = pc.binary_join_element_wise(*columns, LINE).dictionary_encode()
-    values = [LINE.join(filter(None, text.split(LINE))) for text in joined.dictionary.to_pylist()]
-    return DistinctLabels(values, joined.indices.to_numpy())
+    return [LINE.join(filter(None, cells)) for cells in zip(*(column.to_pylist() for column in columns), strict=True)]
 
 
 def _list_in(cell: str) -> Any:
