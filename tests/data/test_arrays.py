@@ -32,7 +32,6 @@ LABELS = np.array([0, 1, 2, 0, 1, 2])
         LABELS[:, None],
         np.eye(3)[LABELS],
         LABELS.astype(np.float32),
-        LABELS.astype(np.uint8),
         LABELS.astype(np.str_),
         LABELS.astype(np.bytes_),
         LABELS.tolist(),
@@ -69,7 +68,6 @@ def test_names_gaps_and_fractions():
         IMAGES[:, None],
         IMAGES / 255,
         (IMAGES / 255).astype(np.float16),
-        IMAGES.astype(np.float64),
         IMAGES.astype(np.int64),
     ],
 )
@@ -121,7 +119,6 @@ BAD = np.zeros((6, 5, 4))
     ("data", "message"),
     [
         ((IMAGES, LABELS[:5]), "train has 6 images but 5 labels"),
-        ((IMAGES[:0], LABELS[:0]), "the train split holds no images"),
         ((IMAGES.reshape(6, 20), LABELS), r"images of shape \(6, 20\); give \[N, H, W\]"),
         ((np.zeros((6, 3, 5, 3), np.uint8), LABELS), "channels may be first or last"),
         ((BAD + np.nan, LABELS), "not finite"),
@@ -131,13 +128,10 @@ BAD = np.zeros((6, 5, 4))
         ((IMAGES, LABELS - 1), "label 0: negative label -1; .*label 3: negative"),
         ((IMAGES, (LABELS + 0.5) * np.inf), "label 0: not a finite number: inf"),
         ((IMAGES, np.full((6, 2), 0.5)), r"labels of shape \(6, 2\) are not rows of 0 and 1"),
-        ((IMAGES, np.ones((6, 2, 2))), r"labels of shape \(6, 2, 2\)"),
         ((IMAGES, np.array([None] * 6)), "labels of type object"),
         ({"train": (IMAGES, np.ones((6, 2))), "test": (IMAGES, np.ones((6, 3)))}, "rows of other lengths in another"),
         ({"train": (IMAGES, LABELS), "test": (IMAGES[:, :4], LABELS)}, "train 5x4x1, test 4x4x1"),
         ({"train": (IMAGES, LABELS), "test": (IMAGES[:1], ["a"])}, "numbers in one split and text in another"),
-        ({"train": (IMAGES, LABELS * 0), "test": (IMAGES, LABELS)}, "class '1' is in test but has no training images"),
-        ({"test": (IMAGES, LABELS)}, "no training split"),
         ({"training": (IMAGES, LABELS), "other": (IMAGES, LABELS)}, "key 'other'; the keys are train"),
     ],
 )
@@ -188,7 +182,8 @@ def test_npy(tmp_path: Path):
     (folder / "classes.txt").write_text("a\nb\nc\n")
     found = recognise(folder)
     source = found.read()
-    assert ({path.name for path in found.inputs}, source.classes) == (set(map(str, {p.name for p in folder.iterdir()})), ("a", "b", "c"))  # fmt: skip
+    assert {path.name for path in found.inputs} == {path.name for path in folder.iterdir()}
+    assert source.classes == ("a", "b", "c")
     assert source.images is not None
     assert not source.images.flags.writeable
 
@@ -313,11 +308,9 @@ def test_real_mnist_is_the_known_one(shared_data: Path):
     ("change", "message"),
     [
         (lambda b: b[:-1], "is cut off: its header promises shape"),
-        (lambda b: b[:9], "is cut off"),
         (lambda b: b[:4] + b"\xff" * 12 + b[16:], "is cut off"),
         (lambda b: b + b"x", "longer than its header says"),
         (lambda b: b"PK\3\4" + b[4:], "is not an IDX file .it starts with 50 4b 03 04"),
-        (lambda _: b"", "is not an IDX file .it starts with nothing"),
         (lambda b: gzip.compress(b)[:-9], "damaged gzip"),
         (lambda _: idx_bytes(np.zeros((6, 3, 4), np.float32)), "not images of bytes"),
         (lambda _: idx_bytes(np.zeros((5, 3, 4), np.uint8)), "6 labels for 5 images"),
@@ -418,24 +411,15 @@ def test_real_mnist_json_equals_the_idx_files(shared_data: Path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"train": []}, "holds 0 pairs with images; three pairs"),
         ([[GOOD, [0, 1]]] * 2, "holds 2 pairs"),
         ([[GOOD, [0, 1]]] * 4, "goes on after the third pair"),
-        ([[GOOD]] * 3, "holds 1 pairs"),
-        ([[[0, 1], GOOD]] * 2, "holds 2 pairs"),
-        ([[GOOD, [0, 1], [0, 1]]] * 3, "train has 2 images but 4 labels"),
         ([[[[0.0, 0.0, 0.0]], [0]]] * 3, "train image 0 has 3 numbers instead of a square number"),
         ([[[[0.0], [0.0] * 4], [0, 1]]] * 3, "train image 1 has 4 numbers instead of the 1 of image 0"),
-        ([[[[]], [0]]] * 3, "train image 0 has 0 numbers"),
         ([[[[0.0], ["x"]], [0, 1]]] * 3, "train image 1 holds something other than numbers"),
-        ([[[[0.0], [None]], [0, 1]]] * 3, "train image 1 holds something other than numbers"),
-        ([[[[0.0], [300.0]], [0, 1]]] * 3, "pixels run from 0 to 300; scale them"),
         ([[GOOD, [0, 1]], [[[9.0]], [0]], [GOOD, [0, 1]]], "valid: pixels run from 9 to 9 .* where 0..1 is expected"),
-        ([[GOOD, [0, -1]]] * 3, "train: label 1: negative label -1"),
         ([[GOOD, [0, None]]] * 3, "None where an image or a label is expected"),
         ("[[[[0.0],[1.0]],[0,1]],[[[0.0", "the file ends in the middle"),
         ("[[[[0.0],[1.0 2.0]],[0,1]]", "is not JSON"),
-        (json.dumps([[GOOD, [0, 1]]] * 3) + " 7", "is not JSON"),
         ("[" * 60_000, "is nested too deeply"),
         ('[["' + "]" * 99_999 + '"],' + '{"a":' * 60_000, "is nested too deeply"),
         ('[["' + "a" * (1 << 22), "is nested too deeply, or has a text that is too long"),

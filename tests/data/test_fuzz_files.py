@@ -58,14 +58,6 @@ def csv_of_several(folder: Path) -> Path:
     return csv(folder, ["image;tags", *(f'{i};"{("cat", "cat|dog", "dog")[i % 3]}"' for i in range(8))])
 
 
-def csv_of_columns(folder: Path) -> Path:
-    return csv(folder, ["id,cat,dog", *(f"{i},{i % 2},{i // 4}" for i in range(8))])
-
-
-def csv_of_numbers(folder: Path) -> Path:
-    return csv(folder, ["file,label", *(f"images/{i}.png,{i / 3:.3f}" for i in range(8))])
-
-
 def json_lines(folder: Path) -> Path:
     pictures(folder)
     rows = ({"file_name": f"images/{i}.png", "label": list(CLASSES[: i % 3])} for i in range(8))
@@ -157,8 +149,6 @@ class Set:
 SETS = {
     "CSV, classes": Set(csv_of_classes),
     "CSV, several classes": Set(csv_of_several),
-    "CSV, columns of 0 and 1": Set(csv_of_columns),
-    "CSV, numbers": Set(csv_of_numbers),
     "class list": Set(class_list, is_file=False),
     "JSON lines": Set(json_lines),
     "PaddleClas": Set(lists, is_file=False),
