@@ -8,7 +8,6 @@ import math
 import os
 import re
 import zlib
-from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedIOBase
@@ -340,7 +339,7 @@ def _cifar_records(file: Path, size: int) -> np.ndarray:
 
 _JSON_SUFFIXES = (".json", ".json.gz")
 _JSON_LAYOUT = "three pairs [images, labels] for train, validation and test are expected"
-_MAX_DEPTH = 100
+_MAX_DEPTH = 1000
 _JSON_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
@@ -401,12 +400,16 @@ class _Shallow:
             text = _JSON_TEXT.sub(b"", text)
             start = text.find(b'"') if b'"' in text else len(text)
             text, self._begun = text[:start], text[start:]
-        marks = np.frombuffer(text, np.uint8)
-        opened, closed = (marks == ord("[")) | (marks == ord("{")), (marks == ord("]")) | (marks == ord("}"))
-        depths = self._depth + np.cumsum(opened.view(np.int8) - closed.view(np.int8), dtype=np.int64)
-        if len(self._begun) > 2 * size or depths.max(initial=0) > _MAX_DEPTH:
+        begins, ends = text.count(b"[") + text.count(b"{"), text.count(b"]") + text.count(b"}")
+        deepest = self._depth + begins
+        if deepest > _MAX_DEPTH:  # perhaps
+            marks = np.frombuffer(text, np.uint8)
+            opened, closed = (marks == ord("[")) | (marks == ord("{")), (marks == ord("]")) | (marks == ord("}"))
+            steps = opened.view(np.int8) - closed.view(np.int8)
+            deepest = self._depth + int(np.cumsum(steps, dtype=np.int64).max())
+        if deepest > _MAX_DEPTH or len(self._begun) > 2 * size:
             raise InputError(f"{self._path}: is nested too deeply, or has a text that is too long; {_JSON_LAYOUT}")
-        self._depth = int(depths[-1]) if len(depths) else self._depth
+        self._depth += begins - ends
         return data
 
 
@@ -415,7 +418,7 @@ class _Pair:
 
     def __init__(self, path: Path, name: str) -> None:
         self.name, self.labels, self.count = name, list[Any](), 0
-        self._path, self._values, self._length = path, array("f"), 0
+        self._path, self._values, self._length = path, bytearray(), 0
 
     def add(self, image: list[Any]) -> None:
         where = f"{self._path}: {self.name} image {self.count}"
@@ -424,8 +427,8 @@ class _Pair:
             need = f"the {self._length} of image 0" if self.count else "a square number, such as 784 for 28x28"
             raise InputError(f"{where} has {len(image)} numbers instead of {need}")
         try:
-            self._values.extend(image)
-        except (TypeError, OverflowError):
+            self._values += np.array(image, dtype=np.float32).tobytes()
+        except (TypeError, ValueError):
             raise InputError(f"{where} holds something other than numbers") from None
         self.count += 1
 
