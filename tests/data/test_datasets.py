@@ -109,7 +109,7 @@ def test_torchvision_with_a_transform(tmp_path: Path):
     steps.append(transforms.Normalize((0.5,) * 3, (0.2,) * 3))
     with pytest.raises(InputError, match="take Normalize out"):
         from_dataset(datasets.ImageFolder(str(tmp_path), transform))
-    with pytest.raises(InputError, match=r"item 1 has .* 7x10x3 where item 0 has 7x9x3; put a Resize"):
+    with pytest.raises(InputError, match=r"item 1 has .* 7x10x3 uint8 where item 0 has 7x9x3 uint8; put a Resize"):
         from_dataset(datasets.ImageFolder(str(tmp_path)))
 
 
@@ -121,12 +121,12 @@ def test_torchvision_with_a_transform(tmp_path: Path):
         (Items([GREY, GREY]), "item 0 is a ndarray; a pair"),
         (Items([{"image": GREY}]), "item 0 is a dict of image; name its label one of label,"),
         (Items([("a.png", 0)]), "the image is a str; a PIL image"),
-        (Items([(GREY, 0), (COLOUR, 1)]), "item 1 has .* put a conversion to RGB"),
+        (Items([(GREY, 0), (COLOUR, 1)]), "item 1 has .* 5x4x3 uint8 where item 0 has 5x4x1 uint8"),
         (Items([(GREY.astype(np.int64), 0)]), "pixels of type int64"),
         (Items([(GREY * np.nan, 0)]), "outside 0..1"),
         (Items([(torch.zeros(5, 4, 3), 0)]), r"a tensor of shape \(5, 4, 3\); \[C, H, W\]"),
         (Items([(Image.new("I", (4, 4)), 0)]), "32 bits per pixel"),
-        (Items([(GREY, 0), (GREY.astype(np.uint16), 1)]), "item 1 has 16 bits per channel where item 0 has 8"),
+        (Items([(GREY, 0), (GREY.astype(np.uint16), 1)]), "item 1 has .* 5x4x1 uint16 where item 0 has 5x4x1 uint8"),
         (Items([(GREY, 0), (GREY, [1, 2])]), "label 1: the labels differ in shape"),
         (Items([(GREY, 0), (GREY, 2)], classes=["a", "b"]), "train: label 1: label outside the class list"),
     ],

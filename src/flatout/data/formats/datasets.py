@@ -345,14 +345,11 @@ def _read_items(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:
         image = _to_pixels(image, where)
         if i == 0:
             images = np.empty((length, *image.shape), dtype=image.dtype)
-        if image.dtype != images.dtype:
-            bits = [8 * array.itemsize for array in (image, images)]
-            raise InputError(f"{where} has {bits[0]} bits per channel where item 0 has {bits[1]}; make them alike")
-        if image.shape != images.shape[1:]:
-            size, first = ("x".join(map(str, shape)) for shape in (image.shape, images.shape[1:]))
-            fix = "a Resize" if image.shape[:2] != images.shape[1:3] else "a conversion to RGB"
+        if (image.shape, image.dtype) != (images.shape[1:], images.dtype):
+            both = [f"{'x'.join(map(str, array.shape[-3:]))} {array.dtype}" for array in (image, images)]
             raise InputError(
-                f"{where} has height x width x channels {size} where item 0 has {first}; put {fix} into the data set"
+                f"{where} has height x width x channels {both[0]} where item 0 has {both[1]}; put a Resize or a "
+                "conversion into the data set"
             )
         if i == len(images):
             # Of a data set without a length; memory that is not written to is not used.
