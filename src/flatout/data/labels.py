@@ -211,24 +211,22 @@ def _distinct(labels: Any, where: str, locate: Locate) -> Any:
             text = values[codes[i]]
             what = f"the label {text[:40]!r}... has {len(text):,} characters; shorten it to {MAX_LABEL_LENGTH:,}"
             raise InputError(f"{locate(int(i))}: {what}")
+    need = "give one number or text per image, a list for each, or a column for each class with 1 where it is present"
     try:
         array = np.asarray(values)
     except ValueError:
         shapes = [np.shape(value) if isinstance(value, (list, tuple, np.ndarray)) else () for value in values]
         odd = next((i for i, code in enumerate(codes) if shapes[code] != shapes[codes[0]]), 0)
-        fix = "give one number or text per image, or a list for each"
-        raise InputError(f"{locate(odd)}: the labels differ in shape; {fix}") from None
-    shape = (len(codes), *array.shape[1:])
+        raise InputError(f"{locate(odd)}: the labels differ in shape; {need}") from None
+    shape, kind = (len(codes), *array.shape[1:]), array.dtype.kind
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
-    if array.dtype.kind == "S":
+    are_rows = array.ndim == 2 and kind in "biuf" and np.isin(array, (0, 1)).all()
+    if kind not in "biufUS" or not (array.ndim == 1 or are_rows):
+        raise InputError(f"{where}: labels of type {array.dtype} and shape {shape}; {need}")
+    if kind == "S":
         array = np.char.decode(array, "utf-8", "surrogateescape")  # refused below
-    if array.dtype.kind not in "biufU" or (array.dtype.kind == "U" and array.ndim > 1):
-        raise InputError(f"{where}: labels of type {array.dtype}; give numbers or text")
-    if array.ndim > 2 or (array.ndim == 2 and not np.isin(array, (0, 1)).all()):
-        need = "give one label per image, or a column for each class with 1 where it is present"
-        raise InputError(f"{where}: labels of shape {shape} are not rows of 0 and 1; {need}")
-    if array.ndim == 2:
+    if are_rows:
         return array.astype(np.uint8)[codes]
     if array.dtype.kind == "U":
         # NumPy takes any 32 bits for a character, also surrogates and what Python cannot hold.
