@@ -368,6 +368,7 @@ class _Locator:
             if not self._images.is_dir():
                 raise InputError(f"data.images = {options.images!r}: there is no such folder")
         self._bases, self._listings = cache(self._bases), cache(self._listings)
+        self._real_bases = cache(lambda split: [base.resolve() for base in self._bases(split)])
         self._known: dict[Path, _Listing] = {}
         self.folders: list[Path] = []
 
@@ -417,7 +418,7 @@ class _Locator:
         return [self._known[folder] for folder in found]
 
     def _is_inside(self, path: Path, split: str) -> bool:
-        return any(path.resolve().is_relative_to(base.resolve()) for base in self._bases(split))
+        return any(map(path.resolve().is_relative_to, self._real_bases(split)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -571,10 +572,10 @@ def _read_labels(columns: list[Any], place: Callable[[int], str]) -> DistinctLab
     if len(columns) == 1:
         if not all(map(_ROW_OF_FLAGS.fullmatch, texts[0])):
             return DistinctLabels(list(map(_list_in, texts[0])), codes[0])
-        is_short = np.array([len(text) < max(map(len, texts[0])) for text in texts[0]])[codes[0]]
-        if is_short.any():
-            lines = first_few(f"{place(i)}: {columns[0][i]}" for i in np.flatnonzero(is_short).tolist())
-            raise InputError(f"{lines}; elsewhere there are {max(map(len, texts[0])) // 2 + 1} numbers of 0 and 1")
+        lengths = np.array(list(map(len, texts[0])))
+        if short := np.flatnonzero((lengths < lengths.max())[codes[0]]).tolist():
+            lines = first_few(f"{place(i)}: {columns[0][i]}" for i in short)
+            raise InputError(f"{lines}; elsewhere there are {lengths.max() // 2 + 1} numbers of 0 and 1")
         return DistinctLabels([list(map(int, text[::2])) for text in texts[0]], codes[0])
     zeros = _ZEROS if any(text in _ZEROS for some in texts for text in some) else _MINUS_ONES
     known = {**dict.fromkeys(zeros, 0), **dict.fromkeys(_ONES, 1)}
