@@ -62,13 +62,19 @@ NAMES = st.text(st.sampled_from(string.ascii_letters + string.digits + " ,;\"'-_
 
 @settings(max_examples=50, deadline=None)
 @given(
-    files=st.lists(NAMES, min_size=2, max_size=6, unique=True),
-    labels=st.lists(NAMES.filter(lambda name: not name.isdigit()), min_size=2, max_size=2, unique=True),
+    files=st.lists(NAMES.filter(lambda name: name not in ("file", "label")), min_size=2, max_size=6, unique=True),
+    labels=st.lists(
+        NAMES.filter(lambda name: not name.isdigit() and name not in ("nan", "NaN")),
+        min_size=2,
+        max_size=2,
+        unique=True,
+    ),
     delimiter=st.sampled_from(",;\t"),
     newline=st.sampled_from(["\n", "\r\n"]),
     bom=st.booleans(),
 )
 @example(files=["0", "1"], labels=["A", ";A"], delimiter=",", newline="\n", bom=False)
+@example(files=["0", "FILE"], labels=[";", "A"], delimiter=",", newline="\n", bom=False)
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, files, labels, delimiter, newline, bom):
     folder = tmp_path_factory.mktemp("round-trip")
     rows = [(f"{name}.png", labels[i % 2]) for i, name in enumerate(files)]

@@ -430,18 +430,24 @@ class _Listing:
     files: dict[str, bool]
 
     def find_alike(self, name: str) -> str:
-        """Find the only file that has this name but for a suffix, case and composition of accents, or ""."""
-        named = without_arrays(self._by_plain_name.get(_plain(name), []))
+        """Find the only file with this name and a suffix, else but for case and composition of accents; or ""."""
+        named = without_arrays(self._by_stem.get(name, [])) or self._by_plain_name.get(_plain(name), [])
         return named[0] if len(named) == 1 else ""
 
     @cached_property
+    def _by_stem(self) -> dict[str, list[str]]:
+        return _grouped((name[: name.rindex(".")], name) for name in self.files if is_image_name(name))
+
+    @cached_property
     def _by_plain_name(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for name in self.files:
-            stem = name[: name.rindex(".")] if is_image_name(name) else name
-            for plain in {_plain(name), _plain(stem)}:
-                found.setdefault(plain, []).append(name)
-        return found
+        return _grouped((_plain(name), name) for name in self.files)
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for key, name in pairs:
+        found.setdefault(key, []).append(name)
+    return found
 
 
 def _plain(name: str) -> str:
