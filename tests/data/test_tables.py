@@ -172,6 +172,11 @@ def test_ids_that_could_be_two_files_are_missing(folder: Path):
         read(folder, "file,label\nimages/0,a\nimages/1,b\n")
 
 
+def test_blank_rows_with_spaces_and_quotes_do_not_move_the_places_of_others(folder: Path):
+    with pytest.raises(InputError, match=r"line 4: gone\.png$"):
+        read(folder, 'images/0.png|0\n ""|\n|\ngone.png|2\n')
+
+
 def test_rows_that_name_an_image_again_are_noted(folder: Path):
     (note,) = read(folder, "images/0.png,cat\nimages/1.png,dog\nimages/1.png,cat\n./images/0.png,cat\n").notes
     assert f"earlier row: 2 (such as {folder / 'list.csv'}: line 3); several labels" in note
@@ -342,6 +347,13 @@ def test_spaces_and_commas_separate_labels_where_that_is_sure_or_asked_for(folde
     with pytest.raises(InputError, match="several labels in one, or names with"):
         read(folder, cells)
     assert rows_of(read(folder, cells, task="multi-label")) == SEVERAL
+
+
+def test_columns_and_splits_with_several_labels_in_different_forms(folder: Path):
+    source = read(folder, labelled("label1,label2", ["cat|dog,", "cat,emu"]))
+    assert rows_of(source) == [["cat", "dog"], ["cat", "emu"]]
+    text = 'file,tags,split\n0,cat,train\n1,dog,train\n2,"[""cat"", ""dog""]",val\n'
+    assert rows_of(read(folder, text)) == [["cat"], ["dog"], ["cat", "dog"]]
 
 
 def test_columns_of_0_and_1(folder: Path):

@@ -26,8 +26,8 @@ MAX_LISTED = 10
 CLASS_LIST_NAME = "classes.txt"
 MAX_LABEL_LENGTH = 4096
 # Separates the labels of one image in a text; the other separators are tried in this order.
-LINE = "\n"
-_SEPARATORS = f"{LINE}|;, "
+_LINE = "\n"
+_SEPARATORS = f"{_LINE}|;, "
 _WHOLE_NUMBER = re.compile(r"(-?(?:0|[1-9]\d{0,17}))(?:\.0+)?", re.ASCII)
 _DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 _ID_AND_NAME = re.compile(r"([^\s:]+)(?::|\s)\s*(\S.*)")
@@ -60,7 +60,8 @@ class DistinctLabels:
         return len(self.codes)
 
     def __getitem__(self, images: slice) -> "DistinctLabels":
-        return DistinctLabels(self.values, self.codes[images])
+        used, codes = np.unique(self.codes[images], return_inverse=True)
+        return DistinctLabels([self.values[i] for i in used], codes)
 
 
 def count_classes(labels: np.ndarray, classes: int) -> np.ndarray:
@@ -261,7 +262,7 @@ def _with_lines(values: list[Any]) -> list[Any]:
     are_rows = is_even and (len(parts) == len(values) or all(part in (0, 1) for part in parts))
     if are_rows or not all(isinstance(part, (str, int, np.integer)) for part in parts):
         return values
-    return [LINE.join(map(str, value)) for value in values]
+    return [_LINE.join(map(str, value)) for value in values]
 
 
 # Tasks
@@ -298,7 +299,7 @@ def _find_task(labels: Any, names: tuple[str, ...] | None, subject: str) -> str:
     if labels.values.dtype.kind == "f":
         return "regression"
     texts, count = list(map(str, labels.values.tolist())), len(labels)
-    if any(LINE in text for text in texts):
+    if any(_LINE in text for text in texts):
         return "multi-label"
     if names is not None:
         known = set(names)

@@ -27,7 +27,7 @@ import pyarrow.csv
 
 from flatout.data.formats import Format, folders
 from flatout.data.formats.folders import is_image_name, list_files, visible, without_arrays
-from flatout.data.labels import LINE, DistinctLabels, find_class_list_beside, first_few
+from flatout.data.labels import DistinctLabels, find_class_list_beside, first_few
 from flatout.data.members import EncodedList
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import in_order, split_of, split_within, words_of
@@ -184,11 +184,8 @@ class _TextFile:
     def columns(self) -> list[Any]:
         """Read all columns, Arrow arrays of text [rows]."""
         # Quotation marks that are not closed, or follow a space, are for Python's parser.
-        if (
-            self._suffix not in (".jsonl", ".txt")
-            and self._data.count(b'"') % 2 == 0
-            and f'{self._delimiter} "'.encode() not in self._data
-        ):
+        is_plain = self._data.count(b'"') % 2 == 0 and b' "' not in self._data
+        if is_plain and self._suffix not in (".jsonl", ".txt"):
             with suppress(pa.ArrowInvalid):
                 return self._arrow_columns()
         rows, width = list(self._rows()), len(self.head[0])
@@ -594,7 +591,7 @@ def _read_labels(columns: list[Any], place: Callable[[int], str]) -> DistinctLab
         found = ((place(i), columns[column][i].as_py()) for i, column in wrong)
         lines = first_few(f"{row}: {cell or '(empty)'} in a column of 0 and 1" for row, cell in found)
         raise InputError(f"{lines}; write 0 or 1")
-    return [LINE.join(filter(None, cells)) for cells in zip(*(column.to_pylist() for column in columns), strict=True)]
+    return ["|".join(filter(None, cells)) for cells in zip(*(column.to_pylist() for column in columns), strict=True)]
 
 
 def _list_in(cell: str) -> Any:
