@@ -26,8 +26,8 @@ import pyarrow.parquet
 
 from about import about
 from flatout.data.build import build_pack
+from flatout.data.detect import recognise
 from flatout.data.pack import PackSettings
-from flatout.data.recognise import recognise
 
 Images = list[tuple[str, Path]]
 

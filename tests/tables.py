@@ -4,8 +4,8 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from flatout.data.detect import FORMATS, OTHERS
 from flatout.data.formats.folders import IMAGE_SUFFIXES
-from flatout.data.recognise import FORMATS, OTHERS
 from flatout.data.splits import WORDS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"
@@ -13,8 +13,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"
 
 def generated(text: str) -> str:
     """Return the page with its tables as the readers have them: formats, words for splits, suffixes of images."""
-    formats = [row for module in reversed(FORMATS) for row in module.ABOUT.items()]
-    rows = [(kind, give, by) for kind, (give, by) in [*formats, *OTHERS.items()]]
+    rows = [(format.kind, format.give, format.recognised_by) for format in reversed(FORMATS)]
+    rows += [(kind, give, by) for kind, (give, by) in OTHERS.items()]
     text = _with_table(text, ("data", "give", "recognised by"), rows)
     words = defaultdict[str, list[str]](list)
     for word, split in WORDS.items():

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from flatout.data.recognise import recognise
+from flatout.data.detect import recognise
 from flatout.data.source import Source
 from flatout.recipe import Data
 

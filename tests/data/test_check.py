@@ -14,8 +14,8 @@ from flatout.analysis.check import MAX_BITS, PerceptualHashes, check, find_pairs
 from flatout.cli import main
 from flatout.console import Console
 from flatout.data.cache import digest_files
-from flatout.data.formats.npy import from_arrays
-from flatout.data.recognise import recognise
+from flatout.data.detect import recognise
+from flatout.data.formats.arrays import from_arrays
 from flatout.data.source import Source
 
 RNG = np.random.default_rng(0)

@@ -1,16 +1,23 @@
-"""Torch map-style data sets."""
+"""Data sets of other libraries: in Python, Parquet files, and the tables of Hugging Face."""
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from flatout.data.formats.torch_dataset import from_dataset
+from flatout.data.formats.datasets import from_dataset
 from flatout.errors import InputError
+from tests.data.small_sets import png, read, table
+
+# In Python
 
 
 class Items(Dataset):
@@ -32,88 +39,63 @@ class Items(Dataset):
 
 GREY = np.arange(20, dtype=np.uint8).reshape(5, 4) * 12
 COLOUR = np.random.default_rng(0).integers(0, 256, (5, 4, 3), dtype=np.uint8)
+SQUARE = COLOUR[:3, :3]
+BANDS = np.random.default_rng(0).integers(0, 65536, (4, 6, 9)).astype(np.uint16)
 
 
-def pixels(image: Any) -> np.ndarray:
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        (Image.fromarray(GREY), GREY[..., None]),
+        (GREY, GREY[..., None]),
+        (torch.from_numpy(GREY)[None], GREY[..., None]),
+        (torch.from_numpy(GREY) / 255, GREY[..., None]),
+        (Image.fromarray(COLOUR), COLOUR),
+        (Image.fromarray(np.dstack([COLOUR, COLOUR[..., :1]])), COLOUR),  # RGBA; the alpha channel is dropped
+        (COLOUR, COLOUR),
+        (COLOUR / np.float32(255), COLOUR),
+        (COLOUR.transpose(2, 0, 1), COLOUR),
+        (torch.from_numpy(COLOUR).permute(2, 0, 1) / 255, COLOUR),
+        (SQUARE, SQUARE),  # channels of an array are last, those of a tensor first
+        (torch.from_numpy(SQUARE.copy()), SQUARE.transpose(1, 2, 0)),
+        (torch.from_numpy(BANDS), BANDS.transpose(1, 2, 0)),
+    ],
+)
+def test_kinds_of_images(image: Any, expected: np.ndarray):
     source = from_dataset(Items([(image, 0), (image, 1)]))
     assert source.images is not None
-    np.testing.assert_array_equal(source.images[0], source.images[1])
-    return source.images[0]
+    assert source.images.dtype == expected.dtype
+    np.testing.assert_array_equal(source.images, [expected, expected])
 
 
-@pytest.mark.parametrize(
-    "image",
-    [
-        Image.fromarray(GREY),
-        GREY,
-        GREY[..., None],
-        torch.from_numpy(GREY),
-        torch.from_numpy(GREY)[None],
-        torch.from_numpy(GREY)[None] / 255,
-        GREY / 255,
-    ],
-)
-def test_kinds_of_grey_images(image: Any):
-    np.testing.assert_array_equal(pixels(image), GREY[..., None])
-
-
-@pytest.mark.parametrize(
-    "image",
-    [
-        Image.fromarray(COLOUR),
-        Image.fromarray(np.dstack([COLOUR, COLOUR[..., :1]])),  # RGBA; the alpha channel is dropped
-        COLOUR,
-        COLOUR / np.float32(255),
-        COLOUR.transpose(2, 0, 1),
-        torch.from_numpy(COLOUR).permute(2, 0, 1),
-        torch.from_numpy(COLOUR).permute(2, 0, 1) / 255,
-    ],
-)
-def test_kinds_of_colour_images(image: Any):
-    np.testing.assert_array_equal(pixels(image), COLOUR)
-
-
-def test_channels_of_a_tensor_come_first_and_of_an_array_last():
-    square = np.random.default_rng(0).integers(0, 256, (3, 3, 3), dtype=np.uint8)
-    np.testing.assert_array_equal(pixels(square), square)
-    np.testing.assert_array_equal(pixels(torch.from_numpy(square)), square.transpose(1, 2, 0))
-
-
-def test_each_item_is_read_once_and_the_first_ones_again():
-    data = Items([(GREY, i % 2) for i in range(40)])
-    assert from_dataset({"train": data}).notes == ()
-    assert data.reads == {i: 2 if i < 16 else 1 for i in range(40)}
-
-
-def test_a_random_transform_is_reported():
-    class Flipped(Items):
-        def __getitem__(self, index: int) -> Any:
-            image, label = super().__getitem__(index)
-            return image[:, ::-1] if np.random.random() < 0.5 else image, label
-
-    (note,) = from_dataset(Flipped([(GREY, i % 2) for i in range(40)])).notes
-    assert "the train data set differ each time they are read" in note
-    assert "use augment= or transform= instead" in note
-
-
-def test_splits_and_class_names():
-    data = Items([(GREY, i % 3) for i in range(9)], classes=["a", "b", "c"])
-    source = from_dataset((data, Subset(data, [3, 4])))
-    assert source.splits == {"train": (0, 9), "test": (9, 11)}
-    assert source.labels[-2:].tolist() == [0, 1]
-    assert source.classes == ("a", "b", "c")
-    assert from_dataset(Subset(data, [0, 1])).classes == ("a", "b", "c")
-
-
-def test_kinds_of_labels():
+def test_kinds_of_labels_splits_and_class_names():
     images = torch.zeros(4, 1, 5, 4)
     for labels in (torch.tensor([0, 1, 1, 0]), torch.tensor([[0], [1], [1], [0]]), torch.eye(2)[[0, 1, 1, 0]]):
         assert from_dataset(TensorDataset(images, labels)).labels.tolist() == [0, 1, 1, 0]
     source = from_dataset(Items([(GREY, "yes"), (GREY, "no")]))
     assert (source.classes, source.labels.tolist()) == (("no", "yes"), [1, 0])
+    data = Items([(GREY, i % 3) for i in range(9)], classes=["a", "b", "c"])
+    source = from_dataset((data, Subset(data, [3, 4])))
+    assert (source.splits, source.classes) == ({"train": (0, 9), "test": (9, 11)}, ("a", "b", "c"))
+    assert source.labels[-2:].tolist() == [0, 1]
 
 
-def test_torchvision_with_a_transform(tmp_path):
+def test_each_item_is_read_once_and_the_first_ones_again_for_random_transforms():
+    data = Items([(GREY, i % 2) for i in range(40)])
+    assert from_dataset({"train": data}).notes == ()
+    assert data.reads == {i: 2 if i < 16 else 1 for i in range(40)}
+
+    class Flipped(Items):
+        def __getitem__(self, index: int) -> Any:
+            image, label = super().__getitem__(index)
+            return image[:, ::-1] if np.random.random() < 0.5 else image, label
+
+    (note,) = from_dataset(Flipped(data.items)).notes
+    assert "the train data set differ each time they are read" in note
+    assert "use augment= or transform= instead" in note
+
+
+def test_torchvision_with_a_transform(tmp_path: Path):
     from torchvision import datasets, transforms
 
     for i, name in enumerate(("a", "b")):
@@ -123,12 +105,11 @@ def test_torchvision_with_a_transform(tmp_path):
     transform = transforms.Compose(steps)
     source = from_dataset(datasets.ImageFolder(str(tmp_path), transform))
     assert source.images is not None
-    assert source.images.shape == (2, 8, 8, 3)
-    assert source.classes == ("a", "b")
+    assert (source.images.shape, source.classes) == ((2, 8, 8, 3), ("a", "b"))
     steps.append(transforms.Normalize((0.5,) * 3, (0.2,) * 3))
     with pytest.raises(InputError, match="take Normalize out"):
         from_dataset(datasets.ImageFolder(str(tmp_path), transform))
-    with pytest.raises(InputError, match=r"item 1 has .* 7x10x3 where item 0 has 7x9x3; put a Resize"):
+    with pytest.raises(InputError, match=r"item 1 has .* 7x10x3 uint8 where item 0 has 7x9x3 uint8; put a Resize"):
         from_dataset(datasets.ImageFolder(str(tmp_path)))
 
 
@@ -136,24 +117,18 @@ def test_torchvision_with_a_transform(tmp_path):
     ("data", "message"),
     [
         (7, "is a int; give"),
-        (Items([]), "the data set is empty"),
         ({"train": Items([(GREY, 0), (GREY, 1)]), "test": Items([])}, "test: the data set is empty"),
-        ({"test": Items([(GREY, 0)])}, "no training split"),
         (Items([GREY, GREY]), "item 0 is a ndarray; a pair"),
         (Items([{"image": GREY}]), "item 0 is a dict of image; name its label one of label,"),
         (Items([("a.png", 0)]), "the image is a str; a PIL image"),
-        (Items([(GREY, 0), (COLOUR, 1)]), "item 1 has .* put a conversion to RGB"),
+        (Items([(GREY, 0), (COLOUR, 1)]), "item 1 has .* 5x4x3 uint8 where item 0 has 5x4x1 uint8"),
         (Items([(GREY.astype(np.int64), 0)]), "pixels of type int64"),
-        (Items([(GREY.astype(float), 0)]), "pixels run from 0 to 228, outside 0..1; take Normalize out"),
         (Items([(GREY * np.nan, 0)]), "outside 0..1"),
         (Items([(torch.zeros(5, 4, 3), 0)]), r"a tensor of shape \(5, 4, 3\); \[C, H, W\]"),
-        (Items([(np.zeros((5, 5, 5)), 0)]), "channels may be first or last"),
         (Items([(Image.new("I", (4, 4)), 0)]), "32 bits per pixel"),
-        (Items([(GREY, 0), (GREY.astype(np.uint16), 1)]), "item 1 has 16 bits per channel where item 0 has 8"),
-        (Items([(GREY, 0), (GREY, [1, 2])]), "labels differ in shape"),
-        (Items([(GREY, 0), (GREY, -1)]), "train: label 1: negative label -1"),
+        (Items([(GREY, 0), (GREY.astype(np.uint16), 1)]), "item 1 has .* 5x4x1 uint16 where item 0 has 5x4x1 uint8"),
+        (Items([(GREY, 0), (GREY, [1, 2])]), "label 1: the labels differ in shape"),
         (Items([(GREY, 0), (GREY, 2)], classes=["a", "b"]), "train: label 1: label outside the class list"),
-        (Items([(GREY, 1), (GREY, 1)]), "all images are of one class"),
     ],
 )
 def test_refused(data: Any, message: str):
@@ -161,9 +136,122 @@ def test_refused(data: Any, message: str):
         from_dataset(data)
 
 
-def test_items_of_16_bits_and_many_bands() -> None:
-    bands = np.random.default_rng(0).integers(0, 65536, (2, 4, 6, 9)).astype(np.uint16)
-    source = from_dataset(Items([(torch.from_numpy(image), i) for i, image in enumerate(bands)]))
-    assert source.images is not None
-    assert source.images.dtype == np.uint16
-    assert np.array_equal(source.images, bands.transpose(0, 2, 3, 1))
+# Parquet
+
+
+def contents(path: Path, **options: Any) -> tuple[tuple[str, ...], list[bytes]]:
+    source = read(path, **options)
+    return source.classes, [file.read_bytes() for file in source.files or ()]
+
+
+def test_columns(tmp_path: Path):
+    images = [png(0), png(1)]
+    path = table(tmp_path / "a.parquet", left=images, right=images[::-1], kind=[3, 4], other=[1, 1])
+    with pytest.raises(InputError, match="has the columns left, right, kind, other; name those of images"):
+        read(path)
+    assert contents(path, file_column="right", label_column="kind") == (("3", "4"), images[::-1])
+    path = table(tmp_path / "a.parquet", **{"the.image": images, "image.label": ["a", "b"]})
+    assert contents(path) == (("a", "b"), images)
+    lists = pyarrow.array(list(map(list, images)), pyarrow.list_(pyarrow.uint8()))
+    assert contents(table(tmp_path / "a.parquet", image=lists, label=[0, 1])) == (("0", "1"), images)
+
+
+def test_rows_without_labels_or_images_are_named(tmp_path: Path):
+    path = table(tmp_path / "a.parquet", image=[png(), png(), png()], label=["a", None, "b"])
+    with pytest.raises(InputError, match=r"rows without a label: .*a\.parquet: row 1"):
+        read(path)
+    with pytest.raises(OSError, match="the row holds no bytes"):
+        contents(table(tmp_path / "b.parquet", image=[png(), None], label=["a", "b"]))
+
+
+CAT_DOG = {"_type": "ClassLabel", "names": ["cat", "dog"]}
+
+
+def with_features(path: Path, feature: Any, labels: list[Any]) -> None:
+    """Write two images as Hugging Face's libraries do, with the kind of the labels in the metadata."""
+    about = {"info": {"features": {"label": feature}}}
+    content = pyarrow.table({"image": [png(), png()], "label": labels})
+    pyarrow.parquet.write_table(content.replace_schema_metadata({"huggingface": json.dumps(about)}), path)
+
+
+def test_metadata_of_hugging_face(tmp_path: Path):
+    with_features(tmp_path / "train.parquet", CAT_DOG, [0, 1])
+    with_features(tmp_path / "test.parquet", CAT_DOG, [-1, -1])
+    source = read(tmp_path)
+    assert (list(source.splits), source.classes) == (["train"], ("cat", "dog"))
+    assert source.notes == ("there is no test split: its labels are all -1, which means unknown",)
+    with_features(tmp_path / "test.parquet", CAT_DOG | {"names": ["dog", "cat"]}, [0, 1])
+    with pytest.raises(InputError, match=r"test\.parquet: names other classes than .*train\.parquet"):
+        read(tmp_path)
+    with_features(tmp_path / "train.parquet", [CAT_DOG], [[0], [0, 1]])  # lists, as older versions write them
+    source = read(tmp_path / "train.parquet")
+    assert (source.task, source.classes, source.labels.tolist()) == ("multi-label", ("cat", "dog"), [[1, 0], [1, 1]])
+
+
+def test_small_tables_that_expand_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Pages that are nothing but zeros, or a row that is repeated, and a label of megabytes."""
+
+    def written(name: str, images: list[bytes], label: str) -> Path:
+        columns = pyarrow.table({"image": images, "label": [label, "other"] * (len(images) // 2)})
+        pyarrow.parquet.write_table(columns, tmp_path / name, compression="zstd")
+        return tmp_path / name
+
+    monkeypatch.setattr("flatout.data.unpack._EXPANSION_SLACK_BYTES", 1 << 16)
+    with pytest.raises(InputError, match=r"pages\.parquet: expands from [\d,]+ to 2,\d{3},\d{3} bytes"):
+        read(written("pages.parquet", [bytes(1 << 20), bytes(1 << 20) + b"1"], "cat"))
+    monkeypatch.undo()
+    monkeypatch.setattr("flatout.data.formats.datasets._FEW_ROWS", 1000)
+    with pytest.raises(InputError, match=r"rows\.parquet: has 20,000 rows in [\d,]+ bytes"):
+        read(written("rows.parquet", [b"x"] * 20_000, "cat"))
+    with pytest.raises(InputError, match=r"label\.parquet: row 0: the label 'xxx.* has 100,000 characters"):
+        read(written("label.parquet", [png(0)] * 4, "x" * 100_000))
+
+
+def test_each_byte_of_the_metadata_may_be_damaged(tmp_path: Path):
+    """pyarrow aborts where it is asked for damaged metadata of a column."""
+    cells = [{"bytes": png(i), "path": f"{i}.png"} for i in range(2)]
+    content = table(tmp_path / "whole.parquet", image=cells, label=[0, 1]).read_bytes()
+    file = tmp_path / "a.parquet"
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    refused = 0
+    for place in range(start, len(content)):
+        file.write_bytes(content[:place] + b"\x19" + content[place + 1 :])
+        try:
+            contents(file)
+        except (InputError, OSError) as error:
+            assert "a.parquet" in str(error) or "row group" in str(error) or "row holds" in str(error)
+            refused += 1
+    assert refused > (len(content) - start) / 4
+
+
+def test_a_row_group_of_repeated_and_other_images(tmp_path: Path):
+    """The writer gives up its dictionary in the middle."""
+    random = np.random.default_rng(0)
+    images = [png(i % 3) if i % 2 else random.bytes(1000) for i in range(4000)]
+    columns = pyarrow.table({"image": images, "label": [i % 2 for i in range(4000)]})
+    pyarrow.parquet.write_table(columns, tmp_path / "a.parquet", row_group_size=4000)
+    assert contents(tmp_path / "a.parquet") == (("0", "1"), images)
+
+
+@pytest.mark.parametrize("limit", [None, 0])
+def test_row_groups_in_memory_are_few(limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two of all files, or as many as take little memory, each of which is then read once."""
+    if limit is not None:
+        monkeypatch.setattr("flatout.data.formats.datasets._GROUP_BYTES", limit)
+    images = [png(i) for i in range(20)]
+    for i in range(2):
+        columns = pyarrow.table({"image": images[10 * i : 10 * i + 10], "label": [i % 2 for i in range(10)]})
+        pyarrow.parquet.write_table(columns, tmp_path / f"train-{i}.parquet", row_group_size=2)
+    reads: list[int] = []
+    read_row_group = pyarrow.parquet.ParquetFile.read_row_group
+
+    def counted(self, number: int, **how):
+        reads.append(number)
+        return read_row_group(self, number, **how)
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", counted)
+    source = read(tmp_path)
+    assert source.files is not None
+    order = np.random.default_rng(0).permutation(20)
+    assert [source.files[i].read_bytes() for i in order] == [images[i] for i in order]
+    assert (len(reads) == 10) == (limit is None)

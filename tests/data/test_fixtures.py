@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from flatout.data.build import load_pack
+from flatout.data.detect import recognise
 from flatout.data.pack import Pack, PackSettings
-from flatout.data.recognise import recognise
 from tests.data.packs import Silent
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures"

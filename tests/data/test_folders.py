@@ -1,11 +1,15 @@
-"""Trees of class folders."""
+"""Trees of class folders, and classes in the names of files."""
 
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from flatout.data.recognise import recognise
+from flatout.analysis.check import check, format_check
+from flatout.cli import main
+from flatout.console import Console
+from flatout.data.detect import recognise
 from flatout.errors import InputError
 from flatout.recipe import Data
 
@@ -23,59 +27,43 @@ def grow(root: Path, *names: str) -> Path:
 
 def listed(root: Path) -> dict[str, list[tuple[str, str]]]:
     source = recognise(root).read()
-    assert source.files is not None
-    pairs = [
-        (str(path).removeprefix(f"{root}/"), source.classes[label])
-        for path, label in zip(source.files, source.labels, strict=True)
-    ]
+    named = zip(source.files or (), source.labels, strict=True)
+    pairs = [(str(path).removeprefix(f"{root}/"), source.classes[label]) for path, label in named]
     return {split: pairs[start:stop] for split, (start, stop) in source.splits.items()}
 
 
 def test_flat_tree_with_nested_files_in_order(tmp_path: Path):
-    grow(tmp_path, "dogs/z.JPG", "cats/b.png", "cats/a.jpeg", "cats/old/c.webp")
-    assert listed(tmp_path) == {
-        "train": [
-            ("cats/a.jpeg", "cats"),
-            ("cats/b.png", "cats"),
-            ("cats/old/c.webp", "cats"),
-            ("dogs/z.JPG", "dogs"),
-        ]
-    }
+    grow(tmp_path, "dogs/z.JPG", "cats/b.png", "cats/a.jpeg", "cats/old/c.webp", "10/1.png", "9/1.png")
+    names = ["10/1.png", "9/1.png", "cats/a.jpeg", "cats/b.png", "cats/old/c.webp", "dogs/z.JPG"]
+    assert listed(tmp_path) == {"train": [(name, name.partition("/")[0]) for name in names]}
 
 
 @pytest.mark.parametrize(
     ("train", "valid", "test"),
     [
         ("train", "valid", "test"),
-        ("Training", "Validation", "Testing"),
-        ("TRAIN", "val", "TEST"),
+        ("TRAIN", "val", "Testing"),
         ("training_set", "validation_set", "test_set"),
-        ("trainset", "valset", "testset"),
         ("train2017", "val-2017", "images_test2017"),
     ],
 )
-def test_split_names(tmp_path: Path, train: str, valid: str, test: str):
-    for split in (train, valid, test):
-        grow(tmp_path, f"{split}/a/1.png", f"{split}/b/2.png")
-    assert {split: len(files) for split, files in listed(tmp_path).items()} == {"train": 2, "valid": 2, "test": 2}
-
-
-def test_class_index_is_shared_by_the_splits(tmp_path: Path):
-    grow(tmp_path, "train/a/1.png", "train/b/2.png", "train/c/3.png", "test/c/4.png")
+def test_split_folders(tmp_path: Path, train: str, valid: str, test: str):
+    grow(tmp_path, f"{train}/a/1.png", f"{train}/b/2.png", f"{train}/c/3.png", f"{valid}/c/4.png", f"{test}/b/5.png")
     source = recognise(tmp_path).read()
-    assert source.classes == ("a", "b", "c")
-    assert source.labels.tolist() == [0, 1, 2, 2]
+    assert source.splits == {"train": (0, 3), "valid": (3, 4), "test": (4, 5)}
+    assert (source.classes, source.labels.tolist()) == (("a", "b", "c"), [0, 1, 2, 2, 1])
 
 
-def test_what_systems_leave_behind_is_ignored_and_others_are_counted(tmp_path: Path):
+def test_what_is_no_image_is_ignored_and_counted(tmp_path: Path):
     grow(tmp_path, "a/1.png", "b/2.png", "a/Thumbs.db", "a/.DS_Store", "__MACOSX/a/1.png", ".git/x.png")
     assert recognise(tmp_path).read().notes == ()
-    grow(tmp_path, "a/readme.TXT", "b/deep/notes.txt", "LICENSE", "docs/page.html")
+    grow(tmp_path, "a/readme.TXT", "b/deep/notes.txt", "LICENSE", "docs/page.html", "a/1.npy", "0.png")
     source = recognise(tmp_path).read()
-    assert source.classes == ("a", "b")
+    assert (source.classes, len(source)) == (("a", "b"), 2)
     assert source.notes == (
         f"not taken as classes, since they hold no images: docs in {tmp_path}",
-        "ignored files that are no images: 4 (.txt 2, LICENSE 1, .html 1)",
+        f"ignored images outside the class folders in {tmp_path}: 1",
+        "ignored files that are not images: 5 (.txt 2, LICENSE 1, .npy 1, .html 1)",
     )
 
 
@@ -84,30 +72,39 @@ def test_a_class_may_be_called_train(tmp_path: Path):
     assert recognise(tmp_path).read().classes == ("bus", "car", "train")
 
 
-def test_images_outside_the_class_folders_are_noted(tmp_path: Path):
-    grow(tmp_path, "train/a/1.png", "train/b/2.png", "train/stray.png")
-    notes = recognise(tmp_path).read().notes
-    assert notes == (f"ignored images outside the class folders in {tmp_path / 'train'}: 1",)
-
-
 def test_links_are_followed_but_not_in_circles(tmp_path: Path):
     grow(tmp_path / "elsewhere", "1.png")
     root = grow(tmp_path / "data", "b/2.png")
-    (root / "a").symlink_to(tmp_path / "elsewhere")
-    (root / "b" / "circle").symlink_to(root / "b")
+    for link, target in (("a", tmp_path / "elsewhere"), ("b/circle", root / "b"), ("circle", "circle"),
+                         ("gone", "nowhere"), ("a/first", "second"), ("a/second", "first")):  # fmt: skip
+        (root / link).symlink_to(target)
     assert [name for name, _ in listed(root)["train"]] == ["a/1.png", "b/2.png"]
+    (note,) = recognise(root).read().notes
+    assert note.startswith("ignored files that are not images: 4 (")
 
 
 def test_class_list_orders_the_classes(tmp_path: Path):
-    root = grow(tmp_path / "data", "a/1.png", "b/2.png")
-    names = tmp_path / "names.txt"
-    names.write_text("b\nunused\na\n")
-    source = recognise(root, Data(classes=str(names))).read()
-    assert source.classes == ("b", "unused", "a")
-    assert source.labels.tolist() == [2, 0]
+    root, names = grow(tmp_path / "data", "a/1.png", "b/2.png"), tmp_path / "names.txt"
+    for text, classes in (("b\nunused\na\n", ("b", "unused", "a")), ("b bird\na cat\n", ("bird", "cat"))):
+        names.write_text(text)
+        source = recognise(root, Data(classes=str(names))).read()
+        assert source.classes == classes
+        assert [classes[label] for label in source.labels] == [classes[-1], classes[0]]
     names.write_text("b\n")
-    with pytest.raises(InputError, match=r"not in .*names\.txt: a$"):
+    with pytest.raises(InputError, match=r"data/a: label not in the class list: a$"):
         recognise(root, Data(classes=str(names))).read()
+
+
+def test_the_task_of_the_recipe_counts(tmp_path: Path):
+    """Folders named by numbers were classes, whatever the recipe said."""
+    grow(tmp_path, "train/10/1.png", "train/9.5/2.png", "test/9.5/3.png")
+    source = recognise(tmp_path, task="regression").read()
+    assert (source.task, source.classes, source.labels.dtype) == ("regression", (), np.float32)
+    assert source.labels.tolist() == [10, 9.5, 9.5]
+    assert recognise(tmp_path, task="multi-label").read().labels.tolist() == [[1, 0], [0, 1], [0, 1]]
+    grow(tmp_path, "train/high/4.png")
+    with pytest.raises(InputError, match="train/high: not a number: high"):
+        recognise(tmp_path, task="regression").read()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +112,6 @@ def test_class_list_orders_the_classes(tmp_path: Path):
     [
         (["a/1.png"], "all images are of one class"),
         (["train/a/1.png", "train/b/2.png", "test/c/3.png"], "class 'c' is in test but has no training images"),
-        (["train/a/1.png", "train/b/2.png", "test/"], "the test split holds no images"),
         (["train/a/1.png", "train/b/2.png", "test/a/"], "the test split holds no images"),
         (["train/", "test/a/1.png"], "the train split holds no images"),
         (["test/a/1.png", "test/b/1.png"], "no training split"),
@@ -132,44 +128,17 @@ def test_refused(tmp_path: Path, names: list[str], message: str):
     assert str(tmp_path) in str(caught.value)
 
 
-def test_links_in_circles_and_to_nothing_are_no_obstacle(tmp_path: Path):
-    root = grow(tmp_path, "a/1.png", "b/2.png")
-    (root / "circle").symlink_to("circle")
-    (root / "gone").symlink_to("nowhere")
-    (root / "a" / "circle").symlink_to("circle")
-    (root / "a" / "first").symlink_to("second")
-    (root / "a" / "second").symlink_to("first")
-    assert [name for name, _ in listed(root)["train"]] == ["a/1.png", "b/2.png"]
-    assert recognise(root).read().notes == (
-        "ignored files that are no images: 5 (circle 2, gone 1, first 1, second 1)",
-    )
-
-
-@pytest.mark.parametrize("above", ["", "train"])
-def test_a_class_folder_whose_name_is_not_utf8_is_refused(tmp_path: Path, above: str):
-    grow(tmp_path / above, "a/1.png", "b/2.png")
-    folder = Path(os.fsdecode(os.fsencode(tmp_path / above) + b"/caf\xe9"))
-    grow(folder, "3.png")
-    with pytest.raises(InputError, match=r"the name of the folder caf\\xe9 is not UTF-8; rename it"):
-        recognise(tmp_path).read()
-
-
-def test_files_with_names_that_are_not_utf8_can_be_reported(tmp_path: Path):
-    from flatout.analysis.check import check, format_check
-    from flatout.console import Console
-
+def test_names_that_are_not_utf8(tmp_path: Path):
     grow(tmp_path, "a/1.png", "b/2.png")
     Path(os.fsdecode(os.fsencode(tmp_path / "a") + b"/caf\xe9.png")).touch()
     lines = format_check(check(recognise(tmp_path).read(), Console()))
     assert "  a/caf\\xe9.png: is empty" in lines
-    "\n".join(lines).encode()
-
-
-def test_a_path_that_is_not_utf8_is_refused(tmp_path: Path):
-    root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
-    grow(root, "a/1.png", "b/2.png")
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    grow(folder, "a/3.png", "b/4.png")
+    with pytest.raises(InputError, match=r"the name of the folder caf\\xe9 is not UTF-8; rename it"):
+        recognise(tmp_path).read()
     with pytest.raises(InputError, match=r"caf\\xe9: the path is not UTF-8"):
-        recognise(root)
+        recognise(folder)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -183,9 +152,17 @@ def test_folder_that_may_not_be_read(tmp_path: Path):
         (tmp_path / "b").chmod(0o700)
 
 
-def test_many_files(tmp_path: Path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for i in range(1000):
-            (tmp_path / name / f"{i}.png").touch()
-    assert len(recognise(tmp_path).read()) == 2000
+def test_classes_in_file_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    grow(tmp_path, "cat.1.png", "cat.2.png", "dog.1.png")
+    for pattern in (r"^(\w+)\.", r"^(?P<label>c|d)(at|og)"):
+        source = recognise(tmp_path, Data(label_pattern=pattern)).read()
+        assert source.labels.tolist() == [0, 0, 1]
+    assert source.classes == ("c", "d")
+    assert main(["check", str(tmp_path), "--set", r"data.label_pattern=^(\w+)\."]) == 0
+    assert "images with classes in their names: train 3 images" in capsys.readouterr().out
+    grow(tmp_path, "other.png")
+    with pytest.raises(InputError, match=r"label_pattern = .* finds no class in 1 names: .*other\.png"):
+        recognise(tmp_path, Data(label_pattern=r"^(\w+)\.\d")).read()
+    for pattern in ("(", "no group", "(a)(b)"):
+        with pytest.raises(InputError, match=r"data\.label_pattern = .*: must be a regular expression with one group"):
+            Data(label_pattern=pattern)

@@ -1,6 +1,6 @@
 """Damaged files of the formats that are no containers, and damaged images: data, one InputError, or a bad image.
 
-See `test_bad_images` for runs at length.
+See `test_fuzz` for runs at length.
 """
 
 import gzip
@@ -18,9 +18,9 @@ from PIL import Image
 
 from flatout.data.build import build_pack
 from flatout.data.decode import decode_image, read_header
+from flatout.data.detect import recognise
 from flatout.data.pack import PackSettings
 from flatout.data.pixels import BadImage
-from flatout.data.recognise import recognise
 from flatout.errors import InputError
 from flatout.recipe import Data
 from tests.data.containers import write
@@ -57,14 +57,6 @@ def csv_of_classes(folder: Path) -> Path:
 
 def csv_of_several(folder: Path) -> Path:
     return csv(folder, ["image;tags", *(f'{i};"{("cat", "cat|dog", "dog")[i % 3]}"' for i in range(8))])
-
-
-def csv_of_columns(folder: Path) -> Path:
-    return csv(folder, ["id,cat,dog", *(f"{i},{i % 2},{i // 4}" for i in range(8))])
-
-
-def csv_of_numbers(folder: Path) -> Path:
-    return csv(folder, ["file,label", *(f"images/{i}.png,{i / 3:.3f}" for i in range(8))])
 
 
 def json_lines(folder: Path) -> Path:
@@ -158,8 +150,6 @@ class Set:
 SETS = {
     "CSV, classes": Set(csv_of_classes),
     "CSV, several classes": Set(csv_of_several),
-    "CSV, columns of 0 and 1": Set(csv_of_columns),
-    "CSV, numbers": Set(csv_of_numbers),
     "class list": Set(class_list, is_file=False),
     "JSON lines": Set(json_lines),
     "PaddleClas": Set(lists, is_file=False),

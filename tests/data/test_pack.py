@@ -19,9 +19,9 @@ from flatout.data import pack as packs
 from flatout.data.batches import Samples
 from flatout.data.build import build_pack, load_pack
 from flatout.data.cache import cache_folder, clear, entries, temporary_folder
+from flatout.data.detect import recognise
 from flatout.data.pack import open_pack, share
 from flatout.data.pixels import resize_images
-from flatout.data.recognise import recognise
 from flatout.data.source import DataRef, Source
 from flatout.errors import DiskFull, InputError
 from tests.data.packs import (

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flatout.run.facts import look
 from PIL import Image, ImageOps
 
 from flatout.cli import main
@@ -14,11 +15,10 @@ from flatout.data.batches import measure
 from flatout.data.build import build_pack, find, load_pack
 from flatout.data.decode import decode_image, read_header
 from flatout.data.pack import npy_header, open_pack
-from flatout.data.pixels import channels_last, resize_images
+from flatout.data.pixels import resize_images
 from flatout.data.splits import splits_of
 from flatout.errors import InputError
 from flatout.recipe import Data
-from flatout.train.dataset_stats import look
 from tests.data.packs import Recorder, settings
 from tests.data.pictures import refusal, saved, smooth_picture
 
@@ -287,31 +287,6 @@ def test_a_pack_of_format_1_is_read(tmp_path) -> None:
     assert np.array_equal(pack.images, images)
     assert (pack.resize, pack.bits) == ("squash", 8)
     load_pack(find(tmp_path), settings(size=6), cache=None, report=Recorder())
-
-
-def test_npy_files_beside_images_are_no_images(tmp_path) -> None:
-    for i in range(4):
-        (tmp_path / f"c{i % 2}").mkdir(exist_ok=True)
-        saved(smooth_picture(9, 9), tmp_path / f"c{i % 2}" / f"{i}.png")
-        npy(BANDS, tmp_path / f"c{i % 2}" / f"{i}.npy")
-    source = find(tmp_path).read()  # type: ignore[union-attr]
-    assert all(str(file).endswith(".png") for file in source.files or ())
-    assert any(".npy 4" in note for note in source.notes)
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ((6, 4, 24, 40), (6, 24, 40, 4)),
-        ((6, 24, 40, 4), (6, 24, 40, 4)),
-        ((6, 200, 9, 9), (6, 9, 9, 200)),
-        ((6, 9, 9, 200), (6, 9, 9, 200)),
-        ((6, 3, 24, 40), (6, 24, 40, 3)),
-        ((6, 24, 40), (6, 24, 40, 1)),
-    ],
-)
-def test_the_axis_of_channels_is_found(shape, expected) -> None:
-    assert channels_last(np.zeros(shape, np.uint8), "here").shape == expected
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from flatout.cli import main
+from flatout.data.detect import recognise
 from flatout.data.formats.shards import expand_braces
 from flatout.data.image_bytes import ImageBytesList, ShardFile, Slice
-from flatout.data.recognise import recognise
 from flatout.data.source import Source
 from flatout.errors import InputError
 from tests.data import containers as c

@@ -15,8 +15,8 @@ import pytest
 from flatout.cli import main
 from flatout.console import Console
 from flatout.data.build import build_pack, load_pack
+from flatout.data.detect import recognise
 from flatout.data.pack import Pack, PackSettings
-from flatout.data.recognise import recognise
 from flatout.errors import DiskFull, InputError
 from flatout.recipe import Data
 from tests.data import containers as c
@@ -104,7 +104,7 @@ def test_an_archive_is_unpacked_once_and_removed_when_its_pack_is_made(
     del first, second
     assert build_pack(recognise(path), SETTINGS, tmp_path / "pack", Silent()).fingerprint == pack.fingerprint
     assert not list(cache.glob("unpacked/*/*"))
-    monkeypatch.setattr("flatout.data.recognise.unpack", lambda *_: pytest.fail("unpacked though the pack is cached"))
+    monkeypatch.setattr("flatout.data.detect.unpack", lambda *_: pytest.fail("unpacked though the pack is cached"))
     assert pack_of(path, cache).was_cached
 
 

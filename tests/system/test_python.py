@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 from torchvision.transforms import ToTensor, v2
 
 import flatout
-from flatout.data.recognise import from_python
+from flatout.data.detect import from_python
 from flatout.train.fit_arguments import recipe_changes
 
 

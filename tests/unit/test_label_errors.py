@@ -19,8 +19,8 @@ from flatout.analysis.label_errors import (
     write_errors,
 )
 from flatout.cli import main
-from flatout.data.formats.npy import from_arrays
-from flatout.data.recognise import recognise
+from flatout.data.detect import recognise
+from flatout.data.formats.arrays import from_arrays
 from flatout.jobs import load_job
 from flatout.recipe import Data, Recipe
 

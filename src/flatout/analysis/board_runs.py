@@ -23,8 +23,8 @@ from flatout import __version__
 from flatout.analysis.lr_finder import LR_CHART, LR_RESULT
 from flatout.analysis.plan import PLAN_CHART, PLAN_RESULT
 from flatout.analysis.scale import SCALE_CHART, SCALE_RESULT
+from flatout.data.detect import DIGITS
 from flatout.data.pack import open_pack
-from flatout.data.recognise import DIGITS
 from flatout.errors import InputError
 from flatout.report import html, run_files
 from flatout.report.page import SPLIT_NAMES
@@ -548,7 +548,7 @@ def _pack_images(run: Path, files: RunFiles, stored: Predictions) -> tuple[np.nd
     if stored.row is None:
         return None, why
     if not summary.get("pack") and path == DIGITS:
-        from flatout.data.formats.npy import load_digits_source
+        from flatout.data.formats.arrays import load_digits_source
 
         return load_digits_source().images, ""
     try:

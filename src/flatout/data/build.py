@@ -64,8 +64,8 @@ def find(
         InputError: nothing is there, it cannot be downloaded, or it is nothing that can be trained on.
         DiskFull: a download does not fit.
     """
+    from flatout.data.detect import from_python, recognise
     from flatout.data.fetch import download, is_remote
-    from flatout.data.recognise import from_python, recognise
 
     if is_remote(data):
         console = console or Console()

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, overload
 
+import numpy as np
+
 from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.unpack import LimitedStream, is_compressed, open_decompressed, reading
 from flatout.errors import DiskFull
@@ -109,8 +111,41 @@ class ImageBytesList(Sequence[ImageBytes]):
         self._names, self._ends = bytearray(), array("Q")
         self._places = array("Q")
         for part in parts:
+            if isinstance(part, ImageBytesList):
+                self._extend(part)
+                continue
             for image in part:
                 self.append(image)
+
+    @classmethod
+    def of_paths(cls, folders: Sequence[str], numbers: np.ndarray, names: Iterable[str]) -> "ImageBytesList":
+        """Make a list of paths from folders and, of each path, the number of its folder and its name."""
+        encoded = list(map(os.fsencode, names))
+        files = cls()
+        files._owners = list(folders)
+        files._owner = array("L", numbers.astype(np.dtype("L")).tobytes())
+        files._names += b"".join(encoded)
+        files._ends = array("Q", np.cumsum([len(name) for name in encoded], dtype=np.uint64).tobytes())
+        files._places = array("Q", bytes(16 * len(encoded)))
+        # A folder that is named twice has one number.
+        return cls(files)
+
+    def _extend(self, other: "ImageBytesList") -> None:
+        """Add the images of another list, at once."""
+        own = np.array([self._number_of(owner) for owner in other._owners], np.dtype("L"))
+        self._owner.frombytes(own[np.asarray(other._owner)].tobytes())
+        self._ends.frombytes((np.asarray(other._ends) + np.uint64(len(self._names))).tobytes())
+        self._names += other._names
+        self._places += other._places
+
+    def _number_of(self, owner: Any) -> int:
+        """Return the number of an owner; folders and files have one each."""
+        number = len(self._owners)
+        if isinstance(owner, str | ShardFile):
+            number = self._numbers.setdefault(owner, number)
+        if number == len(self._owners):
+            self._owners.append(owner)
+        return number
 
     def append(self, image: ImageBytes) -> None:
         """Add an image."""
@@ -119,12 +154,7 @@ class ImageBytesList(Sequence[ImageBytes]):
             owner, name = os.path.split(image)
         elif isinstance(image, Slice):
             owner, name, offset, size = image.file, image.name, image.offset, image.size
-        number = len(self._owners)
-        if owner is not image:
-            number = self._numbers.setdefault(owner, number)
-        if number == len(self._owners):
-            self._owners.append(owner)
-        self._owner.append(number)
+        self._owner.append(self._number_of(owner))
         self._names += os.fsencode(name)
         self._ends.append(len(self._names))
         self._places.extend((offset, size))

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flatout.data.image_bytes import ImageBytes, ImageBytesList
-from flatout.data.labels import count_classes, flat_labels, interpret, read_class_list, split_ids
+from flatout.data.labels import count_classes, read_labels
 from flatout.data.splits import SPLITS, in_order
 from flatout.data.unpack import UnpackedArchive
 from flatout.errors import InputError
@@ -185,7 +184,7 @@ def assemble(
 
     Args:
         kind, path, notes: as in `Source`.
-        splits: images as an array [N, H, W, C] or a list of files; labels as `flat_labels` takes them.
+        splits: images as an array [N, H, W, C] or a list of files; labels as `read_labels` takes them.
         names, class_list: class names, or a file of them, if known; a label is then a name or an index.
         locate, subject: the place of a label (split, index) and of all labels, as the start of a message.
         task: that of the recipe; auto for the one that the labels show.
@@ -201,35 +200,25 @@ def assemble(
             raise InputError(f"{where}: {name} has {len(images):,} images but {len(labels):,} labels; make them equal")
         if len(images) == 0:
             raise InputError(f"{where}: the {name} split holds no images; fill it or leave it out")
-    place_in = locate or (lambda name, index: f"{where}: {name}: label {index}")
-    labels = [flat_labels(labels, f"{where}: {name}", partial(place_in, name)) for name, (_, labels) in splits.items()]
-    if len({part.dtype.kind.replace("f", "i") for part in labels}) > 1 or len({p.shape[1:] for p in labels}) > 1:
-        what = "text" if any(part.dtype.kind == "U" for part in labels) else "rows of other lengths"
-        raise InputError(f"{where}: labels are numbers in one split and {what} in another; make them the same")
-    bounds = np.cumsum([0, *map(len, labels)]).tolist()
-    spans = dict(zip(splits, pairwise(bounds), strict=True))
-
-    def place(i: int) -> str:
-        name = next(name for name, (_, stop) in spans.items() if i < stop)
-        return place_in(name, i - spans[name][0])
-
-    every, ids = np.concatenate(labels), names
-    if class_list is not None:
-        texts = every.astype(str)
-        are_rows = every.ndim == 2
-        used = list(map(str, range(every.shape[1]))) if are_rows else np.unique(texts).tolist()
-        ids, names = split_ids(read_class_list(class_list), used)
-        every, notes = every if ids == names or are_rows else texts, (*notes, f"class names from {class_list}")
-    found = interpret(every, ids, place, subject or where, task)
+    found = read_labels(
+        {name: labels for name, (_, labels) in splits.items()},
+        where,
+        locate=locate or (lambda name, index: f"{where}: {name}: label {index}"),
+        names=names,
+        class_list=class_list,
+        subject=subject,
+        task=task,
+    )
+    bounds = np.cumsum([0, *(len(labels) for _, labels in splits.values())]).tolist()
     images = [images for images, _ in splits.values()]
     is_files = not isinstance(images[0], np.ndarray)
     return Source(
         kind=kind,
         path=path,
         task=found.task,
-        classes=found.classes if names is None or ids == names else names,
+        classes=found.classes,
         labels=found.values,
-        splits=spans,
+        splits=dict(zip(splits, pairwise(bounds), strict=True)),
         files=_listed(images) if is_files else None,
         images=None if is_files else _join(images, list(splits), where),
         groups=None if groups is None else np.array(groups),

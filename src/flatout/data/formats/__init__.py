@@ -1,1 +1,24 @@
-"""One file for each data format."""
+"""Readers of data, one module for a family of formats."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatout.data.source import DataRef, ReadOptions
+
+
+@dataclass(frozen=True)
+class Format:
+    """A data format.
+
+    Attributes:
+        kind: its name; this and the next two are its row of the table in docs/data.md.
+        give: what a user gives.
+        recognised_by: how it is recognised.
+        recognise: takes a path, a class list or None, and options; returns the data if the path has this format.
+    """
+
+    kind: str
+    give: str
+    recognised_by: str
+    recognise: Callable[[Path, Path | None, ReadOptions], DataRef | None]

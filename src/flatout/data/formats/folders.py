@@ -1,29 +1,27 @@
-"""Trees of class folders: one folder per class, or train/, valid/ and test/ with such folders in each."""
+"""Folders of images: one folder per class, or classes in the names of files. Split folders may be around them."""
 
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
+from flatout.data.formats import Format
 from flatout.data.image_bytes import ImageBytesList
-from flatout.data.labels import first_few, read_class_list, split_ids
-from flatout.data.source import DataRef, Source, assemble
+from flatout.data.labels import DistinctLabels, first_few
+from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import in_order, split_of
 from flatout.errors import InputError
 from flatout.files import printable
-from flatout.recipe import Data
 
 T = TypeVar("T", str, Path)
 
-KIND = "class folders"
-ABOUT = {
-    KIND: ("the folder", "one folder per class, with or without split folders around them"),
-}
+KIND, NAMES_KIND = "class folders", "images with classes in their names"
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".gif"),
     *(".webp", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".heic", ".heif", ".npy"),
@@ -32,18 +30,16 @@ _CLUTTER = {"__MACOSX", "Thumbs.db", "desktop.ini"}
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file name has the suffix of an image."""
+    """Tell whether a file name has the suffix of an image."""
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def is_array_name(name: str) -> bool:
-    """Whether a file name has the suffix of an array."""
-    return name.lower().endswith(".npy")
-
-
 def without_arrays(files: list[T]) -> list[T]:
-    """Return image files, without `.npy` files unless all are: beside images, these hold masks and the like."""
-    return [file for file in files if not is_array_name(str(file))] or files
+    """Leave out `.npy` files unless all are: beside images, these hold masks and the like."""
+    return [file for file in files if not str(file).lower().endswith(".npy")] or files
+
+
+# Listing
 
 
 class Entry:
@@ -60,36 +56,44 @@ class Entry:
         return Path(self._entry.path)
 
     def is_dir(self) -> bool:
-        """Whether it is a folder or a link to one."""
-        return self._is(self._entry.is_dir)
+        """Tell whether it is a folder or a link to one."""
+        with suppress(OSError):
+            return self._entry.is_dir()
+        return False
 
     def is_file(self) -> bool:
-        """Whether it is a regular file or a link to one."""
-        return self._is(self._entry.is_file)
+        """Tell whether it is a regular file or a link to one."""
+        with suppress(OSError):
+            return self._entry.is_file()
+        return False
 
     def is_symlink(self) -> bool:
-        """Whether it is a symbolic link."""
-        return self._is(self._entry.is_symlink)
-
-    @staticmethod
-    def _is(check) -> bool:
-        try:
-            return check()
-        except OSError:
-            return False
+        """Tell whether it is a symbolic link."""
+        return self._entry.is_symlink()
 
 
 def visible(folder: Path) -> Sequence[Entry]:
-    """Return a folder's entries by name, without hidden files and what operating systems leave behind.
+    """List a folder by name, without hidden files and what operating systems leave behind.
 
     Raises:
         InputError: the folder cannot be read.
     """
-    return sorted(entries_of(folder), key=lambda entry: entry.name)
+    return sorted(_entries(folder), key=lambda entry: entry.name)
 
 
-def entries_of(folder: Path) -> Iterator[Entry]:
-    """Yield the same in any order, one at a time, as there may be millions."""
+def list_files(folder: Path) -> dict[str, bool]:
+    """List the files of a folder in any order, and whether each is a link; empty if it cannot be read."""
+    files: dict[str, bool] = {}
+    with suppress(OSError, ValueError), os.scandir(folder) as entries:
+        for entry in entries:  # there may be millions
+            if entry.is_file(follow_symlinks=False):
+                files[entry.name] = False
+            elif entry.is_symlink() and Path(entry.path).is_file():
+                files[entry.name] = True
+    return files
+
+
+def _entries(folder: Path) -> Iterator[Entry]:
     try:
         entries = os.scandir(folder)
     except OSError as error:
@@ -102,11 +106,86 @@ def _folders(folder: Path) -> list[Entry]:
     return [entry for entry in visible(folder) if entry.is_dir()]
 
 
+def has_images(folder: Path) -> bool:
+    """Tell whether there are images in or below a folder; links to folders count without a look."""
+    return any(
+        entry.is_symlink() or has_images(entry.path) if entry.is_dir() else is_image_name(entry.name)
+        for entry in visible(folder)
+    )
+
+
+def is_empty(folder: Path) -> bool:
+    """Tell whether there are no files in or below a folder."""
+    return all(entry.is_dir() and not entry.is_symlink() and is_empty(entry.path) for entry in visible(folder))
+
+
+# Class folders
+
+
+def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    """Recognise a tree of class folders.
+
+    A class may be called train: beside other class folders, a folder of that name that itself holds images is one.
+
+    Raises:
+        InputError: it is unclear which folders are classes.
+    """
+    if not path.is_dir():
+        return None
+    below, splits = _folders(path), _split_folders(path)
+    if any(_has_class_folders(folder) for folder in splits.values()):
+        splits = in_order(splits, path)
+    elif len(splits) == len(below) or not has_images(path):
+        return None
+    else:
+        for name, folder in splits.items():
+            if folder.name.lower() != "train":
+                raise InputError(
+                    f"{path}: has {folder.name} beside class folders; put the class folders into {path / 'train'}, "
+                    f"and those of the {name} images into {folder}"
+                )
+        _refuse_wrapper(path, below)
+        splits = {"train": path}
+    # A classes.txt that merely lies in the folder does not count: the folders name the classes.
+    names = class_list if options.classes else None
+    task = "single-label" if options.task == "auto" else options.task
+    return DataRef(kind=KIND, path=path, read=lambda: _read_folders(path, splits, names, task))
+
+
+def _split_folders(path: Path) -> dict[str, Path]:
+    splits: dict[str, Path] = {}
+    for entry in _folders(path):
+        name = split_of(entry.name)
+        if name in splits:
+            raise InputError(f"{path}: both {splits[name].name} and {entry.name} mean {name}; leave one")
+        if name is not None:
+            splits[name] = entry.path
+    return splits
+
+
+def _has_class_folders(folder: Path) -> bool:
+    """Tell whether there are several folders, or one and no image beside it (an image may lie there by mistake)."""
+    below = len(_folders(folder))
+    return below > 1 or (below == 1 and not any(is_image_name(e.name) and e.is_file() for e in visible(folder)))
+
+
+def _refuse_wrapper(folder: Path, below: Sequence[Entry]) -> None:
+    """Point to the real folder where an archive was unpacked into one more folder."""
+    filled = [entry for entry in below if entry.is_symlink() or has_images(entry.path)]
+    inner = [entry.name for entry in _folders(filled[0].path)] if len(filled) == 1 else []
+    if len(inner) > 1:
+        raise InputError(
+            f"{folder}: holds images in one folder only, {filled[0].name}, with {first_few(inner, 5)} in it; if these "
+            f"are the classes or splits, give {filled[0].path}"
+        )
+
+
 @dataclass
 class _Listing:
-    """The image files under one folder, and the suffixes of the files that are no images."""
+    """The image files under one folder, `.npy` files, which may be images, and the suffixes of other files."""
 
     images: ImageBytesList = field(default_factory=ImageBytesList)
+    arrays: ImageBytesList = field(default_factory=ImageBytesList)
     others: Counter[str] = field(default_factory=Counter)
 
     def add(self, folder: Path, above: tuple[Path, ...] = ()) -> None:
@@ -121,117 +200,50 @@ class _Listing:
 
     def add_file(self, entry: Entry) -> None:
         if is_image_name(entry.name):
-            self.images.append(entry.path)
+            (self.arrays if entry.name.lower().endswith(".npy") else self.images).append(entry.path)
         else:
             self.others[printable(Path(entry.name).suffix.lower() or entry.name)] += 1
 
 
-def recognise(path: Path, class_list: Path | None, options: Data) -> DataRef | None:
-    """Return the tree of class folders that a folder is, or None.
-
-    A class may be called train: beside other class folders, a folder of that name that itself holds images is one.
-
-    Raises:
-        InputError: it is unclear which folders are classes.
-    """
-    if not path.is_dir():
-        return None
-    below = _folders(path)
-    splits: dict[str, Path] = {}
-    for entry in below:
-        name = split_of(entry.name)
-        if name in splits:
-            raise InputError(f"{path}: both {splits[name].name} and {entry.name} mean {name}; leave one")
-        if name is not None:
-            splits[name] = entry.path
-    if any(_holds_class_folders(folder) for folder in splits.values()):
-        splits = in_order(splits, path)
-    elif len(splits) == len(below) or not has_images(path):
-        return None
-    else:
-        for name, folder in splits.items():
-            if folder.name.lower() != "train":
-                raise InputError(
-                    f"{path}: has {folder.name} beside class folders; put the class folders into {path / 'train'}, "
-                    f"and those of the {name} images into {folder}"
-                )
-        _refuse_wrapper(path, below)
-        splits = {"train": path}
-    # A classes.txt that merely lies in the folder does not count: the folders name the classes.
-    return DataRef(kind=KIND, path=path, read=lambda: read(path, splits, class_list if options.classes else None))
-
-
-def _holds_class_folders(folder: Path) -> bool:
-    """Whether there are several folders, or one and no image beside it (an image may lie there by mistake)."""
-    below = len(_folders(folder))
-    return below > 1 or (below == 1 and not any(is_image_name(e.name) and e.is_file() for e in visible(folder)))
-
-
-def has_images(folder: Path) -> bool:
-    """Whether there are images in or below a folder; links to folders count without a look."""
-    return any(
-        entry.is_symlink() or has_images(entry.path) if entry.is_dir() else is_image_name(entry.name)
-        for entry in visible(folder)
-    )
-
-
-def is_empty(folder: Path) -> bool:
-    """Whether there are no files in or below a folder."""
-    return all(entry.is_dir() and not entry.is_symlink() and is_empty(entry.path) for entry in visible(folder))
-
-
-def _refuse_wrapper(folder: Path, below: Sequence[Entry]) -> None:
-    """Point to the real folder where an archive was unpacked into one more folder."""
-    filled = list(islice((entry for entry in below if entry.is_symlink() or has_images(entry.path)), 2))
-    if len(filled) == 1 and _holds_class_folders(filled[0].path):
-        inner = [entry.name for entry in _folders(filled[0].path)]
-        if len(inner) > 1:
-            raise InputError(
-                f"{folder}: holds images in one folder only, {filled[0].name}, with {first_few(inner, 5)} in it; "
-                f"if these are the classes or splits, give {filled[0].path}"
-            )
-
-
-def read(path: Path, splits: Mapping[str, Path], class_list: Path | None) -> Source:
-    """Return the source of split -> folder of class folders."""
-    listings: dict[str, dict[str, _Listing]] = {}
+def _read_folders(path: Path, splits: dict[str, Path], class_list: Path | None, task: str) -> Source:
+    parts: dict[str, tuple[ImageBytesList, DistinctLabels]] = {}
     others: Counter[str] = Counter()
     notes: list[str] = []
+    names: set[str] = set()
     for split, folder in splits.items():
         every, loose = _list_classes(folder)
-        listings[split] = {name: listing for name, listing in every.items() if listing.images}
+        listings = {name: listing for name, listing in every.items() if listing.images}
         others += sum((listing.others for listing in every.values()), loose.others)
         if empty := [name for name, listing in every.items() if not listing.images]:
             notes.append(f"not taken as classes, since they hold no images: {first_few(empty, 5)} in {folder}")
-        if loose.images and not listings[split]:
+        loose_images = len(loose.images) + len(loose.arrays)
+        if loose_images and not listings:
             raise InputError(f"{folder}: holds images but no class folders; sort the images into a folder per class")
-        if loose.images:
-            notes.append(f"ignored images outside the class folders in {folder}: {len(loose.images):,}")
+        if loose_images:
+            notes.append(f"ignored images outside the class folders in {folder}: {loose_images:,}")
+        codes = np.repeat(np.arange(len(listings)), [len(listing.images) for listing in listings.values()])
+        images = ImageBytesList(*(listing.images for listing in listings.values()))
+        parts[split] = images, DistinctLabels(list(listings), codes)
+        names.update(listings)
     extra = [entry.name for entry in _folders(path) if split_of(entry.name) is None]
     if extra and splits != {"train": path}:
         notes.append(f"ignored beside the splits: {first_few(map(printable, extra), 5)}")
     if others:
         kinds = ", ".join(f"{name} {count:,}" for name, count in others.most_common(5))
-        notes.append(f"ignored files that are no images: {others.total():,} ({kinds})")
-    names = sorted({name for found in listings.values() for name in found})
-    ids = classes = tuple(names)
-    if class_list:
-        ids, classes = split_ids(read_class_list(class_list), names)
-        if unknown := [name for name in names if name not in ids]:
-            raise InputError(f"{path}: class folders that are not in {class_list}: {first_few(unknown)}")
-    index = {name: i for i, name in enumerate(ids)}
-    parts = {}
-    for split, found in listings.items():
-        labels = np.repeat([index[name] for name in found], [len(listing.images) for listing in found.values()])
-        parts[split] = (
-            ImageBytesList(*(listing.images for listing in found.values())),
-            labels.astype(np.int64),
-        )
-    return assemble(KIND, path, parts, names=classes, notes=tuple(notes))
+        notes.append(f"ignored files that are not images: {others.total():,} ({kinds})")
+
+    def locate(split: str, index: int) -> str:
+        labels = parts[split][1]
+        return str(splits[split] / labels.values[labels.codes[index]])
+
+    classes = tuple(sorted(names)) if class_list is None else None
+    return assemble(
+        KIND, path, parts, names=classes, class_list=class_list, notes=tuple(notes), locate=locate, task=task
+    )
 
 
 def _list_classes(folder: Path) -> tuple[dict[str, _Listing], _Listing]:
-    """Return class name -> its files, and the files outside the class folders."""
+    """List class name -> its files, and the files outside the class folders."""
     classes: dict[str, _Listing] = {}
     loose = _Listing()
     for entry in visible(folder):
@@ -242,11 +254,45 @@ def _list_classes(folder: Path) -> tuple[dict[str, _Listing], _Listing]:
             raise InputError(f"{folder}: the name of the folder {printable(entry.name)} is not UTF-8; rename it")
         classes[entry.name] = _Listing()
         classes[entry.name].add(entry.path)
-    has_arrays_only = all(is_array_name(str(image)) for listing in classes.values() for image in listing.images)
-    for listing in () if has_arrays_only else classes.values():
-        if not any(is_array_name(str(image)) for image in listing.images):
-            continue
-        images = ImageBytesList(image for image in listing.images if not is_array_name(str(image)))
-        listing.others.update([".npy"] * (len(listing.images) - len(images)))
-        listing.images = images
+    has_images = any(listing.images for listing in classes.values())
+    for listing in classes.values():
+        if not has_images:
+            listing.images = listing.arrays
+        elif listing.arrays:
+            listing.others[".npy"] += len(listing.arrays)
     return classes, loose
+
+
+# Classes in the names of files
+
+
+def recognise_names(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    """Recognise the images of a folder, or of its split folders, if `data.label_pattern` finds classes in names."""
+    if not options.label_pattern or not path.is_dir():
+        return None
+    splits = _split_folders(path)
+    splits = in_order(splits, path) if splits else {"train": path}
+    return DataRef(kind=NAMES_KIND, path=path, read=lambda: _read_names(path, splits, class_list, options))
+
+
+def _read_names(path: Path, splits: dict[str, Path], class_list: Path | None, options: ReadOptions) -> Source:
+    """Read split -> folder, whose own images are taken, not those of folders in it."""
+    pattern = re.compile(options.label_pattern)
+    group = "label" if "label" in pattern.groupindex else 1
+    parts, others = {}, []
+    for split, folder in splits.items():
+        images = [entry.path for entry in visible(folder) if is_image_name(entry.name) and entry.is_file()]
+        labels = [match[group] if (match := pattern.search(image.name)) else "" for image in images]
+        others += [str(image) for image, label in zip(images, labels, strict=True) if not label]
+        parts[split] = images, labels
+    if others:
+        raise InputError(
+            f"data.label_pattern = {pattern.pattern!r}: finds no class in {len(others):,} names: {first_few(others, 5)}"
+        )
+    return assemble(NAMES_KIND, path, parts, class_list=class_list, task=options.task)
+
+
+CLASS_FOLDERS = Format(KIND, "the folder", "one folder per class, with or without split folders around them", recognise)
+CLASSES_IN_NAMES = Format(
+    NAMES_KIND, "the folder, and `--set data.label_pattern=...`", "the pattern is set", recognise_names
+)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flatout.data.decode import MAX_FILE_BYTES
+from flatout.data.formats import Format
 from flatout.data.formats.folders import is_image_name, visible
 from flatout.data.image_bytes import ImageBytesList, ShardFile, Slice
 from flatout.data.labels import find_class_list_beside
@@ -31,16 +32,6 @@ from flatout.data.unpack import TAR_SUFFIXES, open_decompressed, tar_members
 from flatout.errors import InputError
 
 WEBDATASET_KIND, TFRECORD_KIND = "WebDataset shards", "TFRecord files"
-ABOUT = {
-    TFRECORD_KIND: (
-        "the folder, a file, or a pattern with braces",
-        "names such as `train-00000-of-00010` or `train.tfrecord`",
-    ),
-    WEBDATASET_KIND: (
-        "the folder, a `.tar` or `.tar.gz`, or a pattern with braces",
-        "files with members such as `000001.jpg` and `000001.cls` or `000001.json`",
-    ),
-}
 _MAX_PATHS = 100_000
 _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 
@@ -63,18 +54,35 @@ _CLASS_LISTS = ("labels.txt", "label.labels.txt")
 _MAX_NUMBERS = 10_000  # of a feature, such as 0 or 1 for each class
 
 
-def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
-    """Return WebDataset shards, if one begins with an image and its label, or TFRecord files, by name; or None."""
+def _recognise_webdataset(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    """Recognise shards by the first samples of one of them: an image and its label."""
     splits = find_shards(path, lambda name: name.lower().endswith(TAR_SUFFIXES))
-    if any(_begins_with_sample(file, options) for files in splits.values() for file in files):
-        return reference(
-            WEBDATASET_KIND, path, splits, lambda splits: read_webdataset(path, splits, class_list, options)
-        )
+    if not any(_begins_with_sample(file, options) for files in splits.values() for file in files):
+        return None
+    return reference(WEBDATASET_KIND, path, splits, lambda splits: read_webdataset(path, splits, class_list, options))
+
+
+def _recognise_tfrecord(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    """Recognise the files by their names."""
     splits = find_shards(path, lambda name: bool(_TFRECORD_NAME.fullmatch(name)))
     beside = find_class_list_beside(path if path.is_dir() else path.parent, _CLASS_LISTS)
     names = class_list or beside
     inputs = (names,) if names and not class_list else ()
     return reference(TFRECORD_KIND, path, splits, lambda splits: read_tfrecord(path, splits, names, options), inputs)
+
+
+WEBDATASET = Format(
+    WEBDATASET_KIND,
+    "the folder, a `.tar` or `.tar.gz`, or a pattern with braces",
+    "files with members such as `000001.jpg` and `000001.cls` or `000001.json`",
+    _recognise_webdataset,
+)
+TFRECORD = Format(
+    TFRECORD_KIND,
+    "the folder, a file, or a pattern with braces",
+    "names such as `train-00000-of-00010` or `train.tfrecord`",
+    _recognise_tfrecord,
+)
 
 
 # --- files ---

@@ -1,22 +1,11 @@
-"""Decide, by looking, which format a path or a Python value has."""
+"""Detect, by looking, which format a path or a Python value has."""
 
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.data.formats import (
-    cifar,
-    file_names,
-    folders,
-    idx,
-    json_triples,
-    lists,
-    manifest,
-    npy,
-    parquet,
-    shards,
-)
+from flatout.data.formats import arrays, datasets, folders, shards, tables
 from flatout.data.formats.shards import expand_braces
 from flatout.data.labels import find_class_list
 from flatout.data.source import DataRef, ReadOptions, Source
@@ -30,24 +19,24 @@ from flatout.settings import nearest_path
 if TYPE_CHECKING:
     from flatout.data.cache import Progress
 
-# In the order in which they are tried. Each module has `ABOUT`, the kinds of its data as rows of the table in
-# docs/data.md: a name, what to give, and how it is recognised; `recognise(path, class_list, options)`, which returns a
-# DataRef or None; and functions that read a Source.
+# In the order in which they are tried.
 FORMATS = (
-    file_names,
-    idx,
-    npy,
-    cifar,
-    json_triples,
-    shards,
-    parquet,
-    lists,
-    manifest,
-    folders,
+    folders.CLASSES_IN_NAMES,
+    arrays.IDX,
+    arrays.NUMPY,
+    arrays.CIFAR,
+    arrays.JSON,
+    shards.WEBDATASET,
+    shards.TFRECORD,
+    datasets.SAVED,
+    datasets.PARQUET,
+    tables.PADDLE,
+    tables.CSV,
+    folders.CLASS_FOLDERS,
 )
 
 DIGITS = "sklearn:digits"
-# What has no reader of its own, as `ABOUT` of the formats.
+# What has no reader of its own: rows of the table in docs/data.md, as in `Format`.
 OTHERS = {
     "archive": (
         "a `.zip`, `.tar`, `.tar.gz`, `.tar.bz2` or `.tar.xz`",
@@ -67,18 +56,18 @@ _EXPECTED = (
 )
 _DOCUMENT = re.compile(r"(readme|licen[cs]e|citation|copying|notice|changelog)\b", re.IGNORECASE)
 _SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
-_OTHER_ARCHIVES = (".7z", ".rar", ".tar.zst", ".gz", ".bz2", ".xz", ".zst")
+_ARCHIVES = (*SUFFIXES, ".7z", ".rar", ".tar.zst", ".gz", ".bz2", ".xz", ".zst")
 # What else of a recipe determines what is read from given files.
 _OPTIONS = ("images", "file_column", "label_column", "group_column", "label_pattern")
 
 
 def is_pack(path: Path) -> bool:
-    """Whether a path is a pack, a folder of decoded images."""
+    """Tell whether a path is a pack, a folder of decoded images."""
     return (path / "pack.json").is_file()
 
 
 def recognise(path: Path, options: Data | None = None, task: str = "auto", report: "Progress | None" = None) -> DataRef:
-    """Return what a path or `sklearn:digits` holds, without reading the images.
+    """Recognise what a path or `sklearn:digits` holds, without reading the images.
 
     `report` shows the progress where an archive is unpacked, when its images are read.
 
@@ -87,7 +76,7 @@ def recognise(path: Path, options: Data | None = None, task: str = "auto", repor
     """
     options = ReadOptions(**vars(options or Data()), task=task)
     if str(path) == DIGITS:
-        return DataRef(kind="scikit-learn digits", path=path, read=npy.load_digits_source)
+        return DataRef(kind="scikit-learn digits", path=path, read=arrays.load_digits_source)
     if printable(path) != str(path):
         raise InputError(f"{printable(path)}: the path is not UTF-8; rename it")
     for file in expand_braces(path):
@@ -100,21 +89,21 @@ def recognise(path: Path, options: Data | None = None, task: str = "auto", repor
     if path.is_file() and path.stat().st_size == 0:
         raise InputError(f"{path}: is an empty file")
     class_list = find_class_list(options.classes, path if path.is_dir() else path.parent)
-    ref = _in_a_format(path, class_list, options)
-    if ref is None and is_archive(path):
+    found = _recognise_format(path, class_list, options)
+    if found is None and is_archive(path):
         read = _ArchiveReader(path, class_list if options.classes else None, options, report)
-        ref = DataRef(kind="archive", path=path, inputs=(path,), read=read)
-    if ref is None:
-        raise InputError(f"{path}: {_what_it_is(path)}")
-    ref = replace(ref, task=task)
-    if not ref.inputs:
-        return ref
+        found = DataRef(kind="archive", path=path, inputs=(path,), read=read)
+    if found is None:
+        raise InputError(f"{path}: {_explain(path)}")
+    found = replace(found, task=task)
+    if not found.inputs:
+        return found
     given = {key: value for key in _OPTIONS if (value := getattr(options, key))}
-    return replace(ref, inputs=(*ref.inputs, class_list) if class_list else ref.inputs, options=repr(given))
+    return replace(found, inputs=(*found.inputs, class_list) if class_list else found.inputs, options=repr(given))
 
 
-def _in_a_format(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
-    return next((ref for format in FORMATS if (ref := format.recognise(path, class_list, options))), None)
+def _recognise_format(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    return next((found for format in FORMATS if (found := format.recognise(path, class_list, options))), None)
 
 
 class _ArchiveReader:
@@ -142,10 +131,10 @@ def _read_archive(path: Path, class_list: Path | None, options: ReadOptions, rep
     if options.images:
         options = replace(options, images=str(root / options.images))
     try:
-        ref = _in_a_format(root, class_list or find_class_list("", root), options)
-        if ref is None:
-            raise InputError(f"{root}: {_what_it_is(root)}")
-        source = ref.read()
+        found = _recognise_format(root, class_list or find_class_list("", root), options)
+        if found is None:
+            raise InputError(f"{root}: {_explain(root)}")
+        source = found.read()
     except InputError as error:
         raise InputError(str(error).replace(folder, str(path)), error.details) from None
     notes = tuple(note.replace(folder, str(path)) for note in source.notes)
@@ -153,19 +142,17 @@ def _read_archive(path: Path, class_list: Path | None, options: ReadOptions, rep
 
 
 def _content(folder: Path) -> list[Path]:
-    """Return what is in a folder, without empty folders and files such as a README."""
+    """List a folder of an archive, without empty folders and files such as a README."""
     inside = folders.visible(folder)
     return [e.path for e in inside if not (folders.is_empty(e.path) if e.is_dir() else _DOCUMENT.match(e.name))]
 
 
 def from_python(data: object, task: str = "auto") -> Source:
-    """Return the source of arrays or of torch map-style data sets, alone, in a tuple, or in a dict by split."""
-    from flatout.data.formats import torch_dataset
-
+    """Read arrays or data sets of torch, alone, in a tuple, or in a dict by split."""
     parts = data.values() if isinstance(data, dict) else data if isinstance(data, tuple) else ()
-    if npy.is_pair(data) or any(map(npy.is_pair, parts)):
-        return npy.from_arrays(data, task)
-    return torch_dataset.from_dataset(data, task)
+    if arrays.is_pair(data) or any(map(arrays.is_pair, parts)):
+        return arrays.from_arrays(data, task)
+    return datasets.from_dataset(data, task)
 
 
 def _read_pack(path: Path) -> Source:
@@ -185,18 +172,19 @@ def _read_pack(path: Path) -> Source:
     )
 
 
-def _what_it_is(path: Path) -> str:
-    if path.is_file() and path.name.lower().endswith((*SUFFIXES, *_OTHER_ARCHIVES)):
+def _explain(path: Path) -> str:
+    """Explain what is at a path that has no known format, and what to do."""
+    if path.is_file() and path.name.lower().endswith(_ARCHIVES):
         return "is an archive; unpack it and give the folder"
-    if path.suffix.lower() in _SPREADSHEETS and path.is_file():
+    if path.is_file() and path.suffix.lower() in _SPREADSHEETS:
         return "is a spreadsheet; save it as CSV (UTF-8) with the columns file and label"
-    if path.suffix.lower() == ".txt" and path.is_file():
-        return "is no list of image file, space and class on each line; rows with commas or tabs belong in a .csv file"
-    if folders.is_image_name(path.name) and path.is_file():
+    if path.is_file() and path.suffix.lower() == ".txt":
+        return "is not a list of image file, space and class on each line; rows with commas belong in a .csv file"
+    if path.is_file() and folders.is_image_name(path.name):
         return "is a single image; give a folder with a folder of images for each class"
     if path.is_dir():
-        names = [entry.name for entry in folders.visible(path)]
-        if archives := [name for name in names if name.lower().endswith((*SUFFIXES, *_OTHER_ARCHIVES))]:
+        archives = [e.name for e in folders.visible(path) if e.name.lower().endswith(_ARCHIVES)]
+        if archives:
             known = "give its path, or " if archives[0].lower().endswith(SUFFIXES) else ""
             return f"holds the archive {archives[0]}; {known}unpack it and give the folder that comes out"
         if folders.has_images(path):

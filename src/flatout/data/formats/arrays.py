@@ -1,0 +1,521 @@
+"""Images and labels as arrays: NumPy, IDX and CIFAR files, JSON triples, values in Python, scikit-learn's digits.
+
+Shape letters: N images, H height, W width, C channels.
+"""
+
+import gzip
+import math
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatout.data.formats import Format
+from flatout.data.formats.folders import visible
+from flatout.data.pixels import channels_last, range_of, to_pixels, to_uint8, value_range
+from flatout.data.source import DataRef, ReadOptions, Source, assemble
+from flatout.data.splits import SPLITS, in_order, split_within, words_of
+from flatout.data.unpack import refuse_bomb
+from flatout.errors import InputError, first_line, one_line
+
+NUMPY_KIND, IDX_KIND, CIFAR_KIND, JSON_KIND = "NumPy arrays", "IDX files", "CIFAR binaries", "JSON triples"
+
+
+def _assemble(
+    splits: Mapping[str, tuple[Any, ...]],
+    kind: str,
+    path: Path | None,
+    class_list: Path | None,
+    task: str,
+    notes: tuple[str, ...] = (),
+    locate: Callable[[str, int], str] | None = None,
+) -> Source:
+    """Assemble split -> (images, labels) as arrays; the training images decide the range of pixels."""
+    scale, converted = None, {}
+    for name, (pixels, labels) in in_order(splits, path or "data").items():
+        where = f"{path or 'data'}: {name}"
+        pixels = channels_last(pixels, where)
+        scale = scale or range_of(pixels, where)
+        converted[name] = (to_pixels(pixels, scale, where), np.atleast_1d(labels))
+        if pixels.shape[3] not in (1, 3):
+            height, width, channels = pixels.shape[1:]
+            notes = (*notes, f"{name}: the arrays are taken for images of {height} x {width}, {channels} channels")
+    return assemble(kind, path, converted, class_list=class_list, notes=notes, locate=locate, task=task)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator["BufferedIOBase | _Bounded"]:
+    """Open a file that may be compressed with gzip; errors of reading it are an InputError."""
+    try:
+        with path.open("rb") as raw:
+            is_compressed, size = raw.read(2) == b"\x1f\x8b", raw.seek(0, os.SEEK_END)
+            raw.seek(0)
+            with gzip.open(raw) if is_compressed else raw as stream:
+                yield _Bounded(stream, path, size) if is_compressed else stream
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: is a damaged gzip file ({error}); get it again") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+class _Bounded:
+    """A compressed stream that refuses to expand far beyond the size of its file."""
+
+    def __init__(self, stream: BufferedIOBase, path: Path, compressed: int) -> None:
+        self._stream, self._path, self._compressed, self._expanded = stream, path, compressed, 0
+
+    def read(self, size: int) -> bytes:
+        data = self._stream.read(size)
+        self._expanded += len(data)
+        refuse_bomb(self._path, self._compressed, self._expanded)
+        return data
+
+
+# NumPy
+
+_IMAGE_WORDS = {"x", "image", "images", "img", "imgs", "data", "pixels"}
+_LABEL_WORDS = {"y", "label", "labels", "target", "targets"}
+_NAMES = "x_train, y_train, x_test, y_test, or images and labels"
+
+
+def recognise_numpy(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    """Recognise the `.npy` files of a folder, one `.npy` file with the labels beside it, or an `.npz` file.
+
+    Raises:
+        InputError: labels are missing, or two files could be the same.
+    """
+    suffix = "" if path.is_dir() else path.suffix.lower()
+    if suffix == ".npz":
+        return DataRef(kind=NUMPY_KIND, path=path, inputs=(path,), read=lambda: _read_npz(path, class_list, options))
+    pairs: dict[str, tuple[Path, Path]] = {}
+    files = {file.stem: file for file in _npy_files(path)} if path.is_dir() else {}
+    # A CSV file may list `.npy` files of one image each.
+    is_listed = files and any(entry.name.lower().endswith((".csv", ".tsv")) for entry in visible(path))
+    if files and not (is_listed and not any(set(words_of(name)) & _IMAGE_WORDS for name in files)):
+        pairs = {split: (files[x], files[y]) for split, (x, y) in _roles(list(files), path).items()}
+    elif suffix == ".npy":
+        pairs = {"train": (path, _labels_beside(path))}
+    if not pairs:
+        return None
+    inputs = tuple(file for pair in pairs.values() for file in pair)
+    return DataRef(kind=NUMPY_KIND, path=path, inputs=inputs, read=lambda: _read_npy(path, pairs, class_list, options))
+
+
+def _npy_files(folder: Path) -> list[Path]:
+    return [e.path for e in visible(folder) if e.name.lower().endswith(".npy") and e.is_file()]
+
+
+def _labels_beside(path: Path) -> Path:
+    """Find the file with the same name but for the words that mean images or labels."""
+
+    def rest(file: Path) -> list[str]:
+        return [word for word in words_of(file.stem) if word not in _IMAGE_WORDS | _LABEL_WORDS]
+
+    beside = [
+        file
+        for file in _npy_files(path.parent)
+        if file.name != path.name and set(words_of(file.stem)) & _LABEL_WORDS and rest(file) == rest(path)
+    ]
+    if len(beside) != 1:
+        names = " and ".join(file.name for file in beside) or "no file"
+        raise InputError(f"{path}: {names} beside it could be its labels; name one file {path.stem}_labels.npy")
+    return beside[0]
+
+
+def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:
+    """Find split -> (name of the images, name of the labels); names without a split word are training data."""
+    found: dict[tuple[str, str], str] = {}
+    for name in names:
+        words = set(words_of(name))
+        if not words & (_IMAGE_WORDS | _LABEL_WORDS):
+            continue
+        # "image_labels" are labels.
+        key = (split_within(name) or "train", "labels" if words & _LABEL_WORDS else "images")
+        if key in found:
+            both = one_line(f"{found[key]} and {name}")
+            raise InputError(f"{where}: both {both} could be the {' '.join(key)}; rename one")
+        found[key] = name
+    if not found:
+        raise InputError(f"{where}: holds {one_line(', '.join(names)) or 'nothing'}; name the arrays {_NAMES}")
+    for split, role in [(split, role) for split, _ in found for role in ("images", "labels")]:
+        if (split, role) not in found:
+            among = one_line(", ".join(names))
+            raise InputError(f"{where}: has no {role} for {split} among {among}; name the arrays {_NAMES}")
+    return {split: (found[split, "images"], found[split, "labels"]) for split in SPLITS if (split, "images") in found}
+
+
+def _read_npy(path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | None, options: ReadOptions) -> Source:
+    def load(file: Path) -> np.ndarray:
+        return _loaded(str(file), lambda: np.lib.format.open_memmap(file, mode="r"))
+
+    splits = {split: (load(x), load(y)) for split, (x, y) in pairs.items()}
+    return _assemble(splits, NUMPY_KIND, path, class_list, options.task)
+
+
+def _read_npz(path: Path, class_list: Path | None, options: ReadOptions) -> Source:
+    def load(archive: Any, key: str) -> np.ndarray:
+        info = next(info for info in archive.zip.infolist() if info.filename in (key, f"{key}.npy"))
+        where = f"{path}: {one_line(key)}"
+        refuse_bomb(where, info.compress_size, info.file_size)
+        return _loaded(where, lambda: archive[key])
+
+    # Opened here, as np.load leaves a file open that turns out to be damaged.
+    with _loaded(str(path), lambda: path.open("rb")) as file:
+        archive = _loaded(str(path), lambda: np.load(file, allow_pickle=False))
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise InputError(f"{path}: is one array, not an .npz archive; name it .npy")
+        with archive:
+            roles = _roles(archive.files, path)
+            splits = {split: (load(archive, x), load(archive, y)) for split, (x, y) in roles.items()}
+            used = {key for pair in roles.values() for key in pair}
+            unused = one_line(", ".join(key for key in archive.files if key not in used))
+    return _assemble(
+        splits, NUMPY_KIND, path, class_list, options.task, (f"ignored the arrays {unused}",) if unused else ()
+    )
+
+
+def _loaded(where: str, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except Exception as error:  # NumPy raises nearly every built-in error on a damaged header
+        if "allow_pickle" in str(error) or "Python objects" in str(error):
+            what = "holds Python objects, which could run code when read; save plain numbers or text"
+        else:
+            reason = getattr(error, "strerror", None) or first_line(error)
+            what = f"is damaged or not a NumPy file ({reason}); get or save it again"
+        raise InputError(f"{where}: {what}") from None
+
+
+# IDX, the format of MNIST: http://yann.lecun.com/exdb/mnist/ (the section on the file format)
+
+_IDX_NAME = re.compile(
+    r"(?P<before>.*?)[-_.]?(?P<role>images|labels)[-_.]idx\d-(ubyte|byte|short|int)(?P<gz>\.gz)?", re.I
+)
+_IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+def recognise_idx(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    """Recognise the IDX set in a folder.
+
+    Raises:
+        InputError: a file's partner or the training split is missing, or two files could be the same.
+    """
+    if not path.is_dir():
+        if _IDX_NAME.fullmatch(path.name):
+            raise InputError(f"{path}: is one file of an IDX set; give its folder, {path.parent}")
+        return None
+    files: dict[tuple[str, str], Path] = {}
+    for entry in visible(path):
+        match = _IDX_NAME.fullmatch(entry.name)
+        split = split_within(match["before"]) if match else None
+        if not match or split is None or not entry.is_file():
+            continue
+        key = (split, match["role"].lower())
+        before = files.get(key)
+        # The same file compressed and not is common; the uncompressed one is faster to read.
+        if before is not None and before.name.removesuffix(".gz") != entry.name.removesuffix(".gz"):
+            raise InputError(f"{path}: both {before.name} and {entry.name} are {' '.join(key)}; move one away")
+        if before is None or not match["gz"]:
+            files[key] = entry.path
+    if not files:
+        return None
+    for split, role in [(split, role) for split, _ in files for role in ("images", "labels")]:
+        if (split, role) not in files:
+            raise InputError(f"{path}: has no IDX file of {split} {role} beside its partner")
+    pairs = in_order({split: (files[split, "images"], files[split, "labels"]) for split, _ in files}, path)
+    inputs = tuple(file for pair in pairs.values() for file in pair)
+    return DataRef(
+        kind=IDX_KIND, path=path, inputs=inputs, read=lambda: _read_idx_set(path, pairs, class_list, options)
+    )
+
+
+def _read_idx_set(
+    path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | None, options: ReadOptions
+) -> Source:
+    splits = {}
+    for split, (image_file, label_file) in pairs.items():
+        pixels, labels = read_idx(image_file), read_idx(label_file)
+        if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4):
+            raise InputError(f"{image_file}: holds {pixels.dtype} values of shape {pixels.shape}, not images of bytes")
+        if len(labels) != len(pixels):
+            raise InputError(f"{label_file}: {len(labels):,} labels for {len(pixels):,} images in {image_file.name}")
+        splits[split] = (pixels, labels)
+    return _assemble(
+        splits, IDX_KIND, path, class_list, options.task, locate=lambda split, i: f"{pairs[split][1]}: label {i}"
+    )
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """Read an IDX file, compressed with gzip or not, as an array in the machine's byte order.
+
+    Raises:
+        InputError: the file cannot be read, is not an IDX file, or is shorter or longer than its header says.
+    """
+    with _opened(path) as stream:
+        # Two zero bytes, a type code, the number of dimensions, each dimension as a big-endian 32-bit number.
+        magic = stream.read(4)
+        if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _IDX_TYPES or magic[3] == 0:
+            raise InputError(f"{path}: is not an IDX file (it starts with {magic.hex(' ') or 'nothing'})")
+        header = stream.read(4 * magic[3])
+        shape = tuple(np.frombuffer(header[: len(header) // 4 * 4], dtype=">u4").tolist())
+        dtype = np.dtype(_IDX_TYPES[magic[2]])
+        size = math.prod(shape) * dtype.itemsize
+        content = bytearray()
+        # By blocks, so that a wrong header cannot make it ask for all memory.
+        while len(content) < size and (block := stream.read(min(size - len(content), 1 << 24))):
+            content += block
+        if len(shape) < magic[3] or len(content) < size:
+            raise InputError(
+                f"{path}: is cut off: its header promises shape {shape}, {size:,} bytes, "
+                f"of which {len(content):,} are there; get it again"
+            )
+        if stream.read(1):
+            raise InputError(f"{path}: is longer than its header says (shape {shape}); get it again")
+    return np.frombuffer(content, dtype=dtype).astype(dtype.newbyteorder("="), copy=False).reshape(shape)
+
+
+# The binary version of CIFAR-10 and CIFAR-100: https://www.cs.toronto.edu/~kriz/cifar.html
+
+_CIFAR_PIXELS = 3 * 32 * 32
+_CIFAR_NAMES = ("batches.meta.txt", "fine_label_names.txt")
+_CIFAR_PICKLES = (("data_batch_1", "test_batch"), ("train", "test", "meta"))
+
+
+def recognise_cifar(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    """Recognise the CIFAR set in a folder.
+
+    Raises:
+        InputError: it is the Python version.
+    """
+    if not path.is_dir():
+        return None
+    files = {entry.name: entry.path for entry in visible(path) if entry.is_file()}
+    if any(all(name in files for name in names) for names in _CIFAR_PICKLES):
+        raise InputError(
+            f"{path}: is the Python version of CIFAR, pickle files that could run code when read; get the binary "
+            "version (cifar-10-binary.tar.gz, cifar-100-binary.tar.gz)"
+        )
+    batches = [file for name, file in files.items() if name.startswith("data_batch_") and name.endswith(".bin")]
+    if batches and "test_batch.bin" in files:
+        splits, label_bytes = {"train": batches, "test": [files["test_batch.bin"]]}, 1
+    elif {"train.bin", "test.bin", _CIFAR_NAMES[1]} <= files.keys():
+        splits, label_bytes = {"train": [files["train.bin"]], "test": [files["test.bin"]]}, 2
+    else:
+        return None
+    names = class_list or files.get(_CIFAR_NAMES[label_bytes - 1])
+    inputs = (*(file for some in splits.values() for file in some), *([names] if names else ()))
+
+    def read() -> Source:
+        parts = {}
+        for split, some in splits.items():
+            # One label byte (for CIFAR-100 two, the second is the fine label), then red, green, blue, row by row.
+            records = np.concatenate([_cifar_records(file, label_bytes + _CIFAR_PIXELS) for file in some])
+            images = records[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+            parts[split] = np.ascontiguousarray(images), records[:, label_bytes - 1]
+        return _assemble(parts, CIFAR_KIND, path, names, options.task)
+
+    return DataRef(kind=CIFAR_KIND, path=path, inputs=inputs, read=read)
+
+
+def _cifar_records(file: Path, size: int) -> np.ndarray:
+    try:
+        content = np.frombuffer(file.read_bytes(), np.uint8)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror}") from None
+    if not len(content) or len(content) % size:
+        raise InputError(f"{file}: has {len(content):,} bytes, not a multiple of {size:,}, a record; get it again")
+    return content.reshape(-1, size)
+
+
+# JSON triples: a list of three [images, labels] pairs, each image a flat list of numbers
+
+_JSON_SUFFIXES = (".json", ".json.gz")
+_JSON_LAYOUT = "three pairs [images, labels] for train, validation and test are expected"
+_MAX_DEPTH = 1000
+_JSON_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+
+
+def recognise_json(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    """Recognise the JSON triples in a file, by its name."""
+    if not path.name.lower().endswith(_JSON_SUFFIXES) or not path.is_file():
+        return None
+    return DataRef(kind=JSON_KIND, path=path, inputs=(path,), read=lambda: _read_json(path, class_list, options))
+
+
+def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> Source:
+    """Parse a file as a stream: as Python floats, a whole set takes gigabytes."""
+    import ijson
+
+    pairs = [_Pair(path, SPLITS[0])]
+    try:
+        with _opened(path) as stream:
+            # The third level holds lists (images) and plain values (labels) in turn; an image after labels begins the
+            # next pair.
+            for value in ijson.items(_Shallow(stream, path), "item.item.item", use_float=True, buf_size=1 << 20):
+                if isinstance(value, list):
+                    if pairs[-1].labels:
+                        if len(pairs) == len(SPLITS):
+                            raise InputError(f"{path}: goes on after the third pair; {_JSON_LAYOUT}")
+                        pairs.append(_Pair(path, SPLITS[len(pairs)]))
+                    pairs[-1].add(value)
+                elif isinstance(value, (int, float, str)):
+                    pairs[-1].labels.append(value)
+                else:
+                    need = "where an image or a label is expected"
+                    raise InputError(f"{path}: {pairs[-1].name}: {value!r} {need}; {_JSON_LAYOUT}")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+    except ijson.JSONError as error:
+        reason = str(error).partition("\n")[0].strip()
+        raise InputError(f"{path}: the file ends in the middle or is not JSON: {reason}; {_JSON_LAYOUT}") from None
+    count = sum(bool(pair.count) for pair in pairs)
+    if count != len(SPLITS):
+        fix = "" if count else "; a list of JSON objects is read from a .jsonl file, one on each line"
+        raise InputError(f"{path}: holds {count} pairs with images; {_JSON_LAYOUT}{fix}")
+    # The training images decide the scale: a few dark images could look like another.
+    first = pairs[0].images()
+    scale = value_range(float(first.min()), float(first.max()), path, signed=True)
+    splits = {pair.name: (to_uint8(pair.images(), scale, f"{path}: {pair.name}"), pair.labels) for pair in pairs}
+    return assemble(JSON_KIND, path, splits, class_list=class_list, task=options.task)
+
+
+class _Shallow:
+    """A JSON stream that refuses deep nesting: ijson keeps the path to each level, which takes memory squared."""
+
+    def __init__(self, stream: "BufferedIOBase | _Bounded", path: Path) -> None:
+        self._stream, self._path, self._depth, self._begun = stream, path, 0, b""
+
+    def read(self, size: int) -> bytes:
+        data = self._stream.read(size)
+        text = self._begun + data
+        if b'"' in text:  # brackets in texts do not count
+            text = _JSON_TEXT.sub(b"", text)
+            start = text.find(b'"') if b'"' in text else len(text)
+            text, self._begun = text[:start], text[start:]
+        begins, ends = text.count(b"[") + text.count(b"{"), text.count(b"]") + text.count(b"}")
+        deepest = self._depth + begins
+        if deepest > _MAX_DEPTH:  # perhaps
+            marks = np.frombuffer(text, np.uint8)
+            opened, closed = (marks == ord("[")) | (marks == ord("{")), (marks == ord("]")) | (marks == ord("}"))
+            steps = opened.view(np.int8) - closed.view(np.int8)
+            deepest = self._depth + int(np.cumsum(steps, dtype=np.int64).max())
+        if deepest > _MAX_DEPTH or len(self._begun) > 2 * size:
+            raise InputError(f"{self._path}: is nested too deeply, or has a text that is too long; {_JSON_LAYOUT}")
+        self._depth += begins - ends
+        return data
+
+
+class _Pair:
+    """The images and labels of a split, as they are read."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.name, self.labels, self.count = name, list[Any](), 0
+        self._path, self._values, self._length = path, bytearray(), 0
+
+    def add(self, image: list[Any]) -> None:
+        where = f"{self._path}: {self.name} image {self.count}"
+        self._length = self._length or len(image)
+        if len(image) != self._length or math.isqrt(self._length) ** 2 != self._length or not image:
+            need = f"the {self._length} of image 0" if self.count else "a square number, such as 784 for 28x28"
+            raise InputError(f"{where} has {len(image)} numbers instead of {need}")
+        try:
+            self._values += np.array(image, dtype=np.float32).tobytes()
+        except (TypeError, ValueError):
+            raise InputError(f"{where} holds something other than numbers") from None
+        self.count += 1
+
+    def images(self) -> np.ndarray:
+        side = math.isqrt(self._length)
+        return np.frombuffer(self._values, np.float32).reshape(self.count, side, side, 1)
+
+
+# Values in Python
+
+
+def load_digits_source() -> Source:
+    """Load scikit-learn's digits: 1,797 handwritten digits, 8x8 pixels, grey values 0 to 16 scaled to 0 to 255.
+
+    From the UCI optical recognition of handwritten digits data set (Alpaydin and Kaynak, 1998).
+    """
+    from sklearn.datasets import load_digits
+
+    digits: Any = load_digits()
+    images = np.rint(digits.images * (255 / 16)).astype(np.uint8)
+    return _assemble({"train": (images, digits.target)}, "scikit-learn digits", None, None, "auto")
+
+
+def is_array(value: object) -> bool:
+    """Tell whether a value is a NumPy array, a torch tensor or the like, rather than a data set."""
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def is_pair(value: object) -> bool:
+    """Tell whether a value is (images, labels) as arrays; labels may be a plain list."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        return False
+    images, labels = value
+    return is_array(images) and len(images.shape) >= 2 and (is_array(labels) or isinstance(labels, (list, tuple)))
+
+
+def from_arrays(data: object, task: str = "auto") -> Source:
+    """Read a pair (images, labels), or a tuple (train[, valid], test) or dict by split of such pairs.
+
+    Images are [N, H, W], [N, H, W, C] or [N, C, H, W], of uint8 or uint16, or numbers in 0..1 or 0..255; labels are
+    numbers or text [N] or [N, 1], or rows of 0 and 1, [N, K]; those with fractions are numbers to predict.
+    """
+    splits = {name: tuple(map(_as_array, pair)) for name, pair in by_split(data, is_pair, "(images, labels)").items()}
+    return _assemble(splits, "arrays", None, None, task)
+
+
+def by_split(data: object, is_part: Callable[[Any], bool], part_name: str) -> dict[str, Any]:
+    """Find split -> part in a single part (the training data), a tuple of two or three, or a dict."""
+    if is_part(data):
+        return {"train": data}
+    if isinstance(data, Mapping):
+        parts = {}
+        for key, part in data.items():
+            name = split_within(str(key))
+            if name is None or name in parts:
+                raise InputError(f"data: key {key!r}; the keys are train, valid and test, each once")
+            parts[name] = part
+    elif isinstance(data, tuple) and len(data) in (2, 3):
+        parts = dict(zip(("train", "test") if len(data) == 2 else SPLITS, data, strict=True))
+    else:
+        raise InputError(f"data: is {_kind(data)}; give {part_name}, or a dict of those for train, valid and test")
+    for name, part in parts.items():
+        if not is_part(part):
+            raise InputError(f"data: the {name} part is {_kind(part)}; give {part_name}")
+    return in_order(parts, "data")
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(type(item).__name__ for item in value[:3])})"
+    return f"a {type(value).__name__}"
+
+
+def _as_array(value: Any) -> np.ndarray:
+    if hasattr(value, "detach"):  # a torch tensor, maybe on another device
+        value = value.detach().cpu()
+    return np.asarray(value)
+
+
+IDX = Format(IDX_KIND, "the folder", "names such as `train-images-idx3-ubyte`, with or without `.gz`", recognise_idx)
+NUMPY = Format(
+    NUMPY_KIND, "an `.npz`, an `.npy`, or a folder of `.npy`", "words in the names of arrays or files", recognise_numpy
+)
+CIFAR = Format(
+    CIFAR_KIND,
+    "the folder",
+    "`data_batch_1.bin` and `test_batch.bin`; `train.bin`, `test.bin` and `fine_label_names.txt`",
+    recognise_cifar,
+)
+JSON = Format(
+    JSON_KIND, "the `.json` or `.json.gz`", "three `[images, labels]` pairs: train, valid, test", recognise_json
+)

@@ -1,0 +1,426 @@
+"""Data sets of other libraries: Parquet files, saved Hugging Face data sets, and data sets of torch in Python.
+
+A saved data set is a folder of Arrow files with `dataset_info.json`, or a folder of such folders, one for each split,
+with `dataset_dict.json`. Class names are those in the metadata of the schema.
+"""
+
+import errno
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+
+from flatout.data.decode import MAX_FILE_BYTES
+from flatout.data.formats import Format
+from flatout.data.formats.arrays import by_split, is_array
+from flatout.data.formats.shards import find_shards, reference
+from flatout.data.image_bytes import ImageBytes
+from flatout.data.labels import first_few
+from flatout.data.pixels import UNIT, channels_last, to_uint8
+from flatout.data.source import DataRef, ReadOptions, Source, assemble
+from flatout.data.splits import split_of
+from flatout.data.unpack import refuse_bomb
+from flatout.errors import InputError, first_line
+
+PARQUET_KIND, SAVED_KIND, TORCH_KIND = "Parquet files", "saved Hugging Face data set", "torch data sets"
+
+# Tables
+
+_IMAGE_NAMES = ("image", "img", "images", "jpg", "png", "picture")
+_LABEL_NAMES = ("label", "labels", "class", "target", "category", "cls")
+# Row groups in memory: two at least, as threads that decode are in two where one ends; more if they are small.
+_MIN_GROUPS, _GROUP_BYTES = 2, 1 << 27
+# More rows than these need a byte each in the file.
+_FEW_ROWS = 1_000_000
+
+
+def recognise_parquet(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    """Recognise Parquet files by their names."""
+    splits = find_shards(path, lambda name: name.lower().endswith(".parquet"))
+    return reference(
+        PARQUET_KIND, path, splits, lambda splits: _read_tables(PARQUET_KIND, path, splits, class_list, options)
+    )
+
+
+def recognise_saved(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+    """Recognise a saved Hugging Face data set."""
+    splits: dict[str, list[Path]] = {}
+    if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
+        splits = {"train": _arrow_files(path)}
+    elif (path / "dataset_dict.json").is_file():
+        names = map(str, _read_json(path / "dataset_dict.json").get("splits", []))
+        splits = {split: _arrow_files(path / name) for name in names if (split := split_of(name))}
+    return reference(
+        SAVED_KIND, path, splits, lambda splits: _read_tables(SAVED_KIND, path, splits, class_list, options)
+    )
+
+
+def _arrow_files(folder: Path) -> list[Path]:
+    files = _read_json(folder / "state.json").get("_data_files")
+    if not isinstance(files, list) or not all(isinstance(file, dict) and "filename" in file for file in files):
+        raise InputError(f"{folder / 'state.json'}: names no data files; save the data set again")
+    return [folder / Path(str(file["filename"])).name for file in files]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(table, dict):
+        raise InputError(f"{path}: is not a JSON object")
+    return table
+
+
+def _read_tables(
+    kind: str, path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
+) -> Source:
+    """Read the labels of split -> files; images are read in pieces when they are decoded."""
+    tables = {split: [_Table(file, options) for file in files] for split, files in splits.items()}
+    every = [table for some in tables.values() for table in some]
+    names = every[0].class_names
+    if other := next((table for table in every if table.class_names != names), None):
+        raise InputError(f"{other.path}: names other classes than {every[0].path}; make them the same")
+    groups = _Groups(max((table.largest_group for table in every), default=0))
+    parts: dict[str, tuple[list[ImageBytes], list[Any]]] = {}
+    notes: list[str] = []
+    for split, some in tables.items():
+        images: list[ImageBytes] = [cell for table in some for cell in table.cells(groups)]
+        labels = [label for table in some for label in table.labels]
+        if names and split != "train" and all(label == -1 for label in labels):
+            notes.append(f"there is no {split} split: its labels are all -1, which means unknown")
+            continue
+        if missing := [str(image) for image, label in zip(images, labels, strict=True) if label is None]:
+            raise InputError(f"rows without a label: {first_few(missing)}")
+        parts[split] = images, labels
+    return assemble(
+        kind,
+        path,
+        parts,
+        names=names,
+        class_list=class_list,
+        notes=tuple(notes),
+        locate=lambda split, i: str(parts[split][0][i]),
+        task=options.task,
+    )
+
+
+class _Groups:
+    """Row groups of all files, of which those that were used last are in memory."""
+
+    def __init__(self, largest: int) -> None:
+        self._lock = threading.Lock()
+        self._read = lru_cache(max(_MIN_GROUPS, _GROUP_BYTES // max(largest, 1)))(_Table.read_group)
+
+    def read(self, table: "_Table", number: int) -> Any:
+        """Read the encoded images of a row group, an Arrow array of bytes."""
+        with self._lock:  # each group is read once, also for several threads
+            return self._read(table, number)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The image in a row of a table, which is in a row group or record batch."""
+
+    table: "_Table"
+    row: int
+    group: int
+    row_in_group: int
+    groups: _Groups
+
+    def __str__(self) -> str:
+        return f"{self.table.path}: row {self.row}"
+
+    def read_bytes(self) -> bytes:
+        """Read the image; raises OSError."""
+        try:
+            content = self.groups.read(self.table, self.group)[self.row_in_group].as_py()
+        except (pa.ArrowException, OSError, LookupError) as error:
+            raise OSError(errno.EIO, f"row group {self.group} cannot be read ({first_line(error)})") from None
+        if content is None:
+            raise OSError(errno.EIO, "the row holds no bytes of an image; save the data set with its images embedded")
+        return bytes(content)  # of a list of numbers too
+
+
+class _Table:
+    """A Parquet or Arrow file, and its labels."""
+
+    def __init__(self, path: Path, options: ReadOptions) -> None:
+        self.path, self._arrow, self._stored_once = path, None, list[str]()
+        try:
+            if path.suffix.lower() == ".parquet":
+                sizes, labels = self._open_parquet(options)
+            else:
+                table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+                self._image, self._label = self._choose_columns(table.schema, options)
+                self._arrow = table.select([self._image, self._label])
+                self._arrow.validate(full=True)  # Arrow trusts what it maps: a wrong offset would end the process
+                sizes = [len(chunk) for chunk in self._arrow.column(self._image).chunks]
+                labels, self.largest_group = [self._arrow.column(self._label)], 0
+                self.class_names = _class_names(table.schema, self._label)
+            self.labels = [value for column in labels for chunk in column.chunks for value in _values(chunk)]
+        except InputError:
+            raise
+        except (pa.ArrowException, OSError, ValueError, LookupError) as error:
+            raise InputError(f"{path}: is damaged or cannot be read: {first_line(error)}") from None
+        self._starts = np.cumsum([0, *sizes]).tolist()
+        if self._starts[-1] != len(self.labels):
+            raise InputError(f"{path}: is damaged: {self._starts[-1]:,} images but {len(self.labels):,} labels")
+
+    def _open_parquet(self, options: ReadOptions) -> tuple[list[int], list[Any]]:
+        """Read the rows of each row group, and the labels."""
+        with pq.ParquetFile(self.path) as file:
+            schema, about, size = file.schema_arrow, file.metadata, self.path.stat().st_size
+            self._image, self._label = self._choose_columns(schema, options)
+            self.class_names = _class_names(schema, self._label)
+            if about.num_rows > max(_FEW_ROWS, size):
+                raise InputError(
+                    f"{self.path}: has {about.num_rows:,} rows in {size:,} bytes, too few for images; write it again"
+                )
+            columns = [file.schema.column(i) for i in range(len(file.schema))]
+            # What is stored once stays so in memory: a page of a kilobyte may be a billion rows.
+            self._stored_once = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+            # Metadata of columns are not looked at: pyarrow ends the process if they are damaged.
+            groups = [about.row_group(i) for i in range(about.num_row_groups)]
+            refuse_bomb(self.path, size, sum(group.total_byte_size for group in groups))
+            self.largest_group = max((group.total_byte_size for group in groups), default=0)
+            sizes = [group.num_rows for group in groups]
+        # Lists that are stored once each can be read from one row group at a time.
+        is_list = pa.types.is_nested(schema.field(self._label).type)
+        numbers = [[i] for i in range(len(sizes))] if is_list else [list(range(len(sizes)))]
+        with self._open() as file:
+            return sizes, [file.read_row_groups(some, columns=[self._label]).column(self._label) for some in numbers]
+
+    def _open(self) -> Any:
+        return pq.ParquetFile(self.path, read_dictionary=self._stored_once)
+
+    def _choose_columns(self, schema: Any, options: ReadOptions) -> tuple[str, str]:
+        images = [field.name for field in schema if _holds_images(field.type)]
+        classes = [name for name, feature in _features(schema).items() if "names" in _of_items(feature)]
+        image = _choose(options.file_column, images, _IMAGE_NAMES)
+        label = _choose(options.label_column, classes or [name for name in schema.names if name != image], _LABEL_NAMES)
+        if image not in schema.names or label not in schema.names:
+            raise InputError(
+                f"{self.path}: has the columns {', '.join(schema.names)}; name those of images (encoded bytes) and "
+                "classes: --set data.file_column=NAME, --set data.label_column=NAME"
+            )
+        return image, label
+
+    def cells(self, groups: _Groups) -> Iterator[Cell]:
+        for number, (start, stop) in enumerate(zip(self._starts, self._starts[1:], strict=False)):
+            yield from (Cell(self, start + i, number, i, groups) for i in range(stop - start))
+
+    def read_group(self, number: int) -> Any:
+        """Read the encoded images of a row group, an Arrow array of bytes."""
+        if self._arrow is not None:
+            return _bytes_of(self._arrow.column(self._image).chunk(number))
+        # Opened for each row group, as there may be more files than a process may have open.
+        with self._open() as file:
+            size = file.metadata.row_group(number).total_byte_size
+            if size > MAX_FILE_BYTES:
+                raise OSError(f"it has {size:,} bytes; write the file again with smaller row groups")
+            column = file.read_row_group(number, columns=[self._image]).column(0)
+            return _bytes_of(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
+
+
+def _values(array: Any) -> list[Any]:
+    """List the values of an Arrow array; those of a dictionary are the same objects each time."""
+    if pa.types.is_dictionary(array.type):
+        known = array.dictionary.to_pylist()
+        return [None if i is None else known[i] for i in array.indices.to_pylist()]
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        items = iter(_values(array.flatten()))
+        return [None if count is None else list(islice(items, count)) for count in array.value_lengths().to_pylist()]
+    return array.to_pylist()
+
+
+def _holds_images(type: Any) -> bool:
+    if pa.types.is_struct(type):
+        return type.get_field_index("bytes") >= 0
+    is_list = pa.types.is_list(type) or pa.types.is_large_list(type)
+    return (type.value_type == pa.uint8()) if is_list else str(type) in ("binary", "large_binary", "binary_view")
+
+
+def _bytes_of(array: Any) -> Any:
+    return array.field("bytes") if pa.types.is_struct(array.type) else array
+
+
+def _choose(given: str, among: list[str], usual: tuple[str, ...]) -> str:
+    """Choose the column that an option names, else the only one, else the first with a usual name; or nothing."""
+    if given or len(among) == 1:
+        return given or among[0]
+    return next((name for wanted in usual for name in among if name.lower() == wanted), "")
+
+
+def _features(schema: Any) -> dict[str, dict[str, Any]]:
+    """Find name -> feature as the library datasets describes it; empty without such metadata."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"].items()
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+    # Versions before 4 of the library write a list of one feature for lists.
+    items = {name: f[0] if isinstance(f, list) and f else f for name, f in features}
+    return {name: f for name, f in items.items() if isinstance(f, dict)}
+
+
+def _of_items(feature: dict[str, Any]) -> dict[str, Any]:
+    """Find the feature of the items, where one is a list of them."""
+    items = feature.get("feature")
+    return items if isinstance(items, dict) else feature
+
+
+def _class_names(schema: Any, label: str) -> tuple[str, ...] | None:
+    names = _of_items(_features(schema).get(label, {})).get("names")
+    return tuple(map(str, names)) if isinstance(names, list) and names else None
+
+
+PARQUET = Format(
+    PARQUET_KIND,
+    "the folder, a `.parquet`, or a pattern with braces",
+    "a column of encoded images and one of classes",
+    recognise_parquet,
+)
+SAVED = Format(
+    SAVED_KIND, "the folder", "`dataset_dict.json`, or `dataset_info.json` and `state.json`", recognise_saved
+)
+
+# Data sets in Python
+
+# Interpolation in floats may leave 0..1 by this much.
+_TOLERANCE = 1e-3
+_READ_TWICE = 16
+_FIRST_GUESS = 1024
+# Where an item is a dict: the names of its image and its label, in the order in which they are tried.
+_IMAGE_KEYS = ("image", "img", "pixel_values", "images", "x")
+_LABEL_KEYS = ("label", "labels", "target", "targets", "y", "fine_label", "class")
+_RANDOM = (
+    "items of the {name} data set differ each time they are read, so its transform is random. flatout reads each item "
+    "once: the random changes stay the same in every epoch. Take random transforms out of the data set, and use "
+    "augment= or transform= instead, which change images anew in every epoch"
+)
+
+
+def is_dataset(value: object) -> bool:
+    """Tell whether a value is a data set: indexed with a length, or iterable, but not an array, mapping or tuple."""
+    has_items = _is_map_style(value) or hasattr(value, "__iter__")
+    return has_items and not is_array(value) and not isinstance(value, (Mapping, tuple, str, bytes))
+
+
+def _is_map_style(value: object) -> bool:
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__")
+
+
+def from_dataset(data: object, task: str = "auto") -> Source:
+    """Read data sets whose items are (image, label), or dicts of these, once into an array.
+
+    A data set has a length and items, or is iterated once to its end. An image is a PIL image, or uint8, uint16 or
+    float in 0..1 as an array [H, W] or [H, W, C], or as a tensor [H, W] or [C, H, W]. The first items are read again to
+    detect a random transform, which becomes a note. Labels are as `arrays.from_arrays` takes them. `data` is a data
+    set, or a tuple (train[, valid], test) or a dict by split of them.
+    """
+    parts = by_split(data, is_dataset, "(images, labels) as arrays, or a data set (with len() and [i], or iterable)")
+    splits, names = {name: _read_items(part, name) for name, part in parts.items()}, _names_of(parts["train"])
+    parts = {name: part for name, part in parts.items() if _is_map_style(part)}
+    notes = tuple(_RANDOM.format(name=name) for name, part in parts.items() if _is_random(part, splits[name][0]))
+    return assemble(TORCH_KIND, None, splits, names=names, notes=notes, task=task)
+
+
+def _read_items(dataset: Any, name: str) -> tuple[np.ndarray, list[Any]]:
+    """Read the images [N, H, W, C] and the labels of a data set."""
+    length = max(1, len(dataset)) if _is_map_style(dataset) else _FIRST_GUESS
+    items = (dataset[i] for i in range(len(dataset))) if _is_map_style(dataset) else iter(dataset)
+    images = np.empty((0, 1, 1, 1), dtype=np.uint8)
+    labels: list[Any] = []
+    for i, item in enumerate(items):
+        where = f"data: {name}: item {i}"
+        image, label = _pair(item, where)
+        image = _to_pixels(image, where)
+        if i == 0:
+            images = np.empty((length, *image.shape), dtype=image.dtype)
+        if (image.shape, image.dtype) != (images.shape[1:], images.dtype):
+            both = [f"{'x'.join(map(str, array.shape[-3:]))} {array.dtype}" for array in (image, images)]
+            raise InputError(
+                f"{where} has height x width x channels {both[0]} where item 0 has {both[1]}; put a Resize or a "
+                "conversion into the data set"
+            )
+        if i == len(images):
+            # Of a data set without a length; memory that is not written to is not used.
+            images = np.concatenate([images, np.empty_like(images)])
+        images[i] = image
+        labels.append(np.asarray(label))
+    if not labels:
+        raise InputError(f"data: {name}: the data set is empty")
+    return images[: len(labels)], labels
+
+
+def _pair(item: Any, where: str) -> tuple[Any, Any]:
+    if isinstance(item, Mapping):
+        image, label = (next((key for key in keys if key in item), None) for keys in (_IMAGE_KEYS, _LABEL_KEYS))
+        if image is None or label is None:
+            missing, keys = ("image", _IMAGE_KEYS) if image is None else ("label", _LABEL_KEYS)
+            raise InputError(
+                f"{where} is a dict of {', '.join(map(str, item))}; name its {missing} one of {', '.join(keys)}"
+            )
+        return item[image], item[label]
+    if not isinstance(item, (tuple, list)) or len(item) < 2:
+        raise InputError(f"{where} is a {type(item).__name__}; a pair (image, label), or a dict of both, is needed")
+    return item[0], item[1]
+
+
+def _is_random(dataset: Any, images: np.ndarray) -> bool:
+    again = (_to_pixels(_pair(dataset[i], f"item {i}")[0], f"item {i}") for i in range(min(_READ_TWICE, len(images))))
+    return any(not np.array_equal(image, images[i]) for i, image in enumerate(again))
+
+
+def _to_pixels(image: Any, where: str) -> np.ndarray:
+    """Convert one image to uint8 or uint16 [H, W, C]."""
+    if hasattr(image, "convert") and hasattr(image, "mode"):  # PIL
+        if image.mode.startswith("I;16"):
+            return np.asarray(image).astype(np.uint16)[..., None]
+        if image.mode in ("I", "F"):
+            raise InputError(f"{where} has 32 bits per pixel (mode {image.mode}); convert it to L, I;16 or RGB")
+        grey = image.mode in ("1", "L", "LA")
+        return np.asarray(image.convert("L" if grey else "RGB")).reshape(image.height, image.width, 1 if grey else 3)
+    if not is_array(image):
+        raise InputError(f"{where}: the image is a {type(image).__name__}; a PIL image, an array or a tensor is needed")
+    is_tensor = hasattr(image, "detach")
+    pixels = image.detach().cpu().numpy() if is_tensor else np.asarray(image)
+    if is_tensor and pixels.ndim == 3:
+        if pixels.shape[0] not in (1, 3) and pixels.shape[2] in (1, 3):
+            raise InputError(f"{where}: a tensor of shape {pixels.shape}; [C, H, W] is needed")
+        pixels = pixels.transpose(1, 2, 0)
+    elif pixels.ndim != 3 or pixels.shape[2] not in (1, 3):
+        pixels = channels_last(pixels[None], where)[0]
+    if pixels.dtype in (np.uint8, np.uint16):
+        return pixels
+    if pixels.dtype.kind != "f":
+        raise InputError(f"{where}: pixels of type {pixels.dtype}; give uint8, uint16, or floats in 0..1")
+    low, high = float(pixels.min()), float(pixels.max())
+    if not (low >= -_TOLERANCE and high <= 1 + _TOLERANCE):  # false for NaN too
+        raise InputError(
+            f"{where}: pixels run from {low:g} to {high:g}, outside 0..1; take Normalize out of the data set's "
+            "transform: flatout normalises by itself"
+        )
+    return to_uint8(pixels.clip(0, 1), UNIT, where)
+
+
+def _names_of(dataset: Any) -> tuple[str, ...] | None:
+    """Find the class names of a data set, also inside wrappers such as `Subset`."""
+    while dataset is not None:
+        features = getattr(dataset, "features", None)
+        labelled = [features[key] for key in _LABEL_KEYS if key in features] if isinstance(features, Mapping) else []
+        # Those of Hugging Face name the classes of a column.
+        names = getattr(labelled[0], "names", None) if labelled else getattr(dataset, "classes", None)
+        if isinstance(names, (list, tuple)) and names and all(isinstance(name, str) for name in names):
+            return tuple(names)
+        dataset = getattr(dataset, "dataset", None)
+    return None

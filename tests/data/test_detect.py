@@ -1,0 +1,127 @@
+"""What a path or a Python value is taken for, and what is refused before anything is read."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flatout.data.detect import from_python, is_pack, recognise
+from flatout.errors import InputError
+
+
+def write_image(path: Path, value: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L", (4, 4), value).save(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "counts", "classes", "has_inputs"),
+    [
+        ("caltech101", "CSV manifest", {"train": 2848, "valid": 944, "test": 930}, 101, False),
+        ("cats-dogs", "class folders", {"train": 1200, "test": 400}, 2, False),
+        ("fashion-mnist", "IDX files", {"train": 60000, "test": 10000}, 10, True),
+    ],
+)
+def test_real_data(shared_data: Path, name, kind, counts, classes, has_inputs):
+    found = recognise(shared_data / name)
+    source = found.read()
+    assert (found.kind, source.kind, bool(found.inputs)) == (kind, kind, has_inputs)
+    assert {split: stop - start for split, (start, stop) in source.splits.items()} == counts
+    assert len(source.classes) == classes
+    if name == "caltech101":
+        # The files lie in folders named after the classes, which the reader does not look at.
+        named = zip(source.files or (), source.labels, strict=True)
+        assert all(Path(str(path)).parent.name == source.classes[label] for path, label in named)
+
+
+def test_digits_need_no_file():
+    source = recognise(Path("sklearn:digits")).read()
+    assert source.images is not None
+    assert (source.images.shape, source.images.min(), source.images.max()) == ((1797, 8, 8, 1), 0, 255)
+    assert (source.splits, source.classes) == ({"train": (0, 1797)}, tuple("0123456789"))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("a.png", "missing", "missing: there is no such file"),
+        (".DS_Store", ".", "is an empty folder"),
+        ("notes.md", ".", "nothing recognisable; flatout reads a folder for each class"),
+        ("train/a.txt", ".", "nothing recognisable; flatout reads a folder for each class"),
+        ("train/a.png", ".", "holds images but nothing that names their classes; sort them"),
+        ("photo.png", ".", "holds images but nothing that names their classes; sort them"),
+        ("photos.tar.gz", ".", r"holds the archive photos\.tar\.gz; give its path, or unpack it"),
+        ("a.rar", "a.rar", "is an archive; unpack it"),
+        ("a.png", "a.png", "is a single image"),
+        ("a.xlsx", "a.xlsx", "is a spreadsheet; save it as CSV"),
+        ("a.txt", "a.txt", "is not a list of image file, space and class"),
+        ("a.bin", "a.bin", "nothing recognisable"),
+        ("train-images-idx3-ubyte", "train-images-idx3-ubyte", "is one file of an IDX set; give its folder"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_named_with_the_way_out(tmp_path: Path, name: str, given: str, message: str):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("x")
+    with pytest.raises(InputError, match=message):
+        recognise(tmp_path / given)
+
+
+def test_pack_is_told_from_arrays(tmp_path: Path):
+    np.save(tmp_path / "images.npy", np.zeros((2, 4, 4), np.uint8))
+    np.save(tmp_path / "labels.npy", np.arange(2))
+    assert recognise(tmp_path).kind == "NumPy arrays"
+    (tmp_path / "pack.json").write_text("{}")
+    assert is_pack(tmp_path)
+    found = recognise(tmp_path)
+    assert (found.kind, found.inputs) == ("pack", ())
+
+
+def test_lists_and_class_folders(tmp_path: Path):
+    """A list beside one folder of images wins; beside class folders, only one that names an image."""
+    for name in ("images/a.png", "images/b.png"):
+        write_image(tmp_path / name)
+    (tmp_path / "labels.csv").write_text("images/a.png,x\nimages/b.png,y\n")
+    assert recognise(tmp_path).kind == "CSV manifest"
+    write_image(tmp_path / "more" / "c.png")
+    assert recognise(tmp_path).kind == "CSV manifest"
+    (tmp_path / "labels.csv").write_text("animal,kg\ncat,4\n")
+    found = recognise(tmp_path)
+    assert (found.kind, found.read().notes) == ("class folders", ("ignored files that are not images: 1 (.csv 1)",))
+    (tmp_path / "labels.csv").write_bytes(b"images/a.png,x\nimages/b.png,\xe9\n")
+    with pytest.raises(InputError, match=r"labels\.csv: line 2: is not UTF-8"):
+        recognise(tmp_path)
+
+
+def test_several_lists_without_split_names(tmp_path: Path):
+    write_image(tmp_path / "train" / "0.png")
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.csv").write_text("train/0.png,a\n")
+    with pytest.raises(InputError, match=r"several CSV files .a\.csv; b\.csv"):
+        recognise(tmp_path)
+
+
+class Items:
+    """A map-style data set of two items."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        return np.full((4, 4), i * 0.5, np.float32), i
+
+
+def test_from_python_tells_arrays_from_data_sets():
+    images, labels = np.zeros((2, 4, 4), np.uint8), [0, 1]
+    assert from_python((images, labels)).kind == "arrays"
+    assert from_python({"train": (images, labels), "test": (images, labels)}).kind == "arrays"
+    assert from_python(((images, labels), (images, labels))).splits == {"train": (0, 2), "test": (2, 4)}
+    assert from_python((Items(), Items())).splits == {"train": (0, 2), "test": (2, 4)}
+    assert from_python([(images[0], 0), (images[1], 1)]).kind == "torch data sets"
+
+
+@pytest.mark.parametrize("data", [3, None, "text", (1, 2), {}, {"train": 3}, np.zeros((2, 4, 4))])
+def test_from_python_refuses_the_rest(data):
+    with pytest.raises(InputError, match="data"):
+        from_python(data)
