@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flatout.run.facts import look
+from flatout.train.dataset_stats import look
 from PIL import Image, ImageOps
 
 from flatout.cli import main
