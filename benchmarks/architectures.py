@@ -41,7 +41,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from about import about
-from flatout.console import duration
+from flatout.config import Recipe, from_dict
 from flatout.data.batches import Samples
 from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
@@ -50,9 +50,9 @@ from flatout.models.heads import FeatureNetwork, find_head, set_head
 from flatout.models.layers import head_modules
 from flatout.models.pretrained import load_pretrained
 from flatout.models.weights import load_exactly, read_weights, save_tensors
-from flatout.recipe import Recipe, from_dict
 from flatout.train.loop import LoopHooks, run_loop
 from flatout.train.progress import Progress
+from flatout.utils.console import duration
 
 RESULTS = Path(__file__).parent / "results" / "architectures.json"
 IMAGES, CLASSES, BATCH = 20, 5, 4

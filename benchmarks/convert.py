@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from about import about
-from flatout.errors import InputError
 from flatout.models.convert.convert import Shape, convert
+from flatout.utils.errors import InputError
 
 FORMATS = {
     "saved": "SavedModel (Keras {keras})",

@@ -19,7 +19,7 @@ from PIL import Image
 
 from about import about
 from flatout.data.decode import decode_image
-from flatout.host import usable_cores
+from flatout.utils.host import usable_cores
 
 
 def rate(decode: Callable[[Path], np.ndarray], files: list[Path], threads: int) -> float:

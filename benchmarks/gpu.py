@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.console import Console
+from flatout.config import Augment, Momentum, Recipe
+from flatout.config.jobs import load_job
 from flatout.data.batches import Batch, Samples
 from flatout.data.build import find, load_pack
 from flatout.data.pack import Pack, PackSettings
@@ -35,11 +36,10 @@ from flatout.engine.base import Engine
 from flatout.engine.devices import machine, parse_devices
 from flatout.engine.factory import join, make_engine
 from flatout.engine.torch.accelerator import accelerator_of
-from flatout.jobs import load_job
 from flatout.models.build import build_model
-from flatout.recipe import Augment, Momentum, Recipe
 from flatout.train.loop import LoopHooks, run_loop
 from flatout.train.progress import Progress
+from flatout.utils.console import Console
 
 IMAGENET = {"data.mean": [0.485, 0.456, 0.406], "data.std": [0.229, 0.224, 0.225]}
 RESNET_CLASSES = 1000

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from flatout.analysis.label_errors import find_label_errors
-from flatout.console import Console
+from flatout.config.settings import parse_setting
 from flatout.data.source import DataRef, Source
 from flatout.engine.devices import machine
-from flatout.settings import parse_setting
 from flatout.train.recipes import resolve
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run import train
+from flatout.utils.console import Console
 
 SHARE, SEED = 0.05, 0
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from about import about
-from flatout.host import available_memory
+from flatout.utils.host import available_memory
 from memory import peak_rss_of, write_images
 
 MODEL = """\

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from about import about
-from flatout.console import Console
+from flatout.config import Recipe
+from flatout.config.jobs import load_job
 from flatout.data.batches import Samples
 from flatout.data.build import find, load_pack
 from flatout.data.pack import Pack, PackSettings
@@ -22,11 +23,10 @@ from flatout.data.splits import splits_of
 from flatout.distributed.world import World
 from flatout.engine.factory import join
 from flatout.engine.torch.engine import TorchEngine
-from flatout.jobs import load_job
 from flatout.models.build import build_model
-from flatout.recipe import Recipe
 from flatout.train.loop import LoopHooks, run_loop
 from flatout.train.progress import EpochRecord, Progress
+from flatout.utils.console import Console
 
 CACHED_EPOCHS, UNCACHED_EPOCHS = 3, 2
 SILENT = LoopHooks()

@@ -16,7 +16,7 @@ from typing import Any
 
 from about import about
 from compare import HERE, PACKAGES, run_process
-from flatout.host import physical_cores
+from flatout.utils.host import physical_cores
 
 # Job -> data set in the data root, epochs, further flags: enough for some seconds on one thread.
 JOBS: dict[str, tuple[str, int, tuple[str, ...]]] = {

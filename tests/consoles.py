@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.cli import main
+from flatout.cli.main import main
 
 _BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.M | re.S)
 # Progress within an epoch appears as time passes.

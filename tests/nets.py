@@ -2,8 +2,8 @@
 
 from torch import nn
 
+from flatout.config import Recipe
 from flatout.models.build import build_model
-from flatout.recipe import Recipe
 
 
 def build(

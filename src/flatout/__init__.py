@@ -6,13 +6,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from flatout.analysis.look import Look, look
-    from flatout.errors import InputError, TrainingFailed
+    from flatout.config import SGD, Adagrad, Adam, AdamW, Augment, Data, Momentum, Optimizer, Recipe, Schedule
     from flatout.inference.predict import Prediction
     from flatout.inference.run import Ensemble, Run, load
-    from flatout.recipe import SGD, Adagrad, Adam, AdamW, Augment, Data, Momentum, Optimizer, Recipe, Schedule
     from flatout.train.callbacks import Callback, RunInfo
     from flatout.train.fit import fit
     from flatout.train.trackers import MLflow, TensorBoard, Trackio, WandB
+    from flatout.utils.errors import InputError, TrainingFailed
 
 __all__ = [
     "SGD",
@@ -45,8 +45,8 @@ __all__ = [
 
 # Where the public names are, those that load least first.
 _PLACES = (
-    "flatout.errors",
-    "flatout.recipe",
+    "flatout.utils.errors",
+    "flatout.config",
     "flatout.train.callbacks",
     "flatout.train.trackers",
     "flatout.inference.run",

@@ -1,5 +1,5 @@
 """`python -m flatout`."""
 
-from flatout.cli import main
+from flatout.cli.main import main
 
 raise SystemExit(main())

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from flatout.cli import main
+from flatout.cli.main import main
+from flatout.config import Recipe
 from flatout.models.build import build_model
 from flatout.models.convert.convert import Shape, convert
 from flatout.models.convert.readers import find_file
 from flatout.models.pretrained import load_pretrained
 from flatout.models.weights import read_weights
-from flatout.recipe import Recipe
 from tests.convert.networks import FIXTURES, MODELS, small, whole_map
 
 SMALL, FASHION = MODELS["small"], "fashion-cnn"

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.errors import InputError
 from flatout.models.convert.readers import find_file, read_file
+from flatout.utils.errors import InputError
 from tests.convert.networks import FIXTURES
 
 SECRET = np.arange(6.0, dtype=np.float32)

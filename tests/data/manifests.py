@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from flatout.config import Data
 from flatout.data.detect import recognise
 from flatout.data.source import Source
-from flatout.recipe import Data
 
 
 def with_images(folder: Path) -> Path:

@@ -7,9 +7,9 @@ from typing import Any
 
 from PIL import Image
 
+from flatout.config import Data
 from flatout.data.detect import recognise
 from flatout.data.source import Source
-from flatout.recipe import Data
 from tests.data import containers as c
 
 

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as npst
 from flatout.data.detect import recognise
 from flatout.data.formats.arrays import from_arrays, read_idx
 from flatout.data.pixels import channels_last
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 from tests.data import containers as c
 
 IMAGES = np.arange(6 * 5 * 4, dtype=np.uint8).reshape(6, 5, 4) * 2

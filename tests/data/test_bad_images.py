@@ -19,7 +19,7 @@ from PIL import Image, ImageFile
 from flatout.data.decode import MAX_PIXELS, decode_image, read_header
 from flatout.data.detect import recognise
 from flatout.data.pixels import BadImage
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 from tests.data import containers as c
 from tests.data.damage import EXAMPLES, read_damaged
 from tests.data.pictures import refusal, saved, smooth_picture

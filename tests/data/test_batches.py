@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flatout.config import Recipe
 from flatout.data import batches as batching
 from flatout.data.batches import (
     READ_BYTES,
@@ -21,10 +22,9 @@ from flatout.data.batches import (
     steps_per_epoch,
     training_batches,
 )
-from flatout.numerics import random
-from flatout.numerics.augment import epoch_transforms
-from flatout.numerics.random import Stream, permutation, raw, uniform
-from flatout.recipe import Recipe
+from flatout.engine.augment import epoch_transforms
+from flatout.utils import random
+from flatout.utils.random import Stream, permutation, raw, uniform
 
 COUNT, IMAGE_BYTES, BLOCK = 2000, 64 * 64, 64
 RECIPE = Recipe(model="any", image_size=64, epochs=1, batch_size=50).override({"data.order": "blocks"})

@@ -13,7 +13,7 @@ import pytest
 from flatout.data import cache as caches
 from flatout.data.build import load_pack
 from flatout.data.cache import DIGEST_BYTES, clear, combined_digest, entries, limit_bytes, make_room
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 from tests.data.packs import Recorder, class_folders, expected_images, load, settings
 
 

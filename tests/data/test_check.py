@@ -11,12 +11,12 @@ import pytest
 from PIL import Image
 
 from flatout.analysis.check import MAX_BITS, PerceptualHashes, check, find_pairs, format_check
-from flatout.cli import main
-from flatout.console import Console
+from flatout.cli.main import main
 from flatout.data.cache import digest_files
 from flatout.data.detect import recognise
 from flatout.data.formats.arrays import from_arrays
 from flatout.data.source import Source
+from flatout.utils.console import Console
 
 RNG = np.random.default_rng(0)
 

@@ -14,7 +14,7 @@ from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from flatout.data.formats.datasets import from_dataset
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 from tests.data.small_sets import png, read, table
 
 # In Python

@@ -197,7 +197,7 @@ def test_large_images_take_little_more_than_their_pixels(tmp_path, width, height
     ]
     code = (
         "import sys\nfrom pathlib import Path\nfrom flatout.data.decode import decode_image\n"
-        "from flatout.host import peak_rss_bytes\n"
+        "from flatout.utils.host import peak_rss_bytes\n"
         f"def decode(path): return decode_image(Path(path), size=64, channels={channels}, resize='squash')\n"
         "decode(sys.argv[2])\n"
         "before = peak_rss_bytes()\n"

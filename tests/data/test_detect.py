@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from flatout.data.detect import from_python, is_pack, recognise
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 
 
 def write_image(path: Path, value: int = 0) -> None:

@@ -24,14 +24,14 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pytest
 
-from flatout.cli import main
-from flatout.console import Console
+from flatout.cli.main import main
+from flatout.config.jobs import builtin_jobs
 from flatout.data.build import find
 from flatout.data.cache import clear, entries
 from flatout.data.fetch import PUBLIC, PUBLIC_NAMES, PublicData, download_public, where_to_get
 from flatout.data.source import DataRef
-from flatout.errors import DiskFull, InputError
-from flatout.jobs import builtin_jobs
+from flatout.utils.console import Console
+from flatout.utils.errors import DiskFull, InputError
 from tests.data.small_sets import png
 from tests.data.web_server import Resource, Server
 from tests.hubs import using_hub
@@ -43,7 +43,7 @@ pytestmark = [
 ]
 
 
-FLATOUT = [sys.executable, "-c", "import sys; from flatout.cli import main; sys.exit(main(sys.argv[1:]))"]
+FLATOUT = [sys.executable, "-c", "import sys; from flatout.cli.main import main; sys.exit(main(sys.argv[1:]))"]
 
 
 def npz(count: int = 60, seed: int = 0) -> bytes:

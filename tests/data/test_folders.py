@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from flatout.analysis.check import check, format_check
-from flatout.cli import main
-from flatout.console import Console
+from flatout.cli.main import main
+from flatout.config import Data
 from flatout.data.detect import recognise
-from flatout.errors import InputError
-from flatout.recipe import Data
+from flatout.utils.console import Console
+from flatout.utils.errors import InputError
 
 
 def grow(root: Path, *names: str) -> Path:

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flatout.config import Data
 from flatout.data.build import build_pack
 from flatout.data.decode import decode_image, read_header
 from flatout.data.detect import recognise
 from flatout.data.pack import PackSettings
 from flatout.data.pixels import BadImage
-from flatout.errors import InputError
-from flatout.recipe import Data
+from flatout.utils.errors import InputError
 from tests.data.containers import write
 from tests.data.damage import EXAMPLES, read_damaged
 from tests.data.packs import Silent

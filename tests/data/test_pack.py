@@ -23,7 +23,7 @@ from flatout.data.detect import recognise
 from flatout.data.pack import open_pack, share
 from flatout.data.pixels import resize_images
 from flatout.data.source import DataRef, Source
-from flatout.errors import DiskFull, InputError
+from flatout.utils.errors import DiskFull, InputError
 from tests.data.packs import (
     SMALL_BLOCK,
     Recorder,
@@ -275,7 +275,7 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 from flatout.data.build import load_pack
-from flatout.host import peak_rss_bytes
+from flatout.utils.host import peak_rss_bytes
 from tests.data.packs import Recorder, repeated, settings
 
 folder, count, size, act = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flatout.train.dataset_stats import look
 from PIL import Image, ImageOps
 
-from flatout.cli import main
+from flatout.cli.main import main
+from flatout.config import Data
 from flatout.data.batches import measure
 from flatout.data.build import build_pack, find, load_pack
 from flatout.data.decode import decode_image, read_header
 from flatout.data.pack import npy_header, open_pack
 from flatout.data.pixels import resize_images
 from flatout.data.splits import splits_of
-from flatout.errors import InputError
-from flatout.recipe import Data
+from flatout.train.dataset_stats import look
+from flatout.utils.errors import InputError
 from tests.data.packs import Recorder, settings
 from tests.data.pictures import refusal, saved, smooth_picture
 

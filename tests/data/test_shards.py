@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.data.detect import recognise
 from flatout.data.formats.shards import expand_braces
 from flatout.data.image_bytes import ImageBytesList, ShardFile, Slice
 from flatout.data.source import Source
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 from tests.data import containers as c
 from tests.data.small_sets import png, read, shard, table
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from flatout.config import Data
 from flatout.data import splits as splitting
 from flatout.data.pack import Pack
 from flatout.data.splits import divide, folds_of, split_by_labels, splits_of, stratified_split
-from flatout.errors import InputError
-from flatout.recipe import Data
+from flatout.utils.errors import InputError
 
 
 @example(counts=[1, 6], fraction=0.5, seed=0)

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flatout.cli import main
+from flatout.cli.main import main
+from flatout.config import Data
 from flatout.data.detect import recognise
 from flatout.data.source import Source
-from flatout.errors import InputError
-from flatout.recipe import Data
+from flatout.utils.errors import InputError
 from tests.data.manifests import read, with_images
 
 

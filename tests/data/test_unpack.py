@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from flatout.cli import main
-from flatout.console import Console
+from flatout.cli.main import main
+from flatout.config import Data
 from flatout.data.build import build_pack, load_pack
 from flatout.data.detect import recognise
 from flatout.data.pack import Pack, PackSettings
-from flatout.errors import DiskFull, InputError
-from flatout.recipe import Data
+from flatout.utils.console import Console
+from flatout.utils.errors import DiskFull, InputError
 from tests.data import containers as c
 from tests.data.packs import Silent
 

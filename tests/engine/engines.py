@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.config import Recipe
 from flatout.distributed.world import World
 from flatout.engine.base import Engine
 from flatout.engine.torch.engine import TorchEngine
-from flatout.recipe import Recipe
 
 SIMULATED = 8
 # Eight devices show the most; every case is compiled, which takes seconds.

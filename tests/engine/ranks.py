@@ -18,7 +18,7 @@ import torch
 
 from flatout.distributed.environment import launched
 from flatout.distributed.world import World, serve_store
-from flatout.errors import RankLost
+from flatout.utils.errors import RankLost
 
 Backend = Literal["memory", "gloo"]
 

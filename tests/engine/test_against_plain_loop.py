@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from flatout.config import Optimizer, Recipe
 from flatout.data.batches import Samples, epoch_batches
 from flatout.distributed.world import World
 from flatout.engine.base import Evaluation
-from flatout.recipe import Optimizer, Recipe
 from flatout.train.loop import LoopHooks, run_loop
 from flatout.train.progress import Progress
 from tests.engine.engines import ENGINES, make_engine

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from flatout.config import Recipe
 from flatout.data.batches import Samples, training_batches
 from flatout.distributed.world import World
+from flatout.engine import augment
 from flatout.engine.torch.engine import TorchEngine
-from flatout.numerics import augment
-from flatout.recipe import Recipe
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from tests.engine.engines import make_engine

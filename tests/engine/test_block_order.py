@@ -13,9 +13,9 @@ from flatout.data import batches
 from flatout.data.batches import Samples, epoch_batches
 from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
-from flatout.numerics import random
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
+from flatout.utils import random
 from tests.engine.engines import ENGINES
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import SILENT, engine_weights, make_net, make_recipe, make_samples, plain_loop

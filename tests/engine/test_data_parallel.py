@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from flatout.config import Recipe
 from flatout.data.batches import training_batches
 from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
-from flatout.recipe import Recipe
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from tests.engine.odd_nets import (

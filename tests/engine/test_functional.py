@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 from tests.engine.engines import make_engine
 from tests.engine.test_against_plain_loop import make_recipe
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.errors import InputError, TrainingFailed
+from flatout.utils.errors import InputError, TrainingFailed
 from tests.engine.test_against_plain_loop import engine_weights, make_net, make_recipe, make_samples, plain_loop
 
 

@@ -16,13 +16,13 @@ from timm.optim.lion import Lion
 from torch import nn
 
 import flatout
+from flatout.config import Optimizer, Recipe
 from flatout.distributed.world import World
+from flatout.engine import optim
 from flatout.engine.torch.engine import TorchEngine
-from flatout.errors import InputError
-from flatout.numerics import optim
-from flatout.recipe import Optimizer, Recipe
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
+from flatout.utils.errors import InputError
 from tests.engine.engines import make_engine
 from tests.engine.ranks import on_ranks
 from tests.engine.tape import FakeAccelerator

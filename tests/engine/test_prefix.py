@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from flatout.config import Recipe
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.features import compact
 from flatout.models.layers import cut_frozen_prefix, freeze, head_modules, set_train_mode
-from flatout.recipe import Recipe
 from tests.engine.engines import make_engine
 from tests.engine.test_against_plain_loop import engine_weights, make_net, make_recipe, make_samples
 from tests.nets import build

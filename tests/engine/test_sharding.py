@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from flatout.config import Optimizer
 from flatout.distributed.world import World
+from flatout.engine import optim
 from flatout.engine.torch.fsdp import build_optimizer, shard
 from flatout.engine.torch.state import gathered, load, named_tensors
-from flatout.errors import InputError
 from flatout.models.layers import set_train_mode
-from flatout.numerics import optim
-from flatout.recipe import Optimizer
+from flatout.utils.errors import InputError
 from tests.engine.ranks import on_ranks
 
 CPU = torch.device("cpu")

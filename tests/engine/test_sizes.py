@@ -14,15 +14,15 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
+from flatout.config import Recipe
 from flatout.data.batches import Samples, training_batches
 from flatout.distributed.world import World
+from flatout.engine.augment import training_size
 from flatout.engine.torch.engine import TorchEngine
-from flatout.errors import InputError, Stopped
 from flatout.models.weights import read_weights
-from flatout.numerics.augment import training_size
-from flatout.recipe import Recipe
 from flatout.train.loop import LoopHooks, run_loop
 from flatout.train.progress import Progress
+from flatout.utils.errors import InputError, Stopped
 from tests.engine.engines import make_engine
 from tests.engine.test_against_plain_loop import SILENT, assert_close, make_recipe, make_samples
 from tests.engine.test_tape import run

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.config import Recipe
+from flatout.config.jobs import builtin_jobs, load_job
 from flatout.distributed.world import World
+from flatout.engine import optim
 from flatout.engine.torch import step as cuda_graph
 from flatout.engine.torch.batches import Inputs
 from flatout.engine.torch.engine import TorchEngine
-from flatout.jobs import builtin_jobs, load_job
 from flatout.models.build import build_model
-from flatout.numerics import optim
-from flatout.recipe import Recipe
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
 from tests.engine.ranks import on_ranks

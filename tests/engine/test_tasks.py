@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from flatout.config import Recipe
 from flatout.data.batches import Samples, training_batches
 from flatout.distributed.world import World
+from flatout.engine.augment import epoch_transforms
 from flatout.engine.torch.engine import TorchEngine
-from flatout.numerics.augment import epoch_transforms
-from flatout.recipe import Recipe
 from flatout.tasks import task_of
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout.cli import main
+from flatout.cli.main import main
+from flatout.config import Recipe
 from flatout.data.batches import Samples
 from flatout.distributed.world import World
 from flatout.engine.base import Evaluation
 from flatout.engine.torch.engine import TorchEngine
-from flatout.recipe import Recipe
 from tests.engine.engines import make_engine
 from tests.engine.ranks import on_ranks
 from tests.engine.test_against_plain_loop import make_net, make_recipe, make_samples

@@ -11,7 +11,7 @@ import torch
 from flatout.distributed.environment import Launched
 from flatout.distributed.world import World
 from flatout.engine.torch.gradients import ALIGNMENT
-from flatout.errors import InputError, RankLost
+from flatout.utils.errors import InputError, RankLost
 from tests.engine.ranks import Backend, on_ranks, on_ranks_that_part
 
 RANKS: dict[str, tuple[int, Backend]] = {"memory": (3, "memory"), "gloo": (2, "gloo")}

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.config import Recipe
 from flatout.data.batches import training_batches
 from flatout.distributed.world import World
 from flatout.engine.base import Engine
-from flatout.errors import InputError
-from flatout.recipe import Recipe
 from flatout.train.loop import run_loop
 from flatout.train.progress import Progress
+from flatout.utils.errors import InputError
 from tests.engine import test_data_parallel as parallel
 from tests.engine.engines import XLA, make_engine
 from tests.engine.test_against_plain_loop import OPTIMIZERS, SILENT, make_net, make_recipe, make_samples

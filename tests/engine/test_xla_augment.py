@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.numerics import augment, pixels
-from flatout.recipe import Recipe
+from flatout.config import Recipe
+from flatout.engine import augment, pixels
 from tests.engine.test_against_plain_loop import make_recipe
 
 FLIP, CROP = {"augment.flip": True}, {"augment.crop": 0.25}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.train import monitor
 from tests.system.run_files import metrics, summary, weights
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from flatout.console import Console
 from flatout.distributed.launch import launch
 from flatout.distributed.rank import current_watch
-from flatout.errors import InputError, RankLost, Stopped
+from flatout.utils.console import Console
+from flatout.utils.errors import InputError, RankLost, Stopped
 
 if TYPE_CHECKING:
     from flatout.distributed.world import World

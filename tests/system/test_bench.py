@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.data.batches import Samples
 from flatout.engine.torch.batches import TorchSplit
 

@@ -25,12 +25,12 @@ from starlette.testclient import TestClient
 
 from flatout.analysis import board
 from flatout.analysis.board_runs import RunStore, Watch, read_stored
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.data.pack import open_pack
-from flatout.errors import InputError
-from flatout.report import run_files
 from flatout.train import monitor
 from flatout.train.progress import Progress
+from flatout.utils import run_files
+from flatout.utils.errors import InputError
 from tests.unit.runs import epoch_line, write_run
 
 CLASSES = ["cat", "<script>alert(1)</script>", "dog"]

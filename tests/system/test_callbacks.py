@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 import flatout
-from flatout.cli import main
-from flatout.parser import parse
+from flatout.cli.flags import parse
+from flatout.cli.main import main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

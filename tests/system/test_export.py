@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import flatout
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.inference.export import classifier, formats
 from flatout.models.build import list_names
 

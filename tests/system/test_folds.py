@@ -16,7 +16,7 @@ from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score, m
 from torch import nn
 
 import flatout
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.models.weights import read_weights
 from flatout.report.page import draw_all
 from tests.system.conftest import eventually

@@ -12,14 +12,14 @@ from sklearn.linear_model import LogisticRegression
 from torch import nn
 
 import flatout
-from flatout.cli import main
-from flatout.errors import InputError
+from flatout.cli.main import main
 from flatout.models.weights import read_weights
 from flatout.tasks.multi_label import MultiLabel
 from flatout.tasks.regression import Regression
 from flatout.tasks.single_label import SingleLabel
 from flatout.train import head_stage
 from flatout.train.head import fit_head
+from flatout.utils.errors import InputError
 
 HEAD_ONLY = ("train", "digits", "--epochs", "0", "--set", "linear_probe=true")
 CLASSES = SingleLabel(loss="cross-entropy")

@@ -19,9 +19,9 @@ import psutil
 import pytest
 import torch
 
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.distributed.environment import Hosts
-from flatout.errors import InputError, TrainingFailed
+from flatout.utils.errors import InputError, TrainingFailed
 from tests.system import rank_functions as ranks
 from tests.system.conftest import END_SECONDS, START_SECONDS, eventually
 from tests.system.rank_functions import run

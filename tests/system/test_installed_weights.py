@@ -17,8 +17,8 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from torch import nn
 
-from flatout.cli import main
-from flatout.errors import InputError, WeightsUnavailable
+from flatout.cli.main import main
+from flatout.config import Recipe
 from flatout.models import hub as weights_hub
 from flatout.models.hub import (
     InstalledWeights,
@@ -29,7 +29,7 @@ from flatout.models.hub import (
     unreachable,
 )
 from flatout.models.pretrained import load_pretrained
-from flatout.recipe import Recipe
+from flatout.utils.errors import InputError, WeightsUnavailable
 from tests.hubs import set_endpoint, using_hub
 from tests.nets import build
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flatout
-from flatout.cli import main
-from flatout.report.run_files import read_run
+from flatout.cli.main import main
+from flatout.utils.run_files import read_run
 from tests.system.run_files import metrics, summary, weights
 
 

@@ -22,11 +22,11 @@ import pytest
 import torch
 
 import flatout
-from flatout.cli import main
-from flatout.console import Console
+from flatout.cli.main import main
 from flatout.distributed.launch import launch
 from flatout.engine.processes import run_on_devices
-from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
+from flatout.utils.console import Console
+from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed
 from tests.system import rank_functions as ranks
 from tests.system.conftest import END_SECONDS, START_SECONDS, eventually, is_alive
 from tests.system.rank_functions import TWO, run
@@ -55,7 +55,7 @@ def test_the_first_rank_answers_and_is_shown_and_each_keeps_its_log(tmp_path: Pa
 
 SCRIPT = """
     import sys
-    from flatout.console import Console
+    from flatout.utils.console import Console
     from flatout.distributed.launch import launch
 
     class Model:

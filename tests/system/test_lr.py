@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from flatout.analysis.lr_finder import suggest
-from flatout.cli import main
+from flatout.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

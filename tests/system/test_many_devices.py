@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.cli import main
+from flatout.cli.main import main
 from tests.system.run_files import metrics, summary, weights
 
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")

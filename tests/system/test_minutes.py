@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flatout.cli import main
+from flatout.cli.main import main
+from flatout.config import Recipe, load_recipe
 from flatout.data.batches import steps_per_epoch
-from flatout.errors import InputError
+from flatout.engine.schedule import learning_rate
 from flatout.models.weights import read_weights
-from flatout.numerics.schedule import learning_rate
-from flatout.recipe import Recipe, load_recipe
 from flatout.train import budget
 from flatout.train.budget import Budget, Rates
+from flatout.utils.errors import InputError
 
 ON_CPU = ("--devices", "cpu", "--seed", "3")
 pytestmark = pytest.mark.usefixtures("no_pictures_in_module")

@@ -12,12 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
-from flatout.console import Console
 from flatout.distributed import shared_memory
 from flatout.distributed.environment import Launched
 from flatout.distributed.world import World, serve_store
 from flatout.engine.processes import run_on_devices
-from flatout.errors import RankLost
+from flatout.utils.console import Console
+from flatout.utils.errors import RankLost
 from tests.system import rank_functions as ranks
 from tests.system.conftest import START_SECONDS, children, eventually, listening
 

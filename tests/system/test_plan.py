@@ -19,10 +19,10 @@ from PIL import Image
 from flatout.analysis.plan import find_work, format_plan
 from flatout.analysis.roofline import MAX_COMPILATIONS, MEMORY_SHARE, Work, estimate_row, find_largest_batch
 from flatout.analysis.tpu import GENERATIONS, Topology, collectives, host_transfers, needed_bytes, parse_topologies
-from flatout.cli import main
-from flatout.console import Console
-from flatout.jobs import load_job
+from flatout.cli.main import main
+from flatout.config.jobs import load_job
 from flatout.models.build import build_model
+from flatout.utils.console import Console
 
 HAS_COMPILER = all(importlib.util.find_spec(name) for name in ("jax", "libtpu", "torchax", "optax"))
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs the TPU compiler: pip install 'flatout[tpu]'")
@@ -202,7 +202,7 @@ def test_without_the_compiler_the_command_that_installs_it_is_named(tmp_path: Pa
     code = (
         "import importlib.util, sys; find = importlib.util.find_spec; "
         "importlib.util.find_spec = lambda name, *a: None if name == 'libtpu' else find(name, *a); "
-        "from flatout.cli import main; sys.exit(main(sys.argv[1:]))"
+        "from flatout.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, "plan", "fashion-mnist", "--topology", "v5e:2x4", "--out", str(tmp_path)]
     environment = os.environ | {"FLATOUT_CACHE": str(tmp_path / "cache")}
@@ -261,7 +261,7 @@ def test_a_step_is_compiled_and_its_figures_are_kept(small: tuple[dict[str, Any]
 def test_the_second_time_nothing_is_compiled_nor_imported(small: tuple[dict[str, Any], str, Path]) -> None:
     first, _, folder = small
     code = (
-        "import sys; from flatout.cli import main; assert main(sys.argv[1:]) == 0; "
+        "import sys; from flatout.cli.main import main; assert main(sys.argv[1:]) == 0; "
         "sys.exit(', '.join({'torch', 'jax', 'torchax'} & set(sys.modules)) or 0)"
     )
     command = [sys.executable, "-c", code, "plan", *SMALL, "--price", "1.2", "--out", str(folder / "second")]
@@ -394,7 +394,7 @@ def test_the_compilers_text_is_understood() -> None:
     code = """
 import jax, json, numpy as np
 from flatout.analysis import tpu
-from flatout.jobs import load_job
+from flatout.config.jobs import load_job
 from flatout.models.build import build_model
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 chips = tpu.devices_of(tpu.parse_topologies("v5e:2x4")[0])

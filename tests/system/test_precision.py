@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import flatout
-from flatout.cli import main
+from flatout.cli.main import main
+from flatout.config import load_recipe
 from flatout.engine.torch import accelerator
 from flatout.engine.torch.accelerator import CPU
 from flatout.models.weights import read_weights
-from flatout.recipe import load_recipe
 from flatout.train import prepare, probes
 
 ONE_EPOCH = ("train", "digits", "--epochs", "1", "--devices", "cpu")

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import flatout
-from flatout.cli import main
+from flatout.cli.main import main
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from torch import nn
 
 import flatout
 from flatout.engine.torch.accelerator import CPU, CUDA
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 
 LARGE = 64 << 20
 

@@ -21,11 +21,11 @@ from PIL import Image
 from safetensors.torch import save, save_file
 from torch import nn
 
-from flatout.errors import InputError, WeightsUnavailable
+from flatout.config import Recipe
 from flatout.models import hub as weights_hub
 from flatout.models.hub import InstalledWeights, find_weights, unreachable
 from flatout.models.pretrained import load_pretrained
-from flatout.recipe import Recipe
+from flatout.utils.errors import InputError, WeightsUnavailable
 from tests.hubs import set_endpoint, using_hub
 from tests.nets import build
 from tests.system import weights_server

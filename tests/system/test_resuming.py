@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.engine import factory
 from flatout.engine.torch import measure as probe
 from flatout.models.weights import read_weights
@@ -116,7 +116,7 @@ def test_more_epochs_continue_the_schedule_of_the_longer_run(
 def test_runs_and_checkpoints_without_todays_additions_are_read(data: Path, tmp_path: Path) -> None:
     """Earlier versions wrote no data facts, task, order, balanced accuracy, losses by step or predicted labels."""
     from flatout.models.weights import save_tensors
-    from flatout.report.run_files import read_run
+    from flatout.utils.run_files import read_run
 
     out = tmp_path / "run"
     assert main(command(data, out, "--epochs", "1")) == 0

@@ -88,7 +88,7 @@ def test_a_planted_fault_is_noted(changes: dict[str, Any], found: str, images: A
 
 
 def test_too_high_a_rate_is_noted_before_training_fails(images: Any, tmp_path: Path) -> None:
-    with pytest.raises(flatout.errors.TrainingFailed):
+    with pytest.raises(flatout.utils.errors.TrainingFailed):
         warnings_of(images, tmp_path / "run", lr=1e4, optimizer="sgd")
     log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
     assert "25 steps on one batch raised its loss from 2" in log

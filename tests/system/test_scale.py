@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from flatout.analysis.scale import explained_by_rounding
-from flatout.cli import main
+from flatout.cli.main import main
 
 pytestmark = pytest.mark.slow
 

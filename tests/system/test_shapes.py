@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import flatout
-from flatout.cli import main
-from flatout.errors import InputError
+from flatout.cli.main import main
 from flatout.models.weights import read_weights
+from flatout.utils.errors import InputError
 from tests.system.run_files import summary
 
 ENGINES = {"cpu": ("cpu", "torch"), "2xcpu": ("2xcpu", "torch"), "xla": ("8xcpu", "xla")}

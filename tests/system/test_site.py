@@ -80,7 +80,7 @@ def test_both_languages_have_each_page(site: Path) -> None:
 
 def test_the_reference_has_all_names_and_commands(site: Path) -> None:
     import flatout
-    from flatout.parser import COMMANDS
+    from flatout.cli.commands import COMMANDS
 
     python = (site / "docs" / "reference" / "python.html").read_text(encoding="utf-8")
     assert not [name for name in flatout.__all__ if f'id="flatout.{name}"' not in python]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import flatout
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.train import monitor
 from tests.system.interrupted import Killed, assert_same, at_image, command, kill, resume, write_images
 from tests.system.run_files import summary, weights
@@ -281,7 +281,7 @@ def test_a_dead_process_blocks_nobody(data: Path, whole: Path, tmp_path: Path) -
     code = (
         "import os, signal, sys; from flatout.train import monitor\n"
         "monitor.Monitor.step = lambda self: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "from flatout.cli import main; main(sys.argv[1:])"
+        "from flatout.cli.main import main; main(sys.argv[1:])"
     )
     assert subprocess.run([sys.executable, "-c", code, *command(data, out)], check=False).returncode == -signal.SIGKILL
     assert (out / ".lock").is_file()
@@ -305,7 +305,7 @@ def test_a_full_disk_ends_with_1_and_keeps_the_last_checkpoint(
             raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("flatout.files.os.fsync", fsync)
+        patch.setattr("flatout.utils.files.os.fsync", fsync)
         patch.setattr(monitor, "CHECKPOINT_SHARE", 1e9)
         assert main(command(data, out)) == 1
     assert "epoch-00002-step-0000000.safetensors: cannot be written: No space left" in capsys.readouterr().err

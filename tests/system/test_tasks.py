@@ -11,7 +11,7 @@ from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score, mean_absolute_error, r2_score
 
 import flatout
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.data.build import find
 from flatout.data.source import Source
 from flatout.models.weights import read_weights

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.models.weights import read_weights
 
 # 25 images a step: 13 and 12.

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import flatout
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.models.weights import read_weights
 from tests.system.run_files import metrics, summary, weights
 
@@ -284,7 +284,7 @@ def test_bad_images_stop_with_all_their_names_or_are_skipped(tmp_path: Path, cap
 
 
 def test_importing_flatout_does_not_import_torch() -> None:
-    code = "import sys, flatout, flatout.cli; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    code = "import sys, flatout, flatout.cli.main; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from PIL import Image
 
 import flatout
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.models.weights import read_weights, save_tensors
 from tests.hubs import using_hub
 from tests.system import hub_server

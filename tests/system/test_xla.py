@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.cli import main
+from flatout.cli.main import main
 from tests.system.run_files import summary, weights
 
 FLATOUT = [sys.executable, "-m", "flatout"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flatout.recipe import Optimizer, Recipe
+from flatout.config import Optimizer, Recipe
 
 RECIPE = Recipe(
     job="sample", model="cnn", image_size=28, channels=1, epochs=4, batch_size=64, optimizer=Optimizer(lr=0.05)

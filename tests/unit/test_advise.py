@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import flatout
+from flatout.config import Recipe
 from flatout.data.source import Source
 from flatout.engine.factory import Speeds
-from flatout.errors import InputError, WeightsUnavailable
 from flatout.models import hub
-from flatout.recipe import Recipe
 from flatout.train.auto_recipe import advise
 from flatout.train.recipes import resolve
+from flatout.utils.errors import InputError, WeightsUnavailable
 
 
 def make_source(count: int = 600, size: int = 28, channels: int = 1, classes: int = 10) -> Source:
@@ -247,7 +247,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_every_choice_is_said_but_those_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
-    from flatout.console import Console
+    from flatout.utils.console import Console
 
     said: list[str] = []
     console = Console(None)

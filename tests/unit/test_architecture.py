@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flatout.cli import main
+from flatout.cli.main import main
 
 PAGE = Path(__file__).resolve().parents[2] / "ARCHITECTURE.md"
 CALLS = re.findall(r"^\| \d+ \| `([\w.]+)` \|", PAGE.read_text(encoding="utf-8"), re.M)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from flatout.numerics import augment, pixels
-from flatout.recipe import Augment, Data, Recipe
+from flatout.config import Augment, Data, Recipe
+from flatout.engine import augment, pixels
 
 ONE, ZERO = torch.ones(3), torch.zeros(3)
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.numerics import augment
-from flatout.numerics.random import Stream, uniform
-from flatout.recipe import Augment, Data, Recipe
+from flatout.config import Augment, Data, Recipe
+from flatout.engine import augment
+from flatout.utils.random import Stream, uniform
 
 ONE, ZERO = torch.ones(3), torch.zeros(3)
 WIDE = (96, 160)

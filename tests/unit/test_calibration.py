@@ -11,7 +11,7 @@ from PIL import Image
 from sklearn.metrics import roc_auc_score, top_k_accuracy_score
 
 import flatout
-from flatout.cli import main
+from flatout.cli.main import main
 from flatout.inference import calibration
 from flatout.inference.calibration import Calibration, FeatureStats, OODDetector
 from flatout.inference.evaluate import mcnemar

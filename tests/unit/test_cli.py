@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flatout.cli import main
-from flatout.commands.command import changes_of
-from flatout.parser import parse
-from flatout.settings import nearest, parse_setting, python_words
+from flatout.cli.commands import changes_of
+from flatout.cli.flags import parse
+from flatout.cli.main import main
+from flatout.config.settings import nearest, parse_setting, python_words
 from flatout.train.recipes import start_of
 
 
@@ -157,7 +157,7 @@ def test_wrong_flags_are_refused_before_torch_is_imported_and_the_data_is_looked
     (tmp_path / "old" / "file").touch()
     (tmp_path / "photos").mkdir()
     code = (
-        "import sys; from flatout.cli import main\n"
+        "import sys; from flatout.cli.main import main\n"
         f"codes = [main(['train', 'photos', *words.split()]) for words in {list(REFUSED_AT_ONCE)}]\n"
         "assert set(codes) == {2} and 'torch' not in sys.modules, codes"
     )

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flatout.cli import main
-from flatout.parser import COMMANDS, completion
+from flatout.cli.commands import COMMANDS
+from flatout.cli.flags import completion
+from flatout.cli.main import main
 
 # Prints what a function of bash's completes for each line of words; `_` is the empty word.
 ASK = r"""

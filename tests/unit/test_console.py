@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from flatout.console import Console, duration
+from flatout.utils.console import Console, duration
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the time that the console reads, in seconds, as a list of one value to change."""
     now = [0.0]
-    monkeypatch.setattr("flatout.console.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("flatout.utils.console.time.monotonic", lambda: now[0])
     return now
 
 

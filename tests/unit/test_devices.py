@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.cli import main
+from flatout.cli.main import main
+from flatout.config import Recipe
 from flatout.engine import devices, factory
 from flatout.engine.devices import Devices, engine_for, parse_devices, spec_of
 from flatout.engine.torch import accelerator as device_setup
 from flatout.engine.torch import measure as probe
 from flatout.engine.xla.devices import tpu_count
-from flatout.errors import InputError
-from flatout.recipe import Recipe
+from flatout.utils.errors import InputError
 
 Host = Callable[..., None]
 

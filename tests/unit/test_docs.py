@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flatout import recipe
+from flatout import config as recipe
 from flatout.analysis.scale import split_specs
 from flatout.analysis.tpu import parse_topologies
-from flatout.cli import main
-from flatout.jobs import builtin_jobs, load_job
-from flatout.parser import COMMANDS, parse
-from flatout.settings import parse_setting
+from flatout.cli.commands import COMMANDS
+from flatout.cli.flags import parse
+from flatout.cli.main import main
+from flatout.config.jobs import builtin_jobs, load_job
+from flatout.config.settings import parse_setting
 from tests import tables
 
 ROOT = Path(__file__).resolve().parents[2]

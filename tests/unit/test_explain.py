@@ -7,7 +7,7 @@ from torch import nn
 
 from flatout.inference.explain import layer_cam
 from flatout.report.pictures import heat_scale, overlaid
-from flatout.style import readable_on
+from flatout.utils.style import readable_on
 
 
 class Bright(nn.Module):

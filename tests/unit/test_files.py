@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from flatout.files import sweep_temporary_files, write_atomically
+from flatout.utils.files import sweep_temporary_files, write_atomically
 
 
 def test_threads_may_write_the_same_file(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ import torch
 from timm.optim import param_groups_layer_decay  # pyright: ignore[reportPrivateImportUsage]
 from torch import nn
 
-from flatout.errors import InputError
 from flatout.models.layers import freeze, frozen_modules, learning_rate_scales, set_dropout, set_train_mode
+from flatout.utils.errors import InputError
 from tests.nets import build
 
 

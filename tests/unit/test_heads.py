@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.config import Recipe
 from flatout.models.build import create_timm, seeded
 from flatout.models.heads import FeatureNetwork, Head, HeadNetwork, find_head, set_head
-from flatout.recipe import Recipe
 
 CLASSES = 5
 # Each with the size that it takes, the layers of its head, and why it is here.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout import host
+from flatout.utils import host
 
 
 def test_cores_and_memory_are_counted() -> None:
@@ -56,6 +56,8 @@ def test_garbage_is_collected_as_usual_once_imports_are_done() -> None:
 @pytest.mark.parametrize("usual", ["", "; collect_garbage_as_usual()"])
 def test_a_quick_process_ends_without_reports_of_leaks(usual: str) -> None:
     """Triton, which timm and torchvision import through torch, reports objects that are not freed at the end."""
-    code = f"from flatout.host import collect_garbage_as_usual, start_quickly; start_quickly(); import triton{usual}"
+    code = (
+        f"from flatout.utils.host import collect_garbage_as_usual, start_quickly; start_quickly(); import triton{usual}"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

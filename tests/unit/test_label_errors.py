@@ -18,11 +18,11 @@ from flatout.analysis.label_errors import (
     write_corrected,
     write_errors,
 )
-from flatout.cli import main
+from flatout.cli.main import main
+from flatout.config import Data, Recipe
+from flatout.config.jobs import load_job
 from flatout.data.detect import recognise
 from flatout.data.formats.arrays import from_arrays
-from flatout.jobs import load_job
-from flatout.recipe import Data, Recipe
 
 RNG = np.random.default_rng(0)
 

@@ -10,8 +10,8 @@ from PIL import Image
 
 import flatout
 from flatout.analysis.images import augmented
-from flatout.cli import main
-from flatout.numerics.augment import epoch_transforms
+from flatout.cli.main import main
+from flatout.engine.augment import epoch_transforms
 
 RNG = np.random.default_rng(0)
 

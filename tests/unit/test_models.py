@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.errors import InputError
+from flatout.config import Recipe
 from flatout.models.build import build_model, list_names
 from flatout.models.layers import freeze, head_modules
-from flatout.recipe import Recipe
+from flatout.utils.errors import InputError
 from tests.nets import build
 
 PUBLISHED = {  # name: classes, loss, image size, channels, parameters layer by layer

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flatout import style
 from flatout.report import pictures
 from flatout.tasks import single_label
 from flatout.tasks.single_label import SingleLabel
+from flatout.utils import style
 from tests.unit.runs import epoch_line, summary_of
 
 

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flatout
-from flatout.errors import InputError
-from flatout.jobs import builtin_jobs, load_job
-from flatout.recipe import Recipe, from_dict, known_keys, load_recipe, of_run
-from flatout.settings import parse_setting
+from flatout.config import Recipe, from_dict, known_keys, load_recipe, of_run
+from flatout.config.jobs import builtin_jobs, load_job
+from flatout.config.settings import parse_setting
 from flatout.train.checkpoint import Checkpoint
 from flatout.train.progress import Progress
+from flatout.utils.errors import InputError
 
 BASE = Recipe(model="fashion-cnn", image_size=28, epochs=2, batch_size=16)
 START = Checkpoint(state={}, best={}, progress=Progress(), recipe=BASE, data={})

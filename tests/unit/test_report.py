@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flatout.cli import main
-from flatout.errors import InputError
+from flatout.cli.main import main
 from flatout.report import pictures
 from flatout.report.page import TIME_PARTS, draw_all
 from flatout.tasks import single_label
+from flatout.utils.errors import InputError
 from tests.unit.runs import RECIPE, epoch_line, summary_of, write_run
 
 HOSTILE = [

@@ -14,7 +14,7 @@ from flatout.analysis.scale import (
     format_scale,
     split_specs,
 )
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 
 
 def run(devices: str, world_size: int, rate: float, *, threads: int | None = 1, **values: Any) -> dict[str, Any]:

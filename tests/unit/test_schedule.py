@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from flatout.numerics.schedule import describe_scaling, learning_rate, plateau_reductions
-from flatout.recipe import Recipe
+from flatout.config import Recipe
+from flatout.engine.schedule import describe_scaling, learning_rate, plateau_reductions
 
 BASE = Recipe(model="m", image_size=8, epochs=10, batch_size=4).override({"optimizer.lr": 0.5})
 STEPS = 7

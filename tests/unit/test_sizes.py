@@ -6,8 +6,8 @@ import pytest
 import timm
 import torch
 
+from flatout.config import Recipe
 from flatout.models.build import create_timm, usable_size
-from flatout.recipe import Recipe
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:timm")

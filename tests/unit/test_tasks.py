@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flatout.config import Recipe
 from flatout.data.splits import split_by_labels
-from flatout.errors import InputError
-from flatout.recipe import Recipe
 from flatout.report.verdict import verdict
 from flatout.tasks import TASKS, task_named, task_of, with_task
+from flatout.utils.errors import InputError
 
 RECIPE = Recipe(model="any", image_size=8, epochs=1, batch_size=8)
 SEVERAL, NUMBERS, ONE = (task_named(name) for name in ("multi-label", "regression", "single-label"))

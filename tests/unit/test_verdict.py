@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from flatout.recipe import Augment, Optimizer, Recipe, Schedule
+from flatout.config import Augment, Optimizer, Recipe, Schedule
 from flatout.report.verdict import verdict
 from tests.unit.runs import RECIPE, epoch_line, summary_of
 

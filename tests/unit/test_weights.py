@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from flatout.errors import DiskFull, InputError
+from flatout.config import Recipe
 from flatout.models.pretrained import load_pretrained
 from flatout.models.weights import read_weights, save_tensors
-from flatout.recipe import Recipe
+from flatout.utils.errors import DiskFull, InputError
 from tests.nets import build
 
 METADATA = {"model": "fashion-cnn", "classes": '["cat", "dog"]', "image_size": "28", "channels": "1"}

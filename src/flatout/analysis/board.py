@@ -36,9 +36,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flatout import report
 from flatout.analysis.board_runs import CHARTS, ORDERS, RunStore, Watch, compare_runs, read_stored, run_details
-from flatout.console import Console
-from flatout.errors import InputError
-from flatout.report import run_files
+from flatout.utils import run_files
+from flatout.utils.console import Console
+from flatout.utils.errors import InputError
 
 HOST, PORT, PORTS_TRIED = "127.0.0.1", 8420, 100
 # How long requests may take when the server ends.

@@ -25,15 +25,16 @@ from flatout.analysis.plan import PLAN_CHART, PLAN_RESULT
 from flatout.analysis.scale import SCALE_CHART, SCALE_RESULT
 from flatout.data.detect import DIGITS
 from flatout.data.pack import open_pack
-from flatout.errors import InputError
-from flatout.report import html, run_files
+from flatout.report import html
 from flatout.report.page import SPLIT_NAMES
-from flatout.report.run_files import METRICS, PREDICTIONS, RECIPE, SUMMARY, WEIGHTS, Predictions, RunFiles, visible
-from flatout.style import finite
 from flatout.tasks import task_named
 from flatout.tasks.base import Task
 from flatout.tasks.single_label import confusion
 from flatout.train.claim import Holder, holder
+from flatout.utils import run_files
+from flatout.utils.errors import InputError
+from flatout.utils.run_files import METRICS, PREDICTIONS, RECIPE, SUMMARY, WEIGHTS, Predictions, RunFiles, visible
+from flatout.utils.style import finite
 
 # Runs are found so many folders deep, among so many folders.
 MAX_DEPTH, MAX_FOLDERS = 5, 20_000

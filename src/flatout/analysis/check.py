@@ -28,12 +28,12 @@ from flatout.analysis.images import (
     reduce_file,
     scan,
 )
-from flatout.console import aligned
 from flatout.data.cache import Progress
 from flatout.data.decode import ImageHeader, read_file, read_header
 from flatout.data.image_bytes import ImageBytes
 from flatout.data.source import Source, describe
 from flatout.data.splits import SPLITS
+from flatout.utils.console import aligned
 
 # Classes with fewer training images are listed.
 FEW_IMAGES = 10

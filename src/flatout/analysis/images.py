@@ -15,19 +15,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from flatout.config import Recipe
+from flatout.config.settings import Size
 from flatout.data.build import bits_of
 from flatout.data.cache import Progress
 from flatout.data.decode import STRICT_PILLOW, ImageHeader, decode_image, read_file, read_header
 from flatout.data.image_bytes import ImageBytes
 from flatout.data.pixels import BadImage, resize_images
 from flatout.data.source import Source
-from flatout.files import printable
-from flatout.host import usable_cores
-from flatout.numerics import augment
-from flatout.recipe import Recipe
+from flatout.engine import augment
 from flatout.report.html import SMOOTH_FROM_PIXELS, THUMBNAIL_PIXELS, thumbnail
-from flatout.report.run_files import visible
-from flatout.settings import Size
+from flatout.utils.files import printable
+from flatout.utils.host import usable_cores
+from flatout.utils.run_files import visible
 
 T = TypeVar("T")
 

@@ -28,19 +28,19 @@ import numpy as np
 
 from flatout.analysis.images import label_of, name_of, thumbnails, tile
 from flatout.analysis.output import check_free, make_folder
-from flatout.console import Console, counted
+from flatout.config import Recipe
 from flatout.data.source import DataRef, Source
 from flatout.engine.devices import parse_devices
 from flatout.engine.factory import speeds_on
-from flatout.errors import InputError
-from flatout.files import printable, write_atomically
 from flatout.inference.calibration import bias_corrected
-from flatout.recipe import Recipe
-from flatout.report import run_files
 from flatout.report.html import write_page
 from flatout.train.recipes import resolve
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run import train
+from flatout.utils import run_files
+from flatout.utils.console import Console, counted
+from flatout.utils.errors import InputError
+from flatout.utils.files import printable, write_atomically
 
 PAGE, SUGGESTIONS = "label-errors.html", "label-errors.csv"
 COLUMNS = ("file", "split", "row", "given", "suggested", "confidence")

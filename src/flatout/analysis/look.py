@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from flatout import style
 from flatout.analysis import images as pictures
 from flatout.analysis.check import FEW_IMAGES
 from flatout.analysis.images import (
@@ -25,19 +24,20 @@ from flatout.analysis.images import (
     tile,
 )
 from flatout.analysis.output import check_free, make_folder
-from flatout.console import Console, in_notebook
+from flatout.config import Recipe
+from flatout.config.settings import in_python
 from flatout.data.batches import Samples, measure
 from flatout.data.source import DataRef, Source, describe
-from flatout.numerics import pixels
-from flatout.numerics.random import Stream, permutation
-from flatout.recipe import Recipe
+from flatout.engine import pixels
 from flatout.report.html import framed, page, write_page
-from flatout.report.run_files import visible, write_json
-from flatout.settings import in_python
-from flatout.style import shorten
 from flatout.tasks import with_task
 from flatout.train.fit_arguments import join_data, recipe_changes
 from flatout.train.recipes import resolve
+from flatout.utils import style
+from flatout.utils.console import Console, in_notebook
+from flatout.utils.random import Stream, permutation
+from flatout.utils.run_files import visible, write_json
+from flatout.utils.style import shorten
 
 PAGE, PICTURE, FIGURES = "look.html", "look.png", "look.json"
 # Classes with pictures, and images of each; classes in the table that is always open.

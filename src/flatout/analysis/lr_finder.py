@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout import __version__, style
+from flatout import __version__
 from flatout.analysis.output import check_free, default_folder
 from flatout.analysis.throughput import endless_epochs
-from flatout.console import Console, aligned
-from flatout.errors import TrainingFailed
-from flatout.numerics.schedule import scaled_rate
-from flatout.recipe import Recipe
-from flatout.report.run_files import write_json
-from flatout.style import shorten
+from flatout.config import Recipe
+from flatout.engine.schedule import scaled_rate
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run import place, run_on_all_ranks, set_up
+from flatout.utils import style
+from flatout.utils.console import Console, aligned
+from flatout.utils.errors import TrainingFailed
+from flatout.utils.run_files import write_json
+from flatout.utils.style import shorten
 
 if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 
 
 def check_free(out: Path | None) -> None:

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout import style
 from flatout.analysis.output import check_free, make_folder, spread
 from flatout.analysis.roofline import Work, estimate
 from flatout.analysis.tpu import compiler_versions, parse_topologies, tpu_compiler
-from flatout.console import Console, aligned, counted, duration
-from flatout.errors import InputError
-from flatout.jobs import PUBLISHED, builtin_jobs, load_job
-from flatout.recipe import Recipe, load_recipe
-from flatout.report.run_files import write_json
-from flatout.style import shorten
+from flatout.config import Recipe, load_recipe
+from flatout.config.jobs import PUBLISHED, builtin_jobs, load_job
+from flatout.utils import style
+from flatout.utils.console import Console, aligned, counted, duration
+from flatout.utils.errors import InputError
+from flatout.utils.run_files import write_json
+from flatout.utils.style import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -248,8 +248,8 @@ def _measure_on_rank(
     """Warm up and measure on one of the ranks; all take the same steps and return the same."""
     from flatout.engine.devices import spec_of
     from flatout.engine.factory import make_engine
-    from flatout.host import peak_rss_bytes
     from flatout.models.build import build_model
+    from flatout.utils.host import peak_rss_bytes
 
     began = time.perf_counter()
     model = build_model(work.recipe, work.classes, allow_code=allow_code)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.config import Recipe
 from flatout.data.batches import steps_per_epoch
-from flatout.recipe import Recipe
 
 # The share of a device's memory that a program can use at least; the compiler knows the exact limit.
 MEMORY_SHARE = 0.97

@@ -18,14 +18,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flatout import __version__, style
+from flatout import __version__
 from flatout.analysis.output import check_free, make_folder, spread
-from flatout.console import Console, aligned, counted, duration
-from flatout.errors import InputError, Stopped, TrainingFailed
-from flatout.files import write_atomically
 from flatout.inference.run import Run
-from flatout.report.run_files import RECIPE, write_json
-from flatout.style import shorten
+from flatout.utils import style
+from flatout.utils.console import Console, aligned, counted, duration
+from flatout.utils.errors import InputError, Stopped, TrainingFailed
+from flatout.utils.files import write_atomically
+from flatout.utils.run_files import RECIPE, write_json
+from flatout.utils.style import shorten
 
 SCALE_RESULT, SCALE_CHART = "scaling.json", "scaling.png"
 LAST_LINES = 10  # printed of a run that failed without a message

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from flatout import __version__
 from flatout.analysis.output import spread
-from flatout.console import Console, aligned
+from flatout.config import Recipe
 from flatout.data.batches import epoch_batches, steps_per_epoch
-from flatout.recipe import Recipe
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run import place, run_on_all_ranks, set_up
+from flatout.utils.console import Console, aligned
 
 if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source

@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.analysis.roofline import Accelerator, Compile, Work
-from flatout.console import Console
+from flatout.config import Recipe
 from flatout.data.cache import cache_folder
 from flatout.engine.xla.devices import require_compiler
-from flatout.errors import InputError, TrainingFailed
-from flatout.host import installed
-from flatout.recipe import Recipe
-from flatout.report.run_files import write_json
+from flatout.utils.console import Console
+from flatout.utils.errors import InputError, TrainingFailed
+from flatout.utils.host import installed
+from flatout.utils.run_files import write_json
 
 if TYPE_CHECKING:
     from torch import nn

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from flatout.numerics.random import Stream, block_permutation, permutation
-from flatout.recipe import Recipe
+from flatout.config import Recipe
+from flatout.utils.random import Stream, block_permutation, permutation
 
 Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from flatout import __version__
-from flatout.console import Console
+from flatout.config import Data, Recipe
+from flatout.config.settings import one_or_both, shown, sides
 from flatout.data.cache import (
     NotWritable,
     Progress,
@@ -44,10 +45,9 @@ from flatout.data.pack import (
 )
 from flatout.data.pixels import BadImage, resize_images, with_bits
 from flatout.data.source import DataRef, Source
-from flatout.errors import DiskFull, InputError
-from flatout.files import NO_SPACE, lock, printable
-from flatout.recipe import Data, Recipe
-from flatout.settings import one_or_both, shown, sides
+from flatout.utils.console import Console
+from flatout.utils.errors import DiskFull, InputError
+from flatout.utils.files import NO_SPACE, lock, printable
 
 _EXAMPLES = 20
 _MAKING = "making this pack"

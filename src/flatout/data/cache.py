@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from flatout.errors import DiskFull, InputError
-from flatout.files import lock, write_atomically
-from flatout.host import usable_cores
-from flatout.settings import Size, sides, typed
+from flatout.config.settings import Size, sides, typed
+from flatout.utils.errors import DiskFull, InputError
+from flatout.utils.files import lock, write_atomically
+from flatout.utils.host import usable_cores
 
 if TYPE_CHECKING:
     from flatout.data.image_bytes import ImageBytes

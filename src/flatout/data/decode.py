@@ -30,6 +30,7 @@ import simplejpeg
 from PIL import Image, ImageFile, UnidentifiedImageError
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
+from flatout.config.settings import Size, sides
 from flatout.data.pixels import (
     MIN_REDUCTION_LEFT,
     TURNED,
@@ -41,8 +42,7 @@ from flatout.data.pixels import (
     with_bits,
     with_channels,
 )
-from flatout.errors import InputError
-from flatout.settings import Size, sides
+from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
     from flatout.data.image_bytes import ImageBytes

@@ -5,16 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout.config import Data
+from flatout.config.settings import nearest_path
 from flatout.data.formats import arrays, datasets, folders, shards, tables
 from flatout.data.formats.shards import expand_braces
 from flatout.data.labels import find_class_list
 from flatout.data.source import DataRef, ReadOptions, Source
 from flatout.data.splits import split_of
 from flatout.data.unpack import SUFFIXES, is_archive, unpack
-from flatout.errors import InputError
-from flatout.files import printable
-from flatout.recipe import Data
-from flatout.settings import nearest_path
+from flatout.utils.errors import InputError
+from flatout.utils.files import printable
 
 if TYPE_CHECKING:
     from flatout.data.cache import Progress

@@ -21,8 +21,8 @@ from fsspec.callbacks import Callback
 
 from flatout.data.cache import DOWNLOAD, cache_folder, combined_digest, make_room, making
 from flatout.data.formats.shards import expand_braces
-from flatout.errors import DiskFull, InputError, Stopped, causes, first_line
-from flatout.files import NO_SPACE, lock, printable, write_atomically
+from flatout.utils.errors import DiskFull, InputError, Stopped, causes, first_line
+from flatout.utils.files import NO_SPACE, lock, printable, write_atomically
 
 if TYPE_CHECKING:
     from flatout.data.cache import Progress

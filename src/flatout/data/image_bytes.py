@@ -16,8 +16,8 @@ import numpy as np
 
 from flatout.data.decode import MAX_FILE_BYTES
 from flatout.data.unpack import LimitedStream, is_compressed, open_decompressed, reading
-from flatout.errors import DiskFull
-from flatout.files import NO_SPACE
+from flatout.utils.errors import DiskFull
+from flatout.utils.files import NO_SPACE
 
 _COPIED_BYTES = 1 << 20
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 
 MAX_LISTED = 10
 CLASS_LIST_NAME = "classes.txt"

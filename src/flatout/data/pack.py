@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flatout.config.settings import Size, sides, typed
 from flatout.data.batches import prefetch
 from flatout.data.cache import Progress
 from flatout.data.source import describe
 from flatout.data.splits import SPLITS
-from flatout.errors import InputError, first_line
-from flatout.host import usable_cores
-from flatout.settings import Size, sides, typed
+from flatout.utils.errors import InputError, first_line
+from flatout.utils.host import usable_cores
 
 if TYPE_CHECKING:
     from flatout.distributed.world import World

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flatout.errors import InputError
-from flatout.settings import Size, sides
+from flatout.config.settings import Size, sides
+from flatout.utils.errors import InputError
 
 BYTES = (0.0, 255.0)
 WORDS = (0.0, 65535.0)

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from flatout.config import Data
 from flatout.data.image_bytes import ImageBytes, ImageBytesList
 from flatout.data.labels import count_classes, read_labels
 from flatout.data.splits import SPLITS, in_order
 from flatout.data.unpack import UnpackedArchive
-from flatout.errors import InputError
-from flatout.recipe import Data
+from flatout.utils.errors import InputError
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 

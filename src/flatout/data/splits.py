@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from flatout.config import Data
 from flatout.data.batches import CHUNK_BYTES, Samples
-from flatout.errors import InputError
-from flatout.host import usable_cores
-from flatout.numerics.random import Stream, raw
-from flatout.recipe import Data
+from flatout.utils.errors import InputError
+from flatout.utils.host import usable_cores
+from flatout.utils.random import Stream, raw
 
 if TYPE_CHECKING:
     from flatout.data.pack import Pack

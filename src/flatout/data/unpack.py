@@ -24,10 +24,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from flatout.console import Console
 from flatout.data.cache import UNPACKED, NotWritable, cache_folder, combined_digest, make_room, making
-from flatout.errors import DiskFull, InputError, first_line
-from flatout.files import NO_SPACE, lock, printable, write_atomically
+from flatout.utils.console import Console
+from flatout.utils.errors import DiskFull, InputError, first_line
+from flatout.utils.files import NO_SPACE, lock, printable, write_atomically
 
 if TYPE_CHECKING:
     from flatout.data.cache import Progress

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout import __version__
+from flatout.config import FREE_KEYS, Recipe
 from flatout.data.batches import Samples
-from flatout.errors import InputError
-from flatout.recipe import FREE_KEYS, Recipe
+from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
     from flatout.data.pack import Pack

@@ -4,7 +4,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 
 # Set by flatout's launcher: the device of a rank, and the file in which the ranks of one host meet.
 DEVICE, STORE = "FLATOUT_DEVICE", "FLATOUT_STORE"

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.console import Console
 from flatout.data.cache import temporary_folder
 from flatout.distributed.environment import Hosts
 from flatout.distributed.rank import end_group, read_position, ready_ranks
-from flatout.errors import InputError, RankLost, Stopped, TrainingFailed, signals_handled
+from flatout.utils.console import Console
+from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed, signals_handled
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult

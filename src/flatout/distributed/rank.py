@@ -24,11 +24,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flatout.console import Console, Relay
 from flatout.distributed.environment import DEVICE, restart_count
-from flatout.errors import FAILED, InputError, RankLost, Stopped, TrainingFailed, exit_code, is_out_of_memory
-from flatout.files import write_atomically
-from flatout.host import start_quickly
+from flatout.utils.console import Console, Relay
+from flatout.utils.errors import FAILED, InputError, RankLost, Stopped, TrainingFailed, exit_code, is_out_of_memory
+from flatout.utils.files import write_atomically
+from flatout.utils.host import start_quickly
 
 _LOOK_SECONDS = 0.5
 # An interpreter may take this long to end; a library's threads may hang then.

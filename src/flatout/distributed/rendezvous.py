@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from flatout.distributed.environment import DEVICE, STORE, Hosts
 from flatout.distributed.world import serve_store
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 
 # Elastic hosts wait this long for one more host; a host without a heartbeat for LOST_SECONDS is left out.
 _LAST_CALL_SECONDS, _LOST_SECONDS = 2, 5

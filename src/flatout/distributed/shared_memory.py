@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from flatout.distributed.rank import PeerSilent
-from flatout.errors import RankLost
-from flatout.host import usable_cores
+from flatout.utils.errors import RankLost
+from flatout.utils.host import usable_cores
 
 if TYPE_CHECKING:
     from flatout.distributed.world import World

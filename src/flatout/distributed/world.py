@@ -23,7 +23,7 @@ from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignor
 from flatout.distributed.environment import HANG_TIMEOUT, STORE, Launched, restart_count
 from flatout.distributed.rank import PeerSilent, current_watch
 from flatout.distributed.shared_memory import Bucket, SharedMemory
-from flatout.errors import InputError, RankLost, Stopped, TrainingFailed
+from flatout.utils.errors import InputError, RankLost, Stopped, TrainingFailed
 
 Value = TypeVar("Value")
 

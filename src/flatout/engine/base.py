@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from flatout.data.batches import Batch, Samples
+from flatout.engine.metrics import Counts
 from flatout.engine.recorder import Recorder
-from flatout.numerics.metrics import Counts
 from flatout.tasks.base import Task
 
 Keep = Callable[[np.ndarray], np.ndarray]

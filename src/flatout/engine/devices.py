@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.config.settings import nearest
 from flatout.engine.xla.devices import tpu_count
-from flatout.errors import InputError
-from flatout.host import processor_name, usable_cores
-from flatout.settings import nearest
+from flatout.utils.errors import InputError
+from flatout.utils.host import processor_name, usable_cores
 
 KINDS = ("cpu", "cuda", "mps", "tpu")
 ENGINES = ("torch", "xla")

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flatout.config import Recipe
 from flatout.distributed.environment import HANG_TIMEOUT, launched
 from flatout.engine.base import Engine
 from flatout.engine.devices import Devices, parse_devices
-from flatout.errors import InputError
-from flatout.host import collect_garbage_as_usual, physical_cores, usable_cores
-from flatout.recipe import Recipe
+from flatout.utils.errors import InputError
+from flatout.utils.host import collect_garbage_as_usual, physical_cores, usable_cores
 
 if TYPE_CHECKING:
     import numpy as np

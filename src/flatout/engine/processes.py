@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flatout.console import Console
 from flatout.distributed.environment import HANG_TIMEOUT, Hosts, launched
 from flatout.distributed.launch import launch
 from flatout.engine.devices import parse_devices
-from flatout.errors import InputError
+from flatout.utils.console import Console
+from flatout.utils.errors import InputError
 
 
 def run_on_devices(

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from flatout.config import Recipe
     from flatout.data.batches import Samples
     from flatout.engine.base import Evaluation
-    from flatout.recipe import Recipe
 
 # Fewer validation images than this say little about a probability.
 MIN_IMAGES = 20

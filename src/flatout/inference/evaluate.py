@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.console import Console
 from flatout.data.batches import Samples
-from flatout.errors import InputError
-from flatout.report.run_files import PREDICTIONS, Predictions, RunFiles, read_run
-from flatout.style import plain
 from flatout.tasks import task_named
 from flatout.tasks.single_label import wilson
+from flatout.utils.console import Console
+from flatout.utils.errors import InputError
+from flatout.utils.run_files import PREDICTIONS, Predictions, RunFiles, read_run
+from flatout.utils.style import plain
 
 if TYPE_CHECKING:
     from flatout.data.pack import Pack

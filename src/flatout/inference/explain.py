@@ -22,17 +22,17 @@ from PIL import Image, ImageDraw
 from torch import nn
 from torch.nn import functional
 
-from flatout import style
-from flatout.errors import InputError
-from flatout.files import write_atomically
+from flatout.engine import augment, pixels
 from flatout.models.keras import KerasModule
-from flatout.numerics import augment, pixels
 from flatout.report.pictures import heat_scale, overlaid
-from flatout.report.run_files import visible
+from flatout.utils import style
+from flatout.utils.errors import InputError
+from flatout.utils.files import write_atomically
+from flatout.utils.run_files import visible
 
 if TYPE_CHECKING:
+    from flatout.config import Recipe
     from flatout.inference.run import Run
-    from flatout.recipe import Recipe
 
 # A grid has at least so many cells on its shorter side, if any layer has; coarser ones show little.
 MIN_CELLS = 4

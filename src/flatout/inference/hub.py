@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.console import Console, duration
-from flatout.errors import InputError, causes, first_line
-from flatout.files import write_atomically
-from flatout.report.run_files import (
+from flatout.utils.console import Console, duration
+from flatout.utils.errors import InputError, causes, first_line
+from flatout.utils.files import write_atomically
+from flatout.utils.run_files import (
     FOLD,
     KNOWN,
     METRICS,
@@ -32,8 +32,8 @@ from flatout.report.run_files import (
 )
 
 if TYPE_CHECKING:
+    from flatout.config import Recipe
     from flatout.inference.run import Run
-    from flatout.recipe import Recipe
 
 SCHEME = "hf://"
 CARD, MODEL = "README.md", "model.onnx"
@@ -369,7 +369,7 @@ def _card(run: "Run", folder: Path, repository: str) -> str:
     from huggingface_hub import ModelCard
 
     from flatout import __version__
-    from flatout.recipe import load_recipe
+    from flatout.config import load_recipe
     from flatout.tasks import describe_metrics
 
     recipe, summary = load_recipe(folder / RECIPE), read_summary(folder, {})
@@ -421,7 +421,7 @@ def _card_data(run: "Run", recipe: "Recipe", summary: dict[str, Any], repository
     """Return the front matter."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    from flatout.style import finite
+    from flatout.utils.style import finite
 
     results = [
         EvalResult(

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.errors import DiskFull, InputError
-from flatout.files import NO_SPACE
+from flatout.config.settings import nearest
 from flatout.inference.calibration import MAX_COVERAGE, MIN_COVERAGE, highest_coverage, set_threshold
-from flatout.settings import nearest
+from flatout.utils.errors import DiskFull, InputError
+from flatout.utils.files import NO_SPACE
 
 if TYPE_CHECKING:
+    from flatout.config import Recipe
     from flatout.inference.explain import HeatmapWriter
     from flatout.inference.run import Run
-    from flatout.recipe import Recipe
 
 ON_BAD_IMAGE = ("stop", "skip")
 _MAX_AT_ONCE = 256  # decoded images in memory

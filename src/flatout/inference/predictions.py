@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.data.batches import Samples
-from flatout.errors import InputError, first_line
-from flatout.files import printable, write_atomically
-from flatout.numerics.random import Stream, permutation
-from flatout.report import run_files
 from flatout.report.html import data_uri, thumbnail
+from flatout.utils import run_files
+from flatout.utils.errors import InputError, first_line
+from flatout.utils.files import printable, write_atomically
+from flatout.utils.random import Stream, permutation
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from flatout.config import Recipe
     from flatout.data.pack import Pack
     from flatout.engine.base import Evaluation
     from flatout.inference.run import Run
-    from flatout.recipe import Recipe
     from flatout.tasks.base import Task
 
 # The pictures of a report: a grid of 5x5 chosen at random, and as many of the most confident mistakes.

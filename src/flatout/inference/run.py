@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.errors import InputError, first_line, one_line
+from flatout.config import Data, Recipe, load_recipe, of_run
+from flatout.config.settings import in_python, one_or_both
 from flatout.inference import predictions
 from flatout.inference.calibration import Calibration
 from flatout.inference.hub import download_run, is_published
 from flatout.inference.predict import Outputs, Prediction, predict
-from flatout.recipe import Data, Recipe, load_recipe, of_run
 from flatout.report.html import data_uri, framed
-from flatout.report.run_files import FOLD, KNOWN, LOGS, RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
-from flatout.settings import in_python, one_or_both
+from flatout.utils.errors import InputError, first_line, one_line
+from flatout.utils.run_files import FOLD, KNOWN, LOGS, RECIPE, REPORT, SUMMARY, WEIGHTS, read_metrics, read_summary
 
 if TYPE_CHECKING:
     from torch import nn
@@ -171,8 +171,8 @@ class Run:
             engine: `torch`, `xla` or `auto`.
             tta: average over views of each image (test-time augmentation), as the recipe's `tta` does.
         """
-        from flatout.console import Console
         from flatout.inference.evaluate import evaluate
+        from flatout.utils.console import Console
 
         return evaluate(self, data, devices=devices, engine=engine, console=Console(), tta=tta)
 
@@ -223,8 +223,8 @@ class Run:
             InputError: the file exists, the run cannot be written in this format, its data is missing, or fewer than
                 99.99 % of the labels are equal (fp32).
         """
-        from flatout.console import Console
         from flatout.inference.export.verify import export
+        from flatout.utils.console import Console
 
         return export(self, out, format=format, precision=precision, data=data, console=Console())
 
@@ -256,7 +256,7 @@ class Run:
         """Return all outputs for images; arguments as for `probabilities`."""
         import torch
 
-        from flatout.numerics import augment, pixels
+        from flatout.engine import augment, pixels
 
         views = augment.tta_views(self.recipe) if tta or self.recipe.tta else []
         mean, std = (torch.tensor(values) for values in (self.recipe.data.mean, self.recipe.data.std))
@@ -321,7 +321,7 @@ class Run:
 
     def show(self) -> Any:
         """Show the report: in a notebook in the cell, else its path is printed."""
-        from flatout.console import in_notebook
+        from flatout.utils.console import in_notebook
 
         report = self.path / REPORT
         if not in_notebook():

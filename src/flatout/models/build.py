@@ -15,10 +15,10 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.errors import InputError, first_line
-from flatout.recipe import Recipe
-from flatout.settings import Size, nearest, one_or_both, shown, sides
+from flatout.config import Recipe
+from flatout.config.settings import Size, nearest, one_or_both, shown, sides
 from flatout.tasks import task_of
+from flatout.utils.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flatout.errors import InputError, first_line
 from flatout.models.build import quiet
 from flatout.models.layers import head_modules
+from flatout.utils.errors import InputError, first_line
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

@@ -17,11 +17,11 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from flatout.errors import InputError, first_line
+from flatout.config import Recipe
+from flatout.config.settings import Size, shown, sides
 from flatout.models.keras import KerasModule
 from flatout.models.layers import Cut, head_modules, keep_modes, submodule
-from flatout.recipe import Recipe
-from flatout.settings import Size, shown, sides
+from flatout.utils.errors import InputError, first_line
 
 Linear: TypeAlias = nn.Linear | nn.Conv2d
 

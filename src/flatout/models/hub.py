@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flatout.data.cache import cache_folder
-from flatout.errors import InputError, WeightsUnavailable, first_line
+from flatout.utils.errors import InputError, WeightsUnavailable, first_line
 
 FIX = "give --weights FILE, or --no-pretrained to start from random weights"
 # torchvision's ImageNet weights; the eight hexadecimal digits are the start of the file's SHA-256.

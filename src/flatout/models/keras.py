@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.errors import InputError
 from flatout.models.layers import submodule
+from flatout.utils.errors import InputError
 
 # The real samples of the current batch, bool [B]; None where all are.
 _counted: ContextVar[Any] = ContextVar("counted", default=None)

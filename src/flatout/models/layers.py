@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _CONTAINERS = (nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict)

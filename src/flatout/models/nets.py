@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flatout.errors import InputError
-from flatout.settings import Size, shown, sides
+from flatout.config.settings import Size, shown, sides
+from flatout.utils.errors import InputError
 
 
 def feature_side(features: nn.Sequential, side: int) -> int:

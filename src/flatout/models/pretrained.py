@@ -5,15 +5,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flatout.errors import InputError, first_line
+from flatout.config import Recipe
+from flatout.config.settings import shown
 from flatout.models.build import create_timm, quiet, seeded
 from flatout.models.convert.match import candidates, has_other_strides, layers_of, to_timm_names, trace
 from flatout.models.convert.readers import SourceCheckpoint, find_file, read_file
 from flatout.models.hub import FIX, find_installed, find_weights
 from flatout.models.layers import head_modules
 from flatout.models.weights import Differences, Tensors, described, differences
-from flatout.recipe import Recipe
-from flatout.settings import shown
+from flatout.utils.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.errors import InputError, one_line
-from flatout.files import write_atomically
+from flatout.utils.errors import InputError, one_line
+from flatout.utils.files import write_atomically
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from flatout.console import duration
-from flatout.files import write_atomically
-from flatout.style import shorten
+from flatout.utils.console import duration
+from flatout.utils.files import write_atomically
+from flatout.utils.style import shorten
 
 THUMBNAIL_PIXELS = 192  # twice the width of an image on the page, for dense screens
 SMOOTH_FROM_PIXELS = 96  # smaller images are enlarged by whole pixels, so that the reader sees what the model saw

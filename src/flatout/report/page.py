@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from flatout.console import duration
-from flatout.numerics.pixels import centre
+from flatout.engine.pixels import centre
 from flatout.report import pictures, trust
 from flatout.report.html import SMOOTH_FROM_PIXELS, data_uri, thumbnail, write_page
-from flatout.report.run_files import METRICS, REPORT, SUMMARY, Predictions, RunFiles, read_run
 from flatout.report.stages import stages
 from flatout.report.verdict import CHECKED
-from flatout.style import finite, number, plain
 from flatout.tasks import task_named
 from flatout.tasks.base import Task
 from flatout.tasks.single_label import NUMBERS_UP_TO_CLASSES
+from flatout.utils.console import duration
+from flatout.utils.run_files import METRICS, REPORT, SUMMARY, Predictions, RunFiles, read_run
+from flatout.utils.style import finite, number, plain
 
 CLASSES_SHOWN, PAIRS_SHOWN, SKIPPED_SHOWN = 20, 10, 100
 SPLIT_NAMES = {"test": "test", "valid": "validation"}

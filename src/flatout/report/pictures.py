@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout import style
 from flatout.report.html import SMOOTH_FROM_PIXELS
-from flatout.style import finite, shorten
 from flatout.tasks import task_named
 from flatout.tasks.base import Task
+from flatout.utils import style
+from flatout.utils.style import finite, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from flatout.console import counted, duration
-from flatout.style import finite
+from flatout.utils.console import counted, duration
+from flatout.utils.style import finite
 
 
 def stages(summary: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout import style
 from flatout.report.pictures import as_svg
-from flatout.report.run_files import Predictions
-from flatout.style import finite, shorten
 from flatout.tasks.base import Curve, Task
+from flatout.utils import style
+from flatout.utils.run_files import Predictions
+from flatout.utils.style import finite, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flatout.numerics.schedule import scaled_rate
-from flatout.recipe import Recipe
-from flatout.style import finite, shorten
+from flatout.config import Recipe
+from flatout.engine.schedule import scaled_rate
 from flatout.tasks import task_of
+from flatout.utils.style import finite, shorten
 
 # The accuracy of guessing scatters around its expectation; two standard errors include 19 of 20 guessing runs.
 STANDARD_ERRORS = 2.0

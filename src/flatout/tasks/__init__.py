@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from flatout.errors import InputError
-from flatout.recipe import Recipe
-from flatout.settings import nearest
+from flatout.config import Recipe
+from flatout.config.settings import nearest
 from flatout.tasks.base import Task
 from flatout.tasks.multi_label import MultiLabel
 from flatout.tasks.regression import Regression
 from flatout.tasks.single_label import SingleLabel
+from flatout.utils.errors import InputError
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (SingleLabel, MultiLabel, Regression)}
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from flatout.errors import InputError
-from flatout.recipe import Recipe
+from flatout.config import Recipe
+from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout import style
-from flatout.recipe import Recipe
-from flatout.style import finite, shorten
+from flatout.config import Recipe
 from flatout.tasks.base import LEAST_PROBABILITY, Curve, Task, class_rows, curve
 from flatout.tasks.single_label import LABEL_WIDTH, averaged_sigmoid
+from flatout.utils import style
+from flatout.utils.style import finite, shorten
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout import style
-from flatout.errors import InputError
-from flatout.recipe import Recipe
-from flatout.style import finite
+from flatout.config import Recipe
 from flatout.tasks.base import Task, refuse
+from flatout.utils import style
+from flatout.utils.errors import InputError
+from flatout.utils.style import finite
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout import style
-from flatout.errors import InputError
-from flatout.recipe import Recipe
-from flatout.style import shorten
+from flatout.config import Recipe
 from flatout.tasks.base import LEAST_PROBABILITY, Curve, Task, class_rows, curve
+from flatout.utils import style
+from flatout.utils.errors import InputError
+from flatout.utils.style import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.console import duration
+from flatout.config import Recipe, from_dict, with_settings
+from flatout.config.settings import Size, one_or_both, sides
 from flatout.data.source import DataRef, Source
 from flatout.engine.factory import Rate, Speeds
-from flatout.errors import InputError, WeightsUnavailable
 from flatout.models.build import default_shape, usable_size
-from flatout.recipe import Recipe, from_dict, with_settings
-from flatout.settings import Size, one_or_both, sides
 from flatout.train.dataset_stats import PHOTO, Facts, look, of_shape, side_of
+from flatout.utils.console import duration
+from flatout.utils.errors import InputError, WeightsUnavailable
 
 if TYPE_CHECKING:
     from flatout.models.hub import Backbone

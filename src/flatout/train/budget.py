@@ -4,13 +4,13 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from flatout.console import duration
+from flatout.config import Recipe
 from flatout.data.batches import epoch_batches, steps_per_epoch
-from flatout.errors import InputError
+from flatout.engine.augment import tta_views
 from flatout.inference.calibration import TRAINING_IMAGES
-from flatout.numerics.augment import tta_views
-from flatout.recipe import Recipe
 from flatout.train import claim
+from flatout.utils.console import duration
+from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

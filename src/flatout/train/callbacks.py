@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout.config import Recipe
+from flatout.config.settings import nearest
 from flatout.distributed.environment import launched
-from flatout.errors import CallbackFailed, InputError
-from flatout.recipe import Recipe
-from flatout.report.run_files import read_summary
-from flatout.settings import nearest
 from flatout.train.progress import Progress
+from flatout.utils.errors import CallbackFailed, InputError
+from flatout.utils.run_files import read_summary
 
 if TYPE_CHECKING:
     from flatout.train.context import TrainContext

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout.config import FREE_KEYS, Recipe, from_dict, load_recipe, of_run
 from flatout.distributed.environment import restart_count
-from flatout.errors import InputError
+from flatout.engine.schedule import describe_jump
 from flatout.models.weights import read_weights, save_tensors
-from flatout.numerics.schedule import describe_jump
-from flatout.recipe import FREE_KEYS, Recipe, from_dict, load_recipe, of_run
-from flatout.report import run_files
 from flatout.train.progress import Progress, from_plain, to_plain
 from flatout.train.request import TrainRequest
+from flatout.utils import run_files
+from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
     from flatout.distributed.world import World

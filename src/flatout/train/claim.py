@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from flatout.config import Recipe
 from flatout.distributed.environment import launched
-from flatout.errors import InputError, Stopped
-from flatout.files import sweep_temporary_files, write_atomically
-from flatout.host import process_place
-from flatout.recipe import Recipe
-from flatout.report import run_files
 from flatout.train.request import Options
+from flatout.utils import run_files
+from flatout.utils.errors import InputError, Stopped
+from flatout.utils.files import sweep_temporary_files, write_atomically
+from flatout.utils.host import process_place
 
 # What --overwrite removes: the files that a run writes, before the folders that hold them.
 _FILES_OF_A_RUN = (

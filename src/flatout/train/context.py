@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout.config import Recipe
 from flatout.data.batches import steps_per_epoch
-from flatout.recipe import Recipe
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run_log import RunLog
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from flatout.config import Recipe, from_dict
+from flatout.config.settings import Size, one_or_both, shown, sides
 from flatout.data.image_bytes import ImageBytes
 from flatout.data.source import DataRef, Source
-from flatout.errors import InputError
-from flatout.recipe import Recipe, from_dict
-from flatout.settings import Size, one_or_both, shown, sides
+from flatout.utils.errors import InputError
 
 # Image sizes to choose from; on a CPU, 128 pixels keep an epoch of a few thousand images within a minute.
 SIZES = (32, 64, 96, 128, 160, 224)

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout import __version__
+from flatout.config.settings import one_or_both
 from flatout.data.labels import count_classes
 from flatout.distributed.world import Flag
-from flatout.errors import Stopped
-from flatout.host import installed, peak_rss_bytes
+from flatout.engine.augment import tta_views
 from flatout.inference.calibration import Calibration, FeatureStats, feature_samples, why_uncalibrated
 from flatout.inference.evaluate import scores_of
 from flatout.inference.predictions import file_names, write_predictions, write_splits
-from flatout.numerics.augment import tta_views
-from flatout.report import run_files
 from flatout.report.stages import stages
-from flatout.settings import one_or_both
 from flatout.tasks import describe_metrics
 from flatout.train.context import Ended, TrainContext
 from flatout.train.progress import Progress
+from flatout.utils import run_files
+from flatout.utils.errors import Stopped
+from flatout.utils.host import installed, peak_rss_bytes
 
 if TYPE_CHECKING:
     from flatout.engine.base import Evaluation

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.console import Console
-from flatout.errors import Stopped
+from flatout.config import Recipe
 from flatout.inference.run import Ensemble, Run, load
-from flatout.recipe import Recipe
 from flatout.train.request import Options, TrainRequest
+from flatout.utils.console import Console
+from flatout.utils.errors import Stopped
 
 if TYPE_CHECKING:
     from torch import nn

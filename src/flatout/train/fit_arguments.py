@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import InputError
-from flatout.recipe import OPTIMIZERS, Augment, Optimizer, known_keys
-from flatout.settings import nearest
+from flatout.config import OPTIMIZERS, Augment, Optimizer, known_keys
+from flatout.config.settings import nearest
+from flatout.utils.errors import InputError
 
 _OBJECTS = {
     "optimizer": 'flatout makes it on every device: optimizer="adam", or flatout.Adam(lr=0.001), or torch.optim.RAdam',

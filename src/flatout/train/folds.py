@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.console import Console
+from flatout.config import Recipe, load_recipe
 from flatout.data.batches import Samples
 from flatout.data.labels import count_classes
-from flatout.errors import InputError, TrainingFailed
 from flatout.inference.evaluate import scores_of
 from flatout.inference.predictions import file_names, write_predictions
-from flatout.recipe import Recipe, load_recipe
-from flatout.report import run_files
 from flatout.tasks import describe_metrics, task_of
 from flatout.train import claim
 from flatout.train.checkpoint import check_same
@@ -25,6 +22,9 @@ from flatout.train.finish import versions
 from flatout.train.prepare import build_model, prepare_host
 from flatout.train.request import Options, TrainRequest
 from flatout.train.run_log import RunLog
+from flatout.utils import run_files
+from flatout.utils.console import Console
+from flatout.utils.errors import InputError, TrainingFailed
 
 if TYPE_CHECKING:
     from flatout.data.pack import Pack

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from flatout.data.splits import divide
-from flatout.host import physical_cores
+from flatout.engine import optim
 from flatout.inference.calibration import fit_temperature
-from flatout.numerics import optim
 from flatout.tasks.base import Task
+from flatout.utils.host import physical_cores
 
 # Of the penalty on the weights of standardised features, from strong to weak; the search ends where one is worse than
 # the one before.

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from flatout.config import Augment, Recipe
 from flatout.engine.base import Evaluation
 from flatout.engine.torch.batches import TorchSplit
 from flatout.engine.torch.engine import TorchEngine
-from flatout.errors import InputError
 from flatout.inference.calibration import FeatureStats, both_logits
 from flatout.models.features import compact
 from flatout.models.heads import Head, HeadNetwork, find_head, set_head
-from flatout.recipe import Augment, Recipe
 from flatout.tasks import task_of
 from flatout.tasks.base import Task
 from flatout.train.head import FittedHead, fit_head
 from flatout.train.progress import EpochRecord
+from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
     from torch import nn

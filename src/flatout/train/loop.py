@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flatout.config import Recipe
 from flatout.data.batches import epoch_batches, steps_per_epoch
 from flatout.distributed.world import Flag
 from flatout.engine.base import DeviceSplit, Engine
-from flatout.errors import Stopped, TrainingFailed
-from flatout.numerics.metrics import NO_COUNTS
-from flatout.numerics.random import Stream, raw
-from flatout.numerics.schedule import learning_rate
-from flatout.recipe import Recipe
+from flatout.engine.metrics import NO_COUNTS
+from flatout.engine.schedule import learning_rate
 from flatout.train.progress import Clock, EpochRecord, Progress
+from flatout.utils.errors import Stopped, TrainingFailed
+from flatout.utils.random import Stream, raw
 
 if TYPE_CHECKING:
     from flatout.distributed.world import World

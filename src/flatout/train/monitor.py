@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from flatout.config import Recipe
 from flatout.distributed.world import Flag
 from flatout.engine.recorder import requested_recorder
-from flatout.errors import signals_handled
-from flatout.recipe import Recipe
-from flatout.report import run_files
 from flatout.train import claim
 from flatout.train.budget import Budget
 from flatout.train.callbacks import CallbackRunner
 from flatout.train.checkpoint import Checkpoint
 from flatout.train.loop import LoopHooks
 from flatout.train.progress import Progress
+from flatout.utils import run_files
+from flatout.utils.errors import signals_handled
 
 if TYPE_CHECKING:
     from flatout.distributed.world import Control

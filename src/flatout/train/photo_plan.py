@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flatout.console import duration
-from flatout.host import physical_cores
+from flatout.config.settings import Size, sides
 from flatout.models.build import usable_size
 from flatout.models.hub import Backbone
-from flatout.settings import Size, sides
 from flatout.train.dataset_stats import STRIDE, of_shape
+from flatout.utils.console import duration
+from flatout.utils.host import physical_cores
 
 # The error grows with the power of the published size over the size: 1.5, 2.75 and 4.5 % at 224, 160 and 128 pixels.
 SIZE_EXPONENT = 1.8

@@ -9,26 +9,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flatout.config import Recipe
 from flatout.distributed.environment import restart_count
-from flatout.host import available_memory
-from flatout.numerics.schedule import describe_scaling
-from flatout.recipe import Recipe
-from flatout.report import run_files
+from flatout.engine.schedule import describe_scaling
 from flatout.tasks import task_of, weights_of, with_task
 from flatout.train import claim
 from flatout.train.probes import fastest_precision
 from flatout.train.run_log import RunLog
+from flatout.utils import run_files
+from flatout.utils.host import available_memory
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from flatout.console import Console
     from flatout.data.batches import Samples
     from flatout.data.pack import Pack
     from flatout.distributed.world import World
     from flatout.engine.base import Engine
     from flatout.train.head_stage import HeadStage
     from flatout.train.request import Options, TrainRequest
+    from flatout.utils.console import Console
 
 # --- Run folder and pack --------------------------------------------------------------------------------------------
 

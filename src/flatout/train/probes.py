@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flatout.config import Recipe
 from flatout.data.batches import epoch_batches, steps_per_epoch
-from flatout.numerics.schedule import scaled_rate
-from flatout.recipe import Recipe
+from flatout.engine.schedule import scaled_rate
 from flatout.train.budget import seconds_per_step
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.numerics.metrics import NO_COUNTS, Counts
-from flatout.style import number
+from flatout.engine.metrics import NO_COUNTS, Counts
+from flatout.utils.style import number
 
 # Steps in which memory is claimed, algorithms are chosen and a GPU's step is recorded.
 FIRST_STEPS = 10

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.console import Console
-from flatout.errors import InputError
-from flatout.jobs import builtin_jobs, load_job
-from flatout.recipe import Recipe, load_recipe, with_settings
-from flatout.settings import nearest, nearest_path
+from flatout.config import Recipe, load_recipe, with_settings
+from flatout.config.jobs import builtin_jobs, load_job
+from flatout.config.settings import nearest, nearest_path
+from flatout.utils.console import Console
+from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
     from flatout.data.source import DataRef, Source

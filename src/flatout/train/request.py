@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flatout.config import Recipe
 from flatout.distributed.environment import HANG_TIMEOUT, Hosts, launched
-from flatout.errors import InputError
-from flatout.recipe import Recipe
 from flatout.train.callbacks import Callback
 from flatout.train.user_functions import UserFunctions
+from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
     from torch import nn

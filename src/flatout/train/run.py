@@ -13,14 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flatout.console import Console, counted
 from flatout.distributed.consistency import agree, data_facts
 from flatout.distributed.environment import launched
+from flatout.engine import optim
 from flatout.engine.processes import check_batch, run_on_devices
-from flatout.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
-from flatout.files import write_atomically
-from flatout.numerics import optim
-from flatout.report import run_files
 from flatout.train import claim
 from flatout.train.budget import Budget, plan_minutes
 from flatout.train.callbacks import CallbackRunner
@@ -42,6 +38,10 @@ from flatout.train.probes import check_sanity
 from flatout.train.progress import Progress
 from flatout.train.request import Options, TrainRequest, check
 from flatout.train.run_log import RunLog
+from flatout.utils import run_files
+from flatout.utils.console import Console, counted
+from flatout.utils.errors import CallbackFailed, DiskFull, InputError, RankLost, Stopped, TrainingFailed
+from flatout.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from flatout.distributed.world import World

@@ -6,9 +6,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flatout.console import Console
     from flatout.train.progress import Progress
     from flatout.train.request import TrainRequest
+    from flatout.utils.console import Console
 
 
 class RunLog:

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import InputError
-from flatout.files import write_atomically
-from flatout.report.run_files import LOGS, PICTURES, TENSORBOARD, TRACKER_IDS
-from flatout.settings import nearest
+from flatout.config.settings import nearest
 from flatout.train.callbacks import Callback, RunInfo, check_callback
+from flatout.utils.errors import InputError
+from flatout.utils.files import write_atomically
+from flatout.utils.run_files import LOGS, PICTURES, TENSORBOARD, TRACKER_IDS
 
 # Names of trackers: the package, the extra that installs it, and the choices of `--track`.
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flatout.errors import InputError
-from flatout.recipe import Recipe
+from flatout.config import Recipe
 from flatout.tasks import TASKS
+from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor

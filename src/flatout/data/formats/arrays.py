@@ -22,7 +22,7 @@ from flatout.data.pixels import channels_last, range_of, to_pixels, to_uint8, va
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import SPLITS, in_order, split_within, words_of
 from flatout.data.unpack import refuse_bomb
-from flatout.errors import InputError, first_line, one_line
+from flatout.utils.errors import InputError, first_line, one_line
 
 NUMPY_KIND, IDX_KIND, CIFAR_KIND, JSON_KIND = "NumPy arrays", "IDX files", "CIFAR binaries", "JSON triples"
 

@@ -29,7 +29,7 @@ from flatout.data.pixels import UNIT, channels_last, to_uint8
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import split_of
 from flatout.data.unpack import refuse_bomb
-from flatout.errors import InputError, first_line
+from flatout.utils.errors import InputError, first_line
 
 PARQUET_KIND, SAVED_KIND, TORCH_KIND = "Parquet files", "saved Hugging Face data set", "torch data sets"
 

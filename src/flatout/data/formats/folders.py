@@ -16,8 +16,8 @@ from flatout.data.image_bytes import ImageBytesList
 from flatout.data.labels import DistinctLabels, first_few
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import in_order, split_of
-from flatout.errors import InputError
-from flatout.files import printable
+from flatout.utils.errors import InputError
+from flatout.utils.files import printable
 
 T = TypeVar("T", str, Path)
 

@@ -29,7 +29,7 @@ from flatout.data.labels import find_class_list_beside
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import SPLITS, in_order, split_of, split_within
 from flatout.data.unpack import TAR_SUFFIXES, open_decompressed, tar_members
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 
 WEBDATASET_KIND, TFRECORD_KIND = "WebDataset shards", "TFRecord files"
 _MAX_PATHS = 100_000

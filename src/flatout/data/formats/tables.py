@@ -31,7 +31,7 @@ from flatout.data.image_bytes import ImageBytesList
 from flatout.data.labels import DistinctLabels, find_class_list_beside, first_few
 from flatout.data.source import DataRef, ReadOptions, Source, assemble
 from flatout.data.splits import in_order, split_of, split_within, words_of
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 
 KIND, PADDLE_KIND = "CSV manifest", "PaddleClas lists"
 SUFFIXES = (".csv", ".tsv", ".jsonl")

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from flatout.distributed.environment import wanted_threads
-from flatout.errors import InputError
-from flatout.host import available_memory, physical_cores, processor_flags
+from flatout.utils.errors import InputError
+from flatout.utils.host import available_memory, physical_cores, processor_flags
 
 # Limits of oneDNN, torch's library of CPU kernels, below which it converts bfloat16 instead of computing in it.
 _LIMITS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from flatout.distributed.world import ALONE, World
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 
 # With fewer channels than this, a row of the reduction is a row of the image instead of a pixel, so that it vectorises.
 FEW_CHANNELS = 64

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from flatout.data.batches import Batch, Samples, block_size, evaluation_batches, part, prefetch, read_ahead
+from flatout.engine import augment
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.accelerator import Accelerator, allocate, placement
 from flatout.models.features import caught
 from flatout.models.heads import FeatureNetwork, Head
-from flatout.numerics import augment
 from flatout.tasks.base import Task
 
 if TYPE_CHECKING:

@@ -17,8 +17,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from flatout.config import Recipe
 from flatout.data.batches import Samples
 from flatout.distributed.world import ALONE, World
+from flatout.engine import augment, optim, pixels
+from flatout.engine.metrics import Counts
 from flatout.engine.recorder import Recorder
 from flatout.engine.torch import state as states
 from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelerator_of, prepare
@@ -36,9 +39,6 @@ from flatout.engine.torch.state import WeightAverage
 from flatout.engine.torch.step import SUMS, CapturedStep, Losses, MetricSums, NetworkInput, ReplacedFunctions
 from flatout.models.heads import Head, before_head
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
-from flatout.numerics import augment, optim, pixels
-from flatout.numerics.metrics import Counts
-from flatout.recipe import Recipe
 from flatout.tasks import task_of
 
 

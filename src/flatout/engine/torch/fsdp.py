@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from flatout import recipe
-from flatout.errors import InputError
-from flatout.numerics import optim
+from flatout import config as recipe
+from flatout.engine import optim
+from flatout.utils.errors import InputError
 
 # Fractions of all parameters. A module with more than the first is divided into several units if it has parts; one with
 # less than the second is gathered with the module around it, since many small gathers take longer than few.

@@ -11,7 +11,7 @@ from flatout.distributed.shared_memory import Bucket
 from flatout.distributed.world import World
 from flatout.engine.torch.accelerator import Accelerator
 from flatout.engine.torch.batch_norm import BatchNorm
-from flatout.errors import TrainingFailed, is_out_of_memory
+from flatout.utils.errors import TrainingFailed, is_out_of_memory
 
 BUCKET_BYTES = 16 << 20
 ALIGNMENT = 16

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from flatout.config import Recipe
 from flatout.data.batches import Batch, Samples
 from flatout.distributed.environment import Launched
 from flatout.distributed.shared_memory import SharedMemory
 from flatout.distributed.world import World
 from flatout.engine.torch.accelerator import BF16_WORTH, accelerator_of, choose_precision, cpu_threads
 from flatout.engine.torch.engine import TorchEngine
-from flatout.errors import RankLost, TrainingFailed
-from flatout.recipe import Recipe
+from flatout.utils.errors import RankLost, TrainingFailed
 
 Value = TypeVar("Value")
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from flatout.distributed.world import World
-from flatout.errors import InputError
-from flatout.numerics import optim
+from flatout.engine import optim
+from flatout.utils.errors import InputError
 
 Tensors = dict[str, torch.Tensor]
 

@@ -14,14 +14,14 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from flatout.config import Recipe
+from flatout.engine import augment
+from flatout.engine.metrics import Counts
 from flatout.engine.torch.accelerator import Accelerator
 from flatout.engine.torch.batches import Inputs, Source
-from flatout.errors import InputError
 from flatout.models.layers import Cut
-from flatout.numerics import augment
-from flatout.numerics.metrics import Counts
-from flatout.recipe import Recipe
 from flatout.tasks.base import Task
+from flatout.utils.errors import InputError
 
 
 class NetworkInput:

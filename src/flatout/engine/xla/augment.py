@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.ndimage import map_coordinates
 
-from flatout.numerics import pixels
-from flatout.recipe import Recipe
+from flatout.config import Recipe
+from flatout.engine import pixels
 
 
 class Augmentation:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.data.cache import cache_folder
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
     from flatout.distributed.world import World

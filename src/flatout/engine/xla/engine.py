@@ -18,8 +18,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from flatout.config import Recipe
 from flatout.data.batches import Samples, evaluation_batches, prefetch
 from flatout.distributed.world import World
+from flatout.engine.augment import Transforms
+from flatout.engine.metrics import Counts
 from flatout.engine.recorder import Recorder
 from flatout.engine.torch.accelerator import PRECISIONS
 from flatout.engine.torch.batches import EVALUATION_BATCH
@@ -28,13 +31,10 @@ from flatout.engine.xla.batches import HostBatches, XlaSplit, fetch, read_batche
 from flatout.engine.xla.devices import compilation_cache
 from flatout.engine.xla.mesh import MeshSharding
 from flatout.engine.xla.program import Evaluated, FrozenPrefix, Inputs, Program, State, frozen_cut, to_array
-from flatout.errors import InputError
-from flatout.host import physical_cores
 from flatout.models.heads import Head, before_head
-from flatout.numerics.augment import Transforms
-from flatout.numerics.metrics import Counts
-from flatout.recipe import Recipe
 from flatout.tasks import task_of
+from flatout.utils.errors import InputError
+from flatout.utils.host import physical_cores
 
 # Steps per dispatch on devices that are faster than Python. On CPUs XLA's convolutions inside a loop are 17 times
 # slower (github.com/jax-ml/jax, issue 12868), so there every step is a program of its own.

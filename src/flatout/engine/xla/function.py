@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.errors import InputError
+from flatout.utils.errors import InputError
 
 aten = torch.ops.aten
 

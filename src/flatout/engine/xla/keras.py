@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import torch
 
 from flatout.engine.xla.function import Arrays, SampleMask
-from flatout.errors import InputError, first_line
 from flatout.models.keras import KerasModule, counting
+from flatout.utils.errors import InputError, first_line
 
 
 class KerasFunction:

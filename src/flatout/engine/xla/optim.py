@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flatout.errors import InputError
-from flatout.recipe import OPTIMIZERS, Optimizer
+from flatout.config import OPTIMIZERS, Optimizer
+from flatout.utils.errors import InputError
 
 Arrays = dict[str, jax.Array]
 

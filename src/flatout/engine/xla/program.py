@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from flatout.config import Recipe
+from flatout.engine import augment, pixels
 from flatout.engine.xla import optim
 from flatout.engine.xla.augment import Augmentation, mix, reduced
 from flatout.engine.xla.function import Function, SampleMask
@@ -23,8 +25,6 @@ from flatout.engine.xla.keras import KerasFunction
 from flatout.models.features import caught
 from flatout.models.keras import KerasModule
 from flatout.models.layers import Cut, cut_frozen_prefix, learning_rate_scales, set_train_mode
-from flatout.numerics import augment, pixels
-from flatout.recipe import Recipe
 from flatout.tasks import task_of
 from flatout.tasks.base import Task
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from flatout import __version__
-from flatout.errors import InputError
+from flatout.engine.augment import tta_views
+from flatout.engine.pixels import FROM_16_BITS, view
 from flatout.inference.calibration import OODDetector
 from flatout.models.features import caught
 from flatout.models.keras import KerasModule
-from flatout.numerics.augment import tta_views
-from flatout.numerics.pixels import FROM_16_BITS, view
+from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
     from flatout.inference.run import Run

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from flatout.errors import InputError, causes, first_line
 from flatout.inference.export.classifier import Classifier, bits_of, metadata_of
+from flatout.utils.errors import InputError, causes, first_line
 
 if TYPE_CHECKING:
     from flatout.inference.run import Run

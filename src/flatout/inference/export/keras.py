@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.errors import InputError
+from flatout.engine.pixels import FROM_16_BITS, centre
 from flatout.inference.export.classifier import bits_of
 from flatout.inference.export.formats import Predict, quietly
 from flatout.models.build import list_names, net_named
 from flatout.models.convert.match import resnet_namer
 from flatout.models.keras import KerasModule
-from flatout.numerics.pixels import FROM_16_BITS, centre
+from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
     from flatout.inference.run import Run

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.console import Console
+from flatout.config.settings import nearest
 from flatout.data.batches import Samples
 from flatout.data.pixels import resize_images
-from flatout.errors import DiskFull, InputError
-from flatout.files import NO_SPACE
-from flatout.settings import nearest
+from flatout.utils.console import Console
+from flatout.utils.errors import DiskFull, InputError
+from flatout.utils.files import NO_SPACE
 
 if TYPE_CHECKING:
     from flatout.inference.export.formats import Predict

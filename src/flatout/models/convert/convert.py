@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.errors import InputError, first_line
+from flatout.config import Recipe
+from flatout.config.settings import Size, one_or_both, shown, sides
 from flatout.models.build import build_model, default_shape
 from flatout.models.convert.match import candidates, layers_of, trace
 from flatout.models.convert.readers import SourceCheckpoint, find_file, read_file
@@ -21,8 +22,7 @@ from flatout.models.layers import head_modules
 from flatout.models.nets import Net, feature_side
 from flatout.models.pretrained import fit
 from flatout.models.weights import save_tensors
-from flatout.recipe import Recipe
-from flatout.settings import Size, one_or_both, shown, sides
+from flatout.utils.errors import InputError, first_line
 
 # Of logits, the largest difference over the largest absolute value.
 TOLERANCE = 1e-4

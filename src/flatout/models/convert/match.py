@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from flatout.errors import InputError
+from flatout.config.settings import nearest
 from flatout.models.convert.readers import SourceCheckpoint
 from flatout.models.layers import keep_modes
-from flatout.settings import nearest
+from flatout.utils.errors import InputError
 
 Kind = Literal["conv", "linear", "norm", "other"]
 _Value = TypeVar("_Value")

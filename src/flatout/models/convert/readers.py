@@ -19,9 +19,9 @@ from typing import IO, Any, Literal, TypeGuard
 import numpy as np
 import torch
 
-from flatout.errors import InputError, one_line
 from flatout.models.convert import tensorflow
 from flatout.models.weights import damaged, natural, read_weights
+from flatout.utils.errors import InputError, one_line
 
 _IN_A_FOLDER = (
     *("weights.safetensors", "model.safetensors", "pytorch_model.bin"),

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from flatout.data.formats.shards import fields, inside, masked_crc32c, signed, varint
-from flatout.errors import InputError, one_line
 from flatout.models.weights import damaged, natural
+from flatout.utils.errors import InputError, one_line
 
 MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 _FOOTER_BYTES = 48

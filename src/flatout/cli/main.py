@@ -9,9 +9,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from flatout.errors import DONE, InputError, Stopped, TrainingFailed, exit_code, signals_handled
-from flatout.host import start_quickly
-from flatout.parser import COMMANDS, parse
+from flatout.cli.commands import COMMANDS
+from flatout.cli.flags import parse
+from flatout.utils.errors import DONE, InputError, Stopped, TrainingFailed, exit_code, signals_handled
+from flatout.utils.host import start_quickly
 
 # Names in hostile data could move the cursor of a terminal, or worse.
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
@@ -49,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: Namespace) -> None:
     """Run a command. Only rank 0 prints; progress goes to stderr where stdout has a result."""
-    from flatout.console import Console
     from flatout.distributed.environment import launched
+    from flatout.utils.console import Console
 
     process = launched()
     rank = process.rank if process else 0

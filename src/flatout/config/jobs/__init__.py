@@ -3,9 +3,9 @@
 import tomllib
 from importlib import resources
 
-from flatout.errors import InputError
-from flatout.recipe import Recipe, from_dict
-from flatout.settings import nearest
+from flatout.config import Recipe, from_dict
+from flatout.config.settings import nearest
+from flatout.utils.errors import InputError
 
 # Training images and classes of the data that a job is about, as published, for planning without it.
 PUBLISHED = {
@@ -20,7 +20,7 @@ PUBLISHED = {
 def builtin_jobs() -> list[str]:
     """Return the names of the built-in jobs."""
     return sorted(
-        p.name.removesuffix(".toml") for p in resources.files("flatout.jobs").iterdir() if p.name[-5:] == ".toml"
+        p.name.removesuffix(".toml") for p in resources.files("flatout.config.jobs").iterdir() if p.name[-5:] == ".toml"
     )
 
 
@@ -32,5 +32,5 @@ def load_job(name: str) -> Recipe:
     """
     if name not in builtin_jobs():
         raise InputError(f"no job, recipe file or data called {name!r}; {nearest(name, builtin_jobs())}")
-    text = (resources.files("flatout.jobs") / f"{name}.toml").read_text(encoding="utf-8")
+    text = (resources.files("flatout.config.jobs") / f"{name}.toml").read_text(encoding="utf-8")
     return from_dict({"job": name, **tomllib.loads(text)}, where=f"job {name}")

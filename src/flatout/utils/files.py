@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from flatout.errors import DiskFull, InputError
+from flatout.utils.errors import DiskFull, InputError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TEMPORARY = re.compile(r"\..+[.-][0-9a-f]{8}\.tmp")

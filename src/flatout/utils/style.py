@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.files import write_atomically
+from flatout.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

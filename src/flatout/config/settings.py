@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from flatout.errors import InputError, TrainingFailed
+from flatout.utils.errors import InputError, TrainingFailed
 
 P = ParamSpec("P")
 T = TypeVar("T")

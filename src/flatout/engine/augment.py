@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flatout.numerics import pixels
-from flatout.numerics.random import Stream, block_permutation, permutation, uniform
-from flatout.recipe import Augment, Recipe
+from flatout.config import Augment, Recipe
+from flatout.engine import pixels
+from flatout.utils.random import Stream, block_permutation, permutation, uniform
 
 if TYPE_CHECKING:
     import torch

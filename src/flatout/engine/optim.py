@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from flatout.errors import InputError, first_line
-from flatout.recipe import Optimizer
-from flatout.settings import nearest
+from flatout.config import Optimizer
+from flatout.config.settings import nearest
+from flatout.utils.errors import InputError, first_line
 
 # Why some classes of torch and timm cannot train here.
 UNSUPPORTED = {

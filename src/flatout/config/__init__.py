@@ -4,9 +4,17 @@ It comes from a built-in job, a TOML file or code, is changed by `Recipe.overrid
 folder, so that the file alone repeats the run.
 """
 
-from flatout.recipe.files import load_recipe, of_run
-from flatout.recipe.recipe import FREE_KEYS, MAX_CHANNELS, Recipe, from_dict, known_keys, with_settings
-from flatout.recipe.sections import (
+from flatout.config.recipe import (
+    FREE_KEYS,
+    MAX_CHANNELS,
+    Recipe,
+    from_dict,
+    known_keys,
+    load_recipe,
+    of_run,
+    with_settings,
+)
+from flatout.config.sections import (
     MAX_IMAGE_SIZE,
     OPTIMIZERS,
     SGD,

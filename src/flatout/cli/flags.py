@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from flatout import __version__
-from flatout.commands import COMMANDS, SHELLS
-from flatout.errors import WRONG_INPUT
-from flatout.jobs import builtin_jobs
-from flatout.settings import nearest
+from flatout.cli.commands import COMMANDS, SHELLS
+from flatout.config.jobs import builtin_jobs
+from flatout.config.settings import nearest
 from flatout.train.trackers import TRACKERS
+from flatout.utils.errors import WRONG_INPUT
 
 
 def run_path(text: str) -> Path | str:
@@ -160,7 +160,7 @@ class _Version(argparse.Action):
     """Prints the versions, a line each, that of flatout first."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from flatout.host import versions
+        from flatout.utils.host import versions
 
         lines = {"flatout": __version__, **versions()}.items()
         print("\n".join(f"{name} {version}" for name, version in lines))
@@ -224,7 +224,7 @@ def _completed(word: str) -> Any:
     """Return what shtab completes for a flag or an operand; None for what only the user knows."""
     import shtab
 
-    from flatout.recipe import known_keys
+    from flatout.config import known_keys
 
     if word in _FOLDERS or word in _FILES:
         return shtab.DIRECTORY if word in _FOLDERS else shtab.FILE

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from flatout.recipe import Recipe
+from flatout.config import Recipe
 
 # Warm-up epochs for a large batch (Goyal et al., section 5.1: 5 of 90), and their largest fraction of a run.
 LARGE_BATCH_WARMUP_EPOCHS = 5

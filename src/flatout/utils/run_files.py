@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from flatout.errors import InputError
-from flatout.files import write_atomically
+from flatout.utils.errors import InputError
+from flatout.utils.files import write_atomically
 
 RECIPE, METRICS, SUMMARY, WEIGHTS = "recipe.toml", "metrics.jsonl", "summary.json", "weights.safetensors"
 PREDICTIONS, CHECKPOINTS, LOGS, REPORT = "predictions.npz", "checkpoints", "logs", "report.html"

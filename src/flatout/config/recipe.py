@@ -1,17 +1,18 @@
-"""The recipe of a training run, and how it comes from plain values."""
+"""The recipe of a training run, how it comes from plain values, and recipe files."""
 
 import dataclasses
 import math
 import operator
+import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from flatout.errors import InputError
-from flatout.recipe.checked import Checked
-from flatout.recipe.sections import Augment, Data, ImageSize, Optimizer, Schedule
-from flatout.settings import nearest, one_or_both, shown, sides, typed
+from flatout.config.sections import Augment, Checked, Data, ImageSize, Optimizer, Schedule
+from flatout.config.settings import nearest, one_or_both, shown, sides, typed
+from flatout.utils.errors import InputError
 
 T = TypeVar("T")
 
@@ -300,3 +301,26 @@ def with_settings(changes: Mapping[str, Any]) -> Recipe:
         InputError: as `Recipe.override`.
     """
     return Recipe(model="any", image_size=1, epochs=1, batch_size=1).override(changes)
+
+
+# What runs are that were begun before these keys were written: those had no choice.
+EARLIER = {"data.bits": 8, "data.order": "full", "task": "single-label"}
+
+
+def of_run(recipe: Recipe) -> Recipe:
+    """Return a recipe from a run's files with what earlier versions did not write."""
+    flat = recipe.flat()
+    return recipe.override({key: value for key, value in EARLIER.items() if flat[key] in (0, "auto")})
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read a recipe file.
+
+    Raises:
+        InputError: the file cannot be read or parsed, or its content is no recipe.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as a recipe: {error}") from None
+    return from_dict({"job": path.stem, **table}, where=str(path))

@@ -1,0 +1,588 @@
+"""The commands. Each takes the parsed arguments and a console, and returns what it prints, if anything.
+
+They are registered in the order of the help text.
+"""
+
+import os
+import shlex
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout.config import MAX_CHANNELS, MAX_IMAGE_SIZE, Recipe, with_settings
+from flatout.config.settings import Size, nearest, one_or_both, parse_setting
+from flatout.utils.console import Console
+from flatout.utils.errors import InputError
+
+if TYPE_CHECKING:
+    from flatout.config import Recipe
+    from flatout.data.source import DataRef, Source
+    from flatout.train.request import Options
+
+
+# The result for --json, and the lines that are printed otherwise.
+Output = tuple[Any, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A function, whose docstring is the help text, and its words: `changes` are those to the table of flags."""
+
+    do: Callable[[Namespace, Console], Output | None]
+    operands: str  # such as `RUN [DATA]` or `RUN FILE...`
+    flags: str
+    example: str
+    changes: dict[str, dict[str, Any]]
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def command(operands: str, flags: str, example: str, **changes: dict[str, Any]) -> Callable[[Any], Any]:
+    """Register a function as the command that its name says, without `do_`; the words are those of `Command`."""
+
+    def register(do: Any) -> Any:
+        COMMANDS[do.__name__.removeprefix("do_")] = Command(do, operands, flags, example, changes)
+        return do
+
+    return register
+
+
+def engine_of(args: Namespace) -> str:
+    """Return the engine that the flags choose."""
+    from flatout.engine.devices import UNTESTED, engine_for
+
+    if args.allow_untested:
+        # The processes of several devices inherit it.
+        os.environ[UNTESTED] = "1"
+    return engine_for(args.devices, args.engine)
+
+
+def changes_of(args: Namespace) -> dict[str, Any]:
+    """Return the recipe keys that flags change; --set comes last."""
+    given = vars(args)
+    keys = {"lr": "optimizer.lr", "on_bad_image": "data.on_bad_image", "image_folder": "data.images"}
+    keys |= {"folds": "data.folds"}
+    flags = ("model", "epochs", "batch_size", "seed", "pretrained", *keys)
+    changes = {keys.get(flag, flag): given[flag] for flag in flags if given.get(flag) is not None}
+    if given.get("weights") is not None:
+        changes |= {"weights": str(args.weights.absolute()), "pretrained": True}
+    if given.get("pretrained") is False:
+        changes |= {"pretrained": False, "weights": ""}
+    return changes | dict(map(parse_setting, args.set))
+
+
+def size_of(text: str) -> Size:
+    """Return the size that `N` or `HxW` names."""
+    both = [int(side) if side.isdecimal() else 0 for side in text.lower().split("x")]
+    if len(both) > 2 or not all(1 <= side <= MAX_IMAGE_SIZE for side in both):
+        raise InputError(f"--size {text}: must be N or HxW, such as 96x160, each from 1 to {MAX_IMAGE_SIZE} pixels")
+    return one_or_both((both[0], both[-1]))
+
+
+@command(
+    "[JOB]",
+    "--data --images --model --minutes --epochs --folds --batch-size --lr --seed --set --weights --pretrained"
+    " --on-bad-image --out --resume --overwrite --no-cache --track --devices --engine --allow-untested"
+    " --nodes --node-rank --rendezvous --rendezvous-timeout --restarts --hang-timeout",
+    "train my-photos/ --epochs 20 --out runs/first",
+    out={"help": "the run folder; default: a new one under runs/"},
+)
+def do_train(args: Namespace, console: Console) -> None:
+    """Train a job, a recipe, or your own data."""
+    # Before imports, which take seconds.
+    began = time.perf_counter()
+    from flatout.distributed.environment import Hosts
+    from flatout.engine.devices import parse_devices
+    from flatout.train import claim
+    from flatout.train.recipes import resolve, start_of
+    from flatout.train.request import Options, TrainRequest, check
+    from flatout.train.trackers import callbacks_of
+
+    engine = engine_of(args)
+    timeout = {} if args.rendezvous_timeout is None else {"timeout": args.rendezvous_timeout}
+    options = Options(
+        out=args.out,
+        hosts=Hosts(nodes=args.nodes, node_rank=args.node_rank, rendezvous=args.rendezvous, **timeout),
+        restarts=args.restarts,
+        hang_timeout=args.hang_timeout,
+        minutes=args.minutes,
+        began=began,
+        devices=args.devices,
+        engine=engine,
+        resume=args.resume,
+        overwrite=args.overwrite,
+        cache=not args.no_cache,
+        # A model that the user names on the command line may be code; one that a file names may not.
+        allow_code=args.model is not None,
+        callbacks=callbacks_of(args.track),
+    )
+    job = _job_to_resume(args) if args.resume else args.job
+    changes, reasons = changes_of(args), list[str]()
+    plain, is_complete = start_of(job, changes)
+    claim.check(options)
+    check(plain, options)
+    if (place := str(args.data or job or "").partition("?")[0]) or is_complete:
+        # The name alone: an address may hold a password.
+        console.note(f"looking at {plain.job if is_complete else Path(place).absolute().name}")
+    devices = parse_devices(args.devices, engine)
+    # This imports torch, which takes seconds.
+    from flatout.engine.factory import speeds_on
+    from flatout.train.run import train
+
+    recipe, data = resolve(
+        job,
+        args.data,
+        changes,
+        accelerated=devices.is_accelerated,
+        console=console,
+        seconds=options.seconds,
+        began=began,
+        speeds=speeds_on(args.devices, engine),
+        explain=reasons.append,
+    )
+    train(TrainRequest(recipe=recipe, data=data, options=replace(options, notes=tuple(reasons))), console)
+
+
+def _job_to_resume(args: Namespace) -> str | Path:
+    """Return the recipe in --out; before a first start has written one, the job, so that a loop repeats one command."""
+    from flatout.config import load_recipe
+    from flatout.train.recipes import is_of_job
+
+    if args.out is None:
+        raise InputError("--resume needs --out, the run folder to continue")
+    recipe = args.out / "recipe.toml"
+    if recipe.is_file():
+        if args.job is not None and not is_of_job(load_recipe(recipe), args.job):
+            raise InputError(f"--resume: the run in {args.out} is not of {args.job}; remove {args.job}")
+        return recipe
+    if args.job is None:
+        raise InputError(f"--resume: {args.out} is not a run folder: it has no recipe.toml; to start it, name the job")
+    return args.job
+
+
+@command(
+    "[JOB]",
+    "--data --model --batch-size --seed --set --weights --pretrained --devices --engine --allow-untested --out --json",
+    "lr fashion-mnist --data data/ --batch-size 512",
+)
+def do_lr(args: Namespace, console: Console) -> Output:
+    """Find a learning rate: train some steps while it rises."""
+    from flatout.analysis.lr_finder import find_rate, format_lr
+
+    recipe, data, options = _measured_job(args, console)
+    result = find_rate(recipe, data, replace(options, out=args.out), console)
+    if result["lr"] is None:
+        return {**result, "train": None}, format_lr(result)
+    train = _train_command(args, result["lr"])
+    return {**result, "train": train}, [*format_lr(result), f"train with it: {train}"]
+
+
+def _train_command(args: Namespace, lr: float) -> str:
+    """Return the command that trains what the flags of `lr` describe."""
+    words = ["flatout", "train", *([args.job] if args.job else [])]
+    for flag in ("data", "model", "batch_size", "seed", "weights"):
+        if (value := getattr(args, flag)) is not None:
+            words += [f"--{flag.replace('_', '-')}", str(value)]
+    if args.pretrained is not None:
+        words.append("--pretrained" if args.pretrained else "--no-pretrained")
+    # A rate given with --set would take precedence over --lr.
+    words += [word for text in args.set if parse_setting(text)[0] != "optimizer.lr" for word in ("--set", text)]
+    for flag in ("devices", "engine"):
+        if (value := getattr(args, flag)) != "auto":
+            words += [f"--{flag}", value]
+    return shlex.join([*words, "--lr", f"{lr:g}"])
+
+
+@command(
+    "JOB",
+    "--data --model --batch-size --seed --set --devices --engine --allow-untested --json",
+    "bench fashion-mnist --devices cpu",
+)
+def do_bench(args: Namespace, console: Console) -> Output:
+    """Measure the input path, the step and both, and say what limits training."""
+    from flatout.analysis.throughput import bench, format_bench
+
+    result = bench(*_measured_job(args, console), console)
+    return result, format_bench(result)
+
+
+def _measured_job(args: Namespace, console: Console) -> "tuple[Recipe, DataRef | Source, Options]":
+    """Return what a command measures: the recipe and the data of a job, and how to run it."""
+    from flatout.engine.devices import parse_devices
+    from flatout.train.recipes import resolve
+    from flatout.train.request import Options
+
+    engine = engine_of(args)
+    accelerated = parse_devices(args.devices, engine).is_accelerated
+    recipe, data = resolve(args.job, args.data, changes_of(args), accelerated=accelerated, console=console)
+    return recipe, data, Options(devices=args.devices, engine=engine, allow_code=args.model is not None)
+
+
+@command(
+    "JOB",
+    "--devices --data --out --epochs --batch-size --repeats --weak --set --json",
+    "scale fashion-mnist --devices cpu,2xcpu --repeats 3",
+    devices={"metavar": "SPEC,...", "required": True, "help": "such as cpu,2xcpu or cpu,cuda,4xcuda"},
+)
+def do_scale(args: Namespace, console: Console) -> Output:
+    """Measure a job on several choices of devices."""
+    from flatout.analysis.scale import format_scale, scale
+
+    result = scale(
+        args.job,
+        args.data,
+        changes_of(args),
+        devices=args.devices,
+        out=args.out,
+        repeats=args.repeats,
+        weak=args.weak,
+        console=console,
+    )
+    return result, format_scale(result)
+
+
+@command(
+    "JOB",
+    "--topology --devices --engine --data --images --classes --model --epochs --batch-size --price --largest-batch"
+    " --out --set --json",
+    "plan fashion-mnist --topology v5e:2x4,v5e:4x4",
+    devices={"metavar": "SPEC,...", "default": None, "help": "devices to measure, such as cpu,2xcpu"},
+    images={"type": int, "metavar": "N", "dest": "images", "help": "training images, instead of counting them"},
+    classes={"type": int, "metavar": "K", "help": "number of classes, instead of counting them"},
+)
+def do_plan(args: Namespace, console: Console) -> Output:
+    """Estimate speed and memory of a job on TPUs, or measure a few steps here."""
+    from flatout.analysis.plan import format_plan, plan
+
+    result = plan(
+        args.job,
+        args.data,
+        changes_of(args),
+        topologies=args.topology,
+        devices=args.devices,
+        engine=args.engine,
+        images=args.images,
+        classes=args.classes,
+        price=args.price,
+        largest_batch=args.largest_batch,
+        allow_code=args.model is not None,
+        out=args.out,
+        console=console,
+    )
+    return result, format_plan(result)
+
+
+@command(
+    "RUN [DATA]",
+    "--run --data --tta --devices --engine --allow-untested --allow-code --json",
+    "evaluate runs/first new-photos/",
+    data={"help": "other data; default: the run's own"},
+)
+def do_evaluate(args: Namespace, console: Console) -> Output:
+    """Test a run again, or on other data."""
+    from flatout.inference.calibration import format_calibration
+    from flatout.inference.evaluate import evaluate
+    from flatout.inference.run import load
+    from flatout.tasks import describe_metrics
+    from flatout.utils.console import aligned
+
+    run, keys = load(args.run, allow_code=args.allow_code), ("precision", "recall", "f1")
+    result = evaluate(run, args.data, devices=args.devices, engine=engine_of(args), console=console, tta=args.tta)
+    name = "valid" if result["split"] == "valid" else "test"
+    how = ", with test-time augmentation" if result["tta"] else ""
+    # The mean of several models' probabilities has none.
+    loss = "" if result[f"{name}_loss"] is None else f", loss {result[f'{name}_loss']:.4f}"
+    lines = [f"{describe_metrics(name, result)}{loss}{how}"]
+    lines += format_calibration(name, result)
+    if result["task"] == "multi-label":
+        table = [[row["class"], *(f"{row[k]:.3f}" for k in keys), f"{row['support']:,}"] for row in result["per_class"]]
+        lines += aligned([["class", *keys, "support"], *table])
+    return result, lines
+
+
+@command(
+    "RUN FILE...",
+    "--run --top --coverage --explain --tta --on-bad-image --csv --allow-code --json",
+    "predict runs/first cat.jpg more-photos/",
+)
+def do_predict(args: Namespace, console: Console) -> Output:
+    """Classify images with a run, or with the ONNX file that it was exported to."""
+    from flatout.inference.predict import predict, write_csv
+    from flatout.inference.run import OnnxRun, load
+
+    if isinstance(args.run, Path) and args.run.suffix == ".onnx" and not args.run.is_dir():
+        if args.explain is not None:
+            raise InputError("--explain: heatmaps need the run; an ONNX file has the answers alone")
+        run = OnnxRun(args.run)
+    else:
+        run = load(args.run, allow_code=args.allow_code)
+    flags = {"top": args.top, "tta": args.tta, "coverage": args.coverage, "explain": args.explain}
+    # In a table, images that cannot be read are rows.
+    flags["on_bad_image"] = args.on_bad_image or ("skip" if args.csv else "stop")
+    predictions = predict(run, args.files, **flags, note=console.note)
+    if args.csv:
+        counts = write_csv(args.csv, run, predictions, top=args.top)
+        line = f"{args.csv}: {counts['images']:,} images, {counts['unreadable']:,} of them cannot be read"
+        return {"run": str(args.run), "csv": str(args.csv), **counts}, [line]
+    found = list(predictions)
+    lines = [str(p) if p.explanation is None else f"{p}; {p.explanation}" for p in found]
+    return {"run": str(args.run), "predictions": [p.to_dict() for p in found]}, lines
+
+
+@command(
+    "RUN",
+    "--run --format --out --precision --data --allow-code --json",
+    "export runs/first --format onnx --out first.onnx",
+    out={"required": True, "metavar": "FILE", "help": "the file; it must not exist"},
+    data={"help": "images to verify on; default: the run's own"},
+)
+def do_export(args: Namespace, console: Console) -> Output:
+    """Write a run for other programs (ONNX, torch.export, Keras), verified on its test images."""
+    from flatout.inference.export.verify import export
+    from flatout.inference.run import load
+
+    run = load(args.run, allow_code=args.allow_code)
+    done = export(run, args.out, format=args.format, precision=args.precision, data=args.data, console=console)
+    return done.to_dict(), done.lines()
+
+
+@command("RUN OTHER", "--run --json", "compare runs/first runs/second")
+def do_compare(args: Namespace, console: Console) -> Output:
+    """Test whether two runs differ by more than chance."""
+    from flatout.inference.evaluate import compare, format_comparison
+
+    result = compare(_folder(args.run), _folder(args.other))
+    return result, format_comparison(result)
+
+
+@command("RUN", "--run", "report runs/first")
+def do_report(args: Namespace, console: Console) -> Output:
+    """Draw a run's pictures and report again."""
+    from flatout.report.page import draw_all
+
+    folder = _folder(args.run)
+    draw_all(folder)
+    path = str(folder / "report.html")
+    return {"report": path}, [path]
+
+
+@command("[DIR]", "--port", "board runs/")
+def do_board(args: Namespace, console: Console) -> None:
+    """Show all runs of a folder on a local web page."""
+    try:
+        from flatout.analysis.board import serve_board
+    except ModuleNotFoundError as error:
+        raise InputError(f"board needs the package {error.name}: pip install 'flatout[board]'") from None
+    serve_board(Path(args.dir or "runs"), args.port, console)
+
+
+@command(
+    "RUN URL",
+    "--run --private --overwrite --no-pictures --json",
+    "upload runs/first hf://USER/NAME",
+    overwrite={"help": "replace another content of the repository"},
+)
+def do_upload(args: Namespace, console: Console) -> Output:
+    """Publish a run with a model card on the Hugging Face hub."""
+    from flatout.inference.hub import format_upload, upload
+    from flatout.inference.run import load
+
+    flags = {"private": args.private, "overwrite": args.overwrite, "pictures": not args.no_pictures}
+    result = upload(load(_folder(args.run)), args.url, **flags, console=console)
+    return result, format_upload(result)
+
+
+def _folder(run: Path | str) -> Path:
+    """Return a run folder of this host."""
+    from flatout.inference.hub import is_published
+
+    if is_published(run):
+        raise InputError(f"{run}: this command needs a run folder on this computer; evaluate and predict take hf://")
+    return Path(run)
+
+
+@command(
+    "DATA",
+    "--data --labels --apply --suggestions --minutes --job --model --epochs --seed --devices --engine --allow-untested"
+    " --out --images --classes --set --json",
+    "check my-photos/",
+    job={"metavar": "JOB", "help": "with --labels: train by this job or recipe.toml; default: one made for the data"},
+    minutes={"help": "with --labels: make the recipe for so many minutes"},
+    out={"help": "with --labels: an empty or new folder; default: a new one under runs/"},
+)
+def do_check(args: Namespace, console: Console) -> Output:
+    """Find unreadable, duplicate and leaked images, and wrong labels."""
+    from flatout.analysis.check import check, format_check
+    from flatout.data.build import find
+    from flatout.data.source import Source
+
+    if args.labels or args.apply or args.suggestions:
+        return _check_labels(args, console)
+    only_labels = ("minutes", "job", "model", "epochs", "seed", "out")
+    if given := next((name for name in only_labels if getattr(args, name) is not None), None):
+        raise InputError(f"--{given} requires --labels")
+    recipe = _reading(args)
+    found = find(args.data, recipe.data, recipe.task, console=console)
+    result = check(found if isinstance(found, Source) else found.read(), console)
+    console.finish()
+    return result, format_check(result)
+
+
+def _check_labels(args: Namespace, console: Console) -> Output:
+    from flatout.analysis.label_errors import check_labels
+
+    changes = changes_of(args) | ({"data.classes": args.classes} if args.classes else {})
+    return check_labels(
+        args.job,
+        args.data,
+        changes,
+        out=args.out,
+        apply=args.apply,
+        suggestions=args.suggestions,
+        minutes=args.minutes,
+        devices=args.devices,
+        engine=engine_of(args),
+        allow_code=args.model is not None,
+        console=console,
+    )
+
+
+@command(
+    "DATA",
+    "--data --job --images --classes --model --set --out --json",
+    "look my-photos/",
+    job={"metavar": "JOB", "help": "show what this job or recipe.toml sees; default: a recipe made for the data"},
+)
+def do_look(args: Namespace, console: Console) -> Output:
+    """Look at images, counts, sizes, outliers and augmentation before training."""
+    from flatout.analysis.look import format_look, look_at
+    from flatout.analysis.output import check_free, default_folder
+
+    check_free(args.out)
+    changes = changes_of(args) | ({"data.classes": args.classes} if args.classes else {})
+    look = look_at(args.job, args.data, changes, console)
+    page = look.save(args.out or default_folder(f"look-{look.recipe.job}"))
+    return {**look.figures, "page": str(page)}, [*format_look(look), f"page: {page}"]
+
+
+@command(
+    "DATA",
+    "--data --images --size --out --channels --bits --resize --classes --set --on-bad-image --max-bad-share --json",
+    "pack my-photos/ --size 128 --out my-photos.pack",
+    out={"required": True, "help": "a folder that does not exist yet"},
+)
+def do_pack(args: Namespace, console: Console) -> Output:
+    """Decode and resize images once, into plain NumPy files."""
+    from flatout.data.build import build_pack, find
+    from flatout.data.pack import PackSettings
+    from flatout.train.dataset_stats import look
+
+    size = size_of(args.size)
+    if args.channels is not None and not 1 <= args.channels <= MAX_CHANNELS:
+        raise InputError(f"--channels {args.channels}: must be from 1 to {MAX_CHANNELS}")
+    recipe = _reading(args)
+    found = find(args.data, recipe.data, recipe.task, console=console)
+    settings = PackSettings(
+        size=size,
+        channels=args.channels or look(found, str(args.data), accelerated=False).channels,
+        resize=args.resize,
+        on_bad_image=args.on_bad_image or "stop",
+        max_bad_share=args.max_bad_share,
+        bits=args.bits or 0,
+    )
+    pack = build_pack(found, settings, args.out, report=console)
+    console.finish()
+    rate = len(pack.labels) / pack.build_seconds
+    lines = [pack.describe(), f"packed in {pack.build_seconds:.1f} s, {rate:,.0f} images/s: {args.out}"]
+    return {"out": str(args.out), "images": len(pack.labels), "skipped": pack.skipped}, lines
+
+
+@command("", "--clear --json", "cache --clear")
+def do_cache(args: Namespace, console: Console) -> Output:
+    """Show or clear the decoded and downloaded data."""
+    from flatout.data.cache import cache_folder, clear, entries
+
+    shown, what = entries(), "entries"
+    if args.clear:
+        shown, kept = clear(shown)
+        what = f"entries removed, {len(kept)} in use or not removable" if kept else "entries removed"
+    total = sum(entry.size_bytes for entry in shown)
+    lines = [
+        f"{entry.size_bytes / 1e6:10,.1f} MB  {datetime.fromtimestamp(entry.used):%Y-%m-%d}  {entry.what}"
+        for entry in shown
+    ]
+    lines.append(f"{total / 1e6:10,.1f} MB  in {len(shown)} {what}: {cache_folder()}")
+    found = [{"path": str(entry.path), "what": entry.what, "bytes": entry.size_bytes} for entry in shown]
+    return {"folder": str(cache_folder()), "removed" if args.clear else "entries": found}, lines
+
+
+def _reading(args: Namespace) -> Recipe:
+    """Return a recipe with what flags say of reading data."""
+    changes = {"data.classes": args.classes or "", **changes_of(args)}
+    if others := [key for key in changes if not key.startswith("data.") and key != "task"]:
+        raise InputError(f"--set {others[0]}: {args.command} takes task and keys that start with data.")
+    return with_settings(changes)
+
+
+@command(
+    "FILE",
+    "--model --out --mapping --check --size --classes --channels --epsilon --verbose --json",
+    "convert model.keras --model fashion-cnn --out weights.safetensors",
+    FILE={"help": "weights of Paddle, TensorFlow, Keras, torch or Lightning; of a checkpoint, its folder or prefix"},
+    model={"required": True},
+    out={"required": True, "metavar": "FILE", "help": "a new .safetensors file"},
+    size={"required": False, "help": "height and width of the model's images; default: as the file has them"},
+    classes={"type": int, "metavar": "K", "help": "outputs of the model; default: as the file has them"},
+    channels={"help": "of the model's images; default: as the file has them"},
+)
+def do_convert(args: Namespace, console: Console) -> Output:
+    """Convert weights of another framework to a model's."""
+    from flatout.models.convert.convert import Shape, convert, format_conversion
+
+    for flag, value in (("classes", args.classes), ("channels", args.channels)):
+        if value is not None and value < 1:
+            raise InputError(f"--{flag} {value}: must be at least 1")
+    if args.epsilon is not None and not 0 < args.epsilon < 1:
+        raise InputError(f"--epsilon {args.epsilon:g}: must be between 0 and 1")
+    result = convert(
+        Path(args.file),
+        args.model,
+        args.out,
+        shape=Shape(args.classes, size_of(args.size) if args.size else None, args.channels),
+        mapping=args.mapping,
+        check=args.check,
+        epsilon=args.epsilon,
+        report=console.note,
+    )
+    return result, format_conversion(result, verbose=args.verbose)
+
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+@command("", "--json", "devices")
+def do_devices(args: Namespace, console: Console) -> Output:
+    """List the devices of this machine."""
+    from flatout.engine.devices import available, machine
+
+    found, here = available(), machine()
+    lines = [f"cpu: {here['cpu']}, {found['cpu']} cores, {here['memory_bytes'] / 2**30:.0f} GiB"]
+    names = {"cuda": f" ({here['gpu']})", "tpu": " (--engine xla)"}
+    lines += [f"{kind}: {count}{names.get(kind, '')}" for kind, count in found.items() if kind != "cpu"]
+    if len(found) == 1:
+        lines.append("no GPU or TPU")
+    return {"devices": found, "machine": here}, lines
+
+
+@command("SHELL", "", "completion bash")
+def do_completion(args: Namespace, console: Console) -> Output:
+    """Print the script that completes commands in your shell."""
+    if args.shell not in SHELLS:
+        raise InputError(f"flatout completion {args.shell}: {nearest(args.shell, SHELLS)}")
+    script = args.completion(args.shell)
+    return {"shell": args.shell, "script": script}, [script]

@@ -1,1 +1,0 @@
-"""Pure numerics: no device, no state."""
