@@ -248,6 +248,6 @@ def test_what_cannot_grow_is_named(tmp_path: Path) -> None:
     ):
         flatout.fit(data=arrays(), out=tmp_path / "run", **keys)
     with pytest.raises(
-        InputError, match=r"minutes=1: cannot plan steps on images that grow; set augment.start_size = 0"
+        InputError, match=r"--minutes 1: cannot plan steps on images that grow; set augment.start_size = 0"
     ):
         flatout.fit(data=arrays(), out=tmp_path / "run", minutes=1, **keys)

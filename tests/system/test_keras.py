@@ -258,7 +258,7 @@ def test_models_that_cannot_be_trained(build: Any, message: str, tmp_path: Path)
 
 
 def test_torch_does_not_train_them(tmp_path: Path) -> None:
-    with pytest.raises(flatout.InputError, match="engine='xla'"):
+    with pytest.raises(flatout.InputError, match="--engine xla"):
         fitted(pets_net(), splits(2), tmp_path / "run", engine="torch", devices="cpu")
 
 

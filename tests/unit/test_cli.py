@@ -10,7 +10,7 @@ import pytest
 from flatout.cli.commands import changes_of
 from flatout.cli.flags import parse
 from flatout.cli.main import main
-from flatout.config.settings import nearest, parse_setting, python_words
+from flatout.config.settings import nearest, parse_setting
 from flatout.train.recipes import start_of
 
 
@@ -106,22 +106,6 @@ def test_the_folder_beside_is_suggested(
     for words in (["train", "my-photoz"], ["train", "digits", "--data", "my-photoz"], ["check", "my-photoz"]):
         assert main(words) == 2
         assert "did you mean 'my-photos'?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("x: exists; choose another --out, or --resume", "x: exists; choose another out=, or resume=True"),
-        ("--devices 2xgpu: no such kind", "devices='2xgpu': no such kind"),
-        ("try --set augment.flip=false or --set pretrained=true", "try augment={'flip': False} or pretrained=True"),
-        ("--model timm:resnet18; --batch-size N", "model='timm:resnet18'; batch_size=N"),
-        ("use --engine xla, with --epochs 3", "use engine='xla', with epochs=3"),
-        ("--no-pretrained, --no-cache", "pretrained=False, cache=False"),
-        ("--pretrained to end instead", "pretrained=True to end instead"),
-    ],
-)
-def test_messages_in_the_words_of_python(message: str, expected: str) -> None:
-    assert python_words(message) == expected
 
 
 def test_the_cache_is_shown_and_cleared(

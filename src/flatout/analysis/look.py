@@ -25,7 +25,6 @@ from flatout.analysis.images import (
 )
 from flatout.analysis.output import check_free, make_folder
 from flatout.config import Recipe
-from flatout.config.settings import in_python
 from flatout.data.batches import Samples, measure
 from flatout.data.source import DataRef, Source, describe
 from flatout.engine import pixels
@@ -271,7 +270,6 @@ def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console) -
     return Look(source, headers, blank, with_task(recipe, source.task), reasons)
 
 
-@in_python
 def look(data: Any = None, labels: Any = None, *, job: Any = None, quiet: bool = False, **changes: Any) -> Look:
     """Look at a data set before training; in a notebook, the result shows itself.
 

@@ -1,17 +1,15 @@
 """Settings as people write them, in TOML, after `--set` or in Python: parsed, checked and converted to their type."""
 
 import difflib
-import functools
 import math
-import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from flatout.utils.errors import InputError, TrainingFailed
+from flatout.utils.errors import InputError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -117,42 +115,3 @@ def nearest_path(path: Path) -> str:
         return ""
     close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
     return f"did you mean '{path.parent / close[0]}'?" if close else ""
-
-
-_SWITCHES = ("allow-code", "resume", "overwrite", "pretrained")
-_SETTING = re.compile(r"--set (\w[\w.]*=[^\s;,)]+)")
-# A flag, and its value where a colon follows, or it is a placeholder (PATH), a number, a device, an engine or a model.
-_VALUE = r"\S+(?=: )|[A-Z]+\b|\d[\w:,.]*\b|(?:auto|cpu|cuda|mps|tpu|torch|xla|timm)\b[\w:,.]*\b"
-_FLAG = re.compile(rf"--([a-z][a-z-]*[a-z])(?: ({_VALUE}))?")
-
-
-def python_words(message: str) -> str:
-    """Return a message with command-line flags replaced by the arguments of `flatout.fit` and `Run` they stand for."""
-
-    def setting(match: re.Match[str]) -> str:
-        key, value = parse_setting(match[1])
-        section, _, last = key.rpartition(".")
-        return f"{section}={{{last!r}: {value!r}}}" if section else f"{key}={value!r}"
-
-    def flag(match: re.Match[str]) -> str:
-        name, value = match[1].replace("-", "_"), match[2] or ""
-        if name.startswith("no_"):
-            return f"{name[3:]}=False"
-        is_literal = value.isupper() or value.isdigit() or not value
-        return f"{name}={True if match[1] in _SWITCHES else value if is_literal else repr(value)}"
-
-    return _FLAG.sub(flag, _SETTING.sub(setting, message))
-
-
-def in_python(function: Callable[P, T]) -> Callable[P, T]:
-    """Let the errors of a public function name arguments, not flags of the command line."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except (InputError, TrainingFailed) as error:
-            error.args = (python_words(str(error)), *error.args[1:])
-            raise
-
-    return call

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.config import Data, Recipe, load_recipe, of_run
-from flatout.config.settings import in_python, one_or_both
+from flatout.config.settings import one_or_both
 from flatout.inference import predictions
 from flatout.inference.calibration import Calibration
 from flatout.inference.hub import download_run, is_published
@@ -155,7 +155,6 @@ class Run:
             given.write_to(self._given)
         return model
 
-    @in_python
     def evaluate(
         self, data: Any = None, *, devices: str = "auto", engine: str = "auto", tta: bool = False
     ) -> dict[str, Any]:
@@ -176,7 +175,6 @@ class Run:
 
         return evaluate(self, data, devices=devices, engine=engine, console=Console(), tta=tta)
 
-    @in_python
     def predict(
         self,
         images: Any,
@@ -207,7 +205,6 @@ class Run:
         found = predict(self, images, top=top, tta=tta, coverage=coverage, explain=explain, on_bad_image=on_bad_image)
         return list(found)
 
-    @in_python
     def export(
         self, out: str | Path, *, format: str | None = None, precision: str = "fp32", data: Any = None
     ) -> "Exported":
