@@ -120,7 +120,7 @@ def _python() -> str:
 
 def _commands() -> str:
     """Return the page of the commands, from their help texts."""
-    from flatout.parser import COMMANDS, help_of
+    from flatout.cli.flags import COMMANDS, help_of
 
     os.environ["COLUMNS"] = COLUMNS
     text = f"# Commands\n\n```\n{help_of()}```\n"
