@@ -1,11 +1,6 @@
 """What this host is: cores, memory, processor."""
 
-import atexit
-import gc
-import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,28 +31,3 @@ def test_the_file_cache_of_a_container_is_free(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "memory.current").write_text("999000\n")
     (tmp_path / "memory.stat").write_text("anon 100000\nfile 800000\ninactive_file 700000\n")
     assert host.available_memory() == 701_000
-
-
-def test_garbage_is_collected_as_usual_once_imports_are_done() -> None:
-    before = gc.get_threshold()
-    try:
-        host.start_quickly()
-        assert gc.get_threshold()[0] > 10_000
-        host.collect_garbage_as_usual()
-        assert gc.get_threshold() == before
-        host.collect_garbage_as_usual()  # as the second engine of a process does
-        assert gc.get_threshold() == before
-    finally:
-        gc.set_threshold(*before)
-        atexit.unregister(host.end_quickly)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("usual", ["", "; collect_garbage_as_usual()"])
-def test_a_quick_process_ends_without_reports_of_leaks(usual: str) -> None:
-    """Triton, which timm and torchvision import through torch, reports objects that are not freed at the end."""
-    code = (
-        f"from flatout.utils.host import collect_garbage_as_usual, start_quickly; start_quickly(); import triton{usual}"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")

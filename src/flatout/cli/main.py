@@ -12,7 +12,6 @@ from typing import Any
 from flatout.cli.commands import COMMANDS
 from flatout.cli.flags import parse
 from flatout.utils.errors import DONE, InputError, Stopped, TrainingFailed, exit_code, signals_handled
-from flatout.utils.host import start_quickly
 
 # Names in hostile data could move the cursor of a terminal, or worse.
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
@@ -20,8 +19,6 @@ _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *rang
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 done, 1 training failed, 2 wrong input, 130 or 143 stopped."""
-    if arguments is None:
-        start_quickly()
     args = parse(arguments)
     # How long idle OpenMP threads spin. torch's default keeps other processes of a busy machine from working.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")

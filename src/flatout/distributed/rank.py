@@ -28,7 +28,6 @@ from flatout.distributed.environment import DEVICE, restart_count
 from flatout.utils.console import Console, Relay
 from flatout.utils.errors import FAILED, InputError, RankLost, Stopped, TrainingFailed, exit_code, is_out_of_memory
 from flatout.utils.files import write_atomically
-from flatout.utils.host import start_quickly
 
 _LOOK_SECONDS = 0.5
 # An interpreter may take this long to end; a library's threads may hang then.
@@ -171,7 +170,6 @@ def main() -> int:
     It is 0 where the agent need not end the other ranks: the function has returned, or this rank has left them.
     """
     global _watch
-    start_quickly()
     folder, rank, local_rank = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     output = folder / f"output-{local_rank}"
     for stream in (sys.stdout, sys.stderr):

@@ -11,7 +11,7 @@ from flatout.distributed.environment import HANG_TIMEOUT, launched
 from flatout.engine.base import Engine
 from flatout.engine.devices import Devices, parse_devices
 from flatout.utils.errors import InputError
-from flatout.utils.host import collect_garbage_as_usual, physical_cores, usable_cores
+from flatout.utils.host import physical_cores, usable_cores
 
 if TYPE_CHECKING:
     import numpy as np
@@ -255,7 +255,6 @@ def make_engine(
     Raises:
         InputError: the engine is not available here, or cannot compile the model.
     """
-    collect_garbage_as_usual()
     if engine == "xla":
         from flatout.engine.xla.devices import find, find_on_all_hosts
 

@@ -1,8 +1,6 @@
 """The host: its processor, cores and memory. The only module that counts them."""
 
-import atexit
 import contextlib
-import gc
 import os
 import platform
 import re
@@ -119,33 +117,3 @@ def process_place() -> str:
     except OSError:
         namespace = ""
     return f"{platform.node()}/{namespace}".replace(" ", "-")
-
-
-# Thresholds of `gc` while libraries are imported, and those to put back, if this process is flatout's own.
-_RARELY = (20_000, 20, 20)
-_usual: list[tuple[int, int, int]] = []
-
-
-def start_quickly() -> None:
-    """Let a process of flatout's own start and end sooner: none of the million objects that torch makes is garbage.
-
-    Collections that search them take a fifth of the time of its import, and the last one most of the time of an end.
-    """
-    _usual[:] = [gc.get_threshold()]
-    gc.set_threshold(*_RARELY)
-    atexit.register(end_quickly)
-
-
-def end_quickly() -> None:
-    """Leave out the last collection; with Triton, which reports objects that no collection freed, leave out nothing."""
-    if "triton" in sys.modules:
-        gc.unfreeze()
-    else:
-        gc.freeze()
-
-
-def collect_garbage_as_usual() -> None:
-    """Collect as often as before `start_quickly`, as garbage may hold memory of a device; leave out what exists."""
-    if _usual:
-        gc.freeze()
-        gc.set_threshold(*_usual.pop())
