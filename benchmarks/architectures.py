@@ -42,7 +42,7 @@ from torch import nn
 
 from about import about
 from flatout.config import Recipe, from_dict
-from flatout.data.batches import Samples
+from flatout.data.batches import Split
 from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.build import build_model, quiet, usable_size
@@ -121,13 +121,13 @@ def attempt(name: str, wanted: int, report: Any) -> str:
     return note
 
 
-def random_images(recipe: Recipe) -> Samples:
+def random_images(recipe: Recipe) -> Split:
     images = np.random.default_rng(0).integers(0, 256, (IMAGES, *recipe.image_sides, 3), dtype=np.uint8)
-    return Samples(images=images, rows=np.arange(IMAGES), labels=np.arange(IMAGES) % CLASSES)
+    return Split(images=images, rows=np.arange(IMAGES), labels=np.arange(IMAGES) % CLASSES)
 
 
 @torch.no_grad()
-def fit_head(model: nn.Module, recipe: Recipe, samples: Samples) -> str:
+def fit_head(model: nn.Module, recipe: Recipe, samples: Split) -> str:
     """Fit the head by least squares, assert that the logits are those of the fit, and undo it."""
     head = find_head(model, recipe.image_sides, 3)
     if head is None:
@@ -159,7 +159,7 @@ def engine_of(model: nn.Module, recipe: Recipe) -> TorchEngine:
     return TorchEngine(model, recipe, world=World(device=torch.device("cpu")))
 
 
-def evaluated(model: nn.Module, recipe: Recipe, samples: Samples) -> np.ndarray:
+def evaluated(model: nn.Module, recipe: Recipe, samples: Split) -> np.ndarray:
     engine = engine_of(model, recipe)
     logits = engine.place(samples).evaluate(with_logits=True).logits
     engine.close()
@@ -167,7 +167,7 @@ def evaluated(model: nn.Module, recipe: Recipe, samples: Samples) -> np.ndarray:
     return logits
 
 
-def trained_logits(model: nn.Module, recipe: Recipe, samples: Samples) -> np.ndarray:
+def trained_logits(model: nn.Module, recipe: Recipe, samples: Split) -> np.ndarray:
     """Train one step; return the logits of the images."""
     engine = engine_of(model, recipe)
     placed = engine.place(samples)

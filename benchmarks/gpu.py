@@ -27,7 +27,7 @@ import torch
 
 from flatout.config import Augment, Momentum, Recipe
 from flatout.config.jobs import load_job
-from flatout.data.batches import Batch, Samples
+from flatout.data.batches import Batch, Split
 from flatout.data.build import find, load_pack
 from flatout.data.pack import Pack, PackSettings
 from flatout.data.splits import splits_of
@@ -100,7 +100,7 @@ class Setting:
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def load(recipe: Recipe, folder: Path, console: Console, limit: int | None = None) -> tuple[Pack, dict[str, Samples]]:
+def load(recipe: Recipe, folder: Path, console: Console, limit: int | None = None) -> tuple[Pack, dict[str, Split]]:
     """Decode a data set; return its pack, to be held as long as it is read, and splits of `limit` images at most."""
     settings = PackSettings(
         size=recipe.image_size,
@@ -112,7 +112,7 @@ def load(recipe: Recipe, folder: Path, console: Console, limit: int | None = Non
     pack = load_pack(find(folder), settings, cache=None, report=console)
     console.finish()
     splits = splits_of(pack, recipe.data, recipe.seed).items()
-    return pack, {name: Samples(images=s.images, rows=s.rows[:limit], labels=s.labels[:limit]) for name, s in splits}
+    return pack, {name: Split(images=s.images, rows=s.rows[:limit], labels=s.labels[:limit]) for name, s in splits}
 
 
 def fresh_engine(
@@ -131,7 +131,7 @@ def fresh_engine(
 def fit(
     engine: Engine,
     recipe: Recipe,
-    splits: dict[str, Samples],
+    splits: dict[str, Split],
     after_epoch: Callable[[Progress], None] = lambda progress: None,
 ) -> Progress:
     """Train and return what the loop measured."""
@@ -221,7 +221,7 @@ def cats_dogs(setting: Setting) -> dict[str, Any]:
     recipe = load_job("cats-dogs").override({"epochs": 1 + setting.scale.timed_epochs})
     pack, splits = load(recipe, setting.data_root / "cats-dogs", setting.console)
     found, classes, count = splits["train"], len(pack.classes), setting.scale.cats_dogs_images
-    samples = Samples(images=found.images, rows=np.resize(found.rows, count), labels=np.resize(found.labels, count))
+    samples = Split(images=found.images, rows=np.resize(found.rows, count), labels=np.resize(found.labels, count))
     real, synthetic, notes = [], [], []
     for _ in range(setting.scale.rounds):
         with closing(fresh_engine(recipe, classes, setting.device, notes)) as engine:
@@ -244,7 +244,7 @@ def synthetic_rate(engine: Engine, recipe: Recipe, *, classes: int, steps: int) 
     size = recipe.batch_size
     random = np.random.default_rng(1)
     images = random.integers(0, 256, (size, *recipe.image_sides, recipe.channels), dtype=np.uint8)
-    samples = Samples(images=images, rows=np.arange(size), labels=np.arange(size) % classes)
+    samples = Split(images=images, rows=np.arange(size), labels=np.arange(size) % classes)
     placed = engine.place(samples)
     placed.begin_epoch(0)
     batch = Batch(samples=np.arange(size), weights=np.ones(size, np.float32), count=size)
@@ -293,7 +293,7 @@ def resnet50(setting: Setting) -> dict[str, Any]:
     }
 
 
-def train_placed(recipe: Recipe, samples: Samples, device: str) -> dict[str, Any]:
+def train_placed(recipe: Recipe, samples: Split, device: str) -> dict[str, Any]:
     notes: list[str] = []
     with closing(fresh_engine(recipe, RESNET_CLASSES, device, notes)) as engine:
         progress, peak = fit(engine, recipe, {"train": samples}), engine.peak_memory_bytes()
@@ -305,7 +305,7 @@ def train_placed(recipe: Recipe, samples: Samples, device: str) -> dict[str, Any
     }
 
 
-def synthetic_pack(folder: Path, count: int, size: int) -> Samples:
+def synthetic_pack(folder: Path, count: int, size: int) -> Split:
     """Write random images as a pack holds them, and map them."""
     file = folder / "images.npy"
     random = np.random.default_rng(1)
@@ -314,7 +314,7 @@ def synthetic_pack(folder: Path, count: int, size: int) -> Samples:
         part = images[start : start + WRITTEN_AT_ONCE]
         part[:] = random.integers(0, 256, part.shape, dtype=np.uint8)
     images.flush()
-    return Samples(
+    return Split(
         images=np.lib.format.open_memmap(file, mode="r"),
         rows=np.arange(count),
         labels=np.arange(count) % RESNET_CLASSES,

@@ -21,7 +21,7 @@ import numpy as np
 
 from flatout.analysis.label_errors import find_label_errors
 from flatout.config.settings import parse_setting
-from flatout.data.source import DataRef, Source
+from flatout.data.source import DataSource, ImageDataset
 from flatout.engine.devices import machine
 from flatout.train.recipes import resolve
 from flatout.train.request import Options, TrainRequest
@@ -31,7 +31,7 @@ from flatout.utils.console import Console
 SHARE, SEED = 0.05, 0
 
 
-def plant(source: Source) -> tuple[Source, np.ndarray]:
+def plant(source: ImageDataset) -> tuple[ImageDataset, np.ndarray]:
     """Return the data with a share of all labels replaced by another class, and where, bool [N]."""
     rng = np.random.default_rng(SEED)
     is_wrong = np.zeros(len(source), bool)
@@ -41,7 +41,7 @@ def plant(source: Source) -> tuple[Source, np.ndarray]:
     return dataclasses.replace(source, labels=labels), is_wrong
 
 
-def some(source: Source, count: int) -> Source:
+def some(source: ImageDataset, count: int) -> ImageDataset:
     """Return the first images of the training split, alone."""
     assert source.images is not None
     return dataclasses.replace(
@@ -63,7 +63,7 @@ def main() -> None:
     console = Console(sys.stderr)
     changes = dict(map(parse_setting, args.set))
     recipe, found = resolve(args.job, args.data, changes, accelerated=False, console=console)
-    source = found.read() if isinstance(found, DataRef) else found
+    source = found.read() if isinstance(found, DataSource) else found
     source, is_wrong = plant(some(source, args.images) if args.images else source)
     options = Options(devices=args.devices, cache=False)
     began, wall = time.process_time(), time.perf_counter()

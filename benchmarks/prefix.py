@@ -16,7 +16,7 @@ from typing import Any
 from about import about
 from flatout.config import Recipe
 from flatout.config.jobs import load_job
-from flatout.data.batches import Samples
+from flatout.data.batches import Split
 from flatout.data.build import find, load_pack
 from flatout.data.pack import Pack, PackSettings
 from flatout.data.splits import splits_of
@@ -32,7 +32,7 @@ CACHED_EPOCHS, UNCACHED_EPOCHS = 3, 2
 SILENT = LoopHooks()
 
 
-def load(recipe: Recipe, folder: Path, console: Console) -> tuple[Pack, dict[str, Samples]]:
+def load(recipe: Recipe, folder: Path, console: Console) -> tuple[Pack, dict[str, Split]]:
     """Decode the images, into a pack that lives as long as this process."""
     settings = PackSettings(
         size=recipe.image_size,
@@ -47,7 +47,7 @@ def load(recipe: Recipe, folder: Path, console: Console) -> tuple[Pack, dict[str
 
 
 def run(
-    recipe: Recipe, splits: dict[str, Samples], classes: int, device: str, *, cache_prefix: bool
+    recipe: Recipe, splits: dict[str, Split], classes: int, device: str, *, cache_prefix: bool
 ) -> list[EpochRecord]:
     """Train a fresh model and return the record of every epoch."""
     model = build_model(recipe, classes)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from flatout.config import Data
 from flatout.data.detect import recognise
-from flatout.data.source import Source
+from flatout.data.source import ImageDataset
 
 
 def with_images(folder: Path) -> Path:
@@ -15,7 +15,7 @@ def with_images(folder: Path) -> Path:
     return folder
 
 
-def read(folder: Path, text: str | bytes, name: str = "list.csv", task: str = "auto", **settings) -> Source:
+def read(folder: Path, text: str | bytes, name: str = "list.csv", task: str = "auto", **settings) -> ImageDataset:
     path = folder / name
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     return recognise(path, Data(**settings), task).read()

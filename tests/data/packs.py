@@ -8,7 +8,7 @@ from PIL import Image
 from flatout.data.build import load_pack
 from flatout.data.decode import decode_image
 from flatout.data.pack import Pack, PackSettings
-from flatout.data.source import DataRef, Source
+from flatout.data.source import DataSource, ImageDataset
 
 SMALL_BLOCK = 10 * 16 * 16 * 3
 
@@ -37,7 +37,7 @@ def settings(**changes) -> PackSettings:
     return PackSettings(**{**values, **changes})
 
 
-def class_folders(folder: Path, count: int = 45) -> Source:
+def class_folders(folder: Path, count: int = 45) -> ImageDataset:
     """Images of three classes, every fifth in the test split; each has its own content."""
     rng = np.random.default_rng(1)
     train, test = [], []
@@ -47,7 +47,7 @@ def class_folders(folder: Path, count: int = 45) -> Source:
         Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(file)
         (test if index // 3 % 5 == 0 else train).append((index % 3, file))
     both = train + test
-    return Source(
+    return ImageDataset(
         kind="class folders",
         path=folder,
         classes=("a", "b", "c"),
@@ -58,27 +58,27 @@ def class_folders(folder: Path, count: int = 45) -> Source:
     )
 
 
-def arrays(count: int = 40, side: int = 16) -> Source:
+def arrays(count: int = 40, side: int = 16) -> ImageDataset:
     images = np.random.default_rng(2).integers(0, 256, (count, side, side, 3), np.uint8)
     labels, splits = np.arange(count) % 2, {"train": (0, count)}
-    return Source(kind="arrays", path=None, classes=("a", "b"), labels=labels, splits=splits, images=images)
+    return ImageDataset(kind="arrays", path=None, classes=("a", "b"), labels=labels, splits=splits, images=images)
 
 
-def repeated(folder: Path, count: int) -> Source:
+def repeated(folder: Path, count: int) -> ImageDataset:
     """So many images of two classes, from fewer files."""
     files = sorted(folder.rglob("*.jpg"))
     files = [files[i % len(files)] for i in range(count)]
     labels, splits = np.arange(count) % 2, {"train": (0, count)}
-    return Source(kind="k", path=folder, classes=("a", "b"), labels=labels, splits=splits, files=files)
+    return ImageDataset(kind="k", path=folder, classes=("a", "b"), labels=labels, splits=splits, files=files)
 
 
-def expected_images(source: Source, wanted: PackSettings) -> np.ndarray:
+def expected_images(source: ImageDataset, wanted: PackSettings) -> np.ndarray:
     assert source.files is not None
     how = {"size": wanted.size, "channels": wanted.channels, "resize": wanted.resize}
     return np.stack([decode_image(file, **how) for file in source.files])
 
 
-def load(source: DataRef | Source, cache: Path | None, wanted: PackSettings | None = None) -> Pack:
+def load(source: DataSource | ImageDataset, cache: Path | None, wanted: PackSettings | None = None) -> Pack:
     return load_pack(source, wanted or settings(), cache=cache, report=Recorder())
 
 

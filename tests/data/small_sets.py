@@ -9,7 +9,7 @@ from PIL import Image
 
 from flatout.config import Data
 from flatout.data.detect import recognise
-from flatout.data.source import Source
+from flatout.data.source import ImageDataset
 from tests.data import containers as c
 
 
@@ -19,7 +19,7 @@ def png(value: int = 0) -> bytes:
     return stream.getvalue()
 
 
-def read(path: Path, **options: Any) -> Source:
+def read(path: Path, **options: Any) -> ImageDataset:
     return recognise(path, Data(**options)).read()
 
 

@@ -14,7 +14,7 @@ from flatout.config import Recipe
 from flatout.data import batches as batching
 from flatout.data.batches import (
     READ_BYTES,
-    Samples,
+    Split,
     epoch_batches,
     evaluation_batches,
     measure,
@@ -83,7 +83,7 @@ def test_random_numbers_never_change() -> None:
 def test_mean_and_deviation_are_of_images_from_all_over_the_split() -> None:
     images = np.zeros((20_000, 1, 2, 1), np.uint8)
     images[10_000:] = 255  # sorted by class
-    found = measure(Samples(images=images, rows=np.arange(20_000), labels=np.zeros(20_000)))
+    found = measure(Split(images=images, rows=np.arange(20_000), labels=np.zeros(20_000)))
     assert found == ((0.5,), (0.5,))
 
 
@@ -143,13 +143,13 @@ def test_mixed_images_are_of_one_window(small_windows: None) -> None:
 
 
 @pytest.fixture
-def samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Samples:
+def samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Split:
     """Four windows of eight blocks on disk, of which every tenth image belongs to another split."""
     monkeypatch.setattr(batching, "BLOCK_BYTES", BLOCK * IMAGE_BYTES)
     monkeypatch.setattr(random, "WINDOW_BLOCKS", 8)
     np.save(tmp_path / "images.npy", np.random.default_rng(0).integers(0, 256, (COUNT, 64, 64, 1), np.uint8))
     rows = np.flatnonzero(np.arange(COUNT) % 10)
-    return Samples(images=np.load(tmp_path / "images.npy", mmap_mode="r"), rows=rows, labels=0 * rows)
+    return Split(images=np.load(tmp_path / "images.npy", mmap_mode="r"), rows=rows, labels=0 * rows)
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_windows_are_read_in_large_pieces(samples: Samples, reads: list[tuple[int, int]], ranks: int) -> None:
+def test_windows_are_read_in_large_pieces(samples: Split, reads: list[tuple[int, int]], ranks: int) -> None:
     """As many bytes as the windows have, in few reads, and before the batch that needs them."""
     cached = np.zeros(COUNT * IMAGE_BYTES, bool)
     offset = samples.images.offset  # pyright: ignore[reportAttributeAccessIssue]
@@ -178,7 +178,7 @@ def test_windows_are_read_in_large_pieces(samples: Samples, reads: list[tuple[in
         assert sum(a > b for (a, _), (b, _) in pairwise(reads)) <= 4  # from front to back, between windows
 
 
-def test_what_is_not_needed_is_not_read(samples: Samples, reads: list[tuple[int, int]]) -> None:
+def test_what_is_not_needed_is_not_read(samples: Split, reads: list[tuple[int, int]]) -> None:
     full = RECIPE.override({"data.order": "full"})
     assert len(list(read_ahead(samples, epoch_batches(full, samples, 0)))) == 36
     assert reads == []
@@ -188,6 +188,6 @@ def test_what_is_not_needed_is_not_read(samples: Samples, reads: list[tuple[int,
     batches.close()  # pyright: ignore[reportAttributeAccessIssue]
     assert not any(thread.name.startswith("flatout-ahead") for thread in threading.enumerate())
     reads.clear()
-    held = Samples(images=np.array(samples.images), rows=samples.rows, labels=samples.labels)
+    held = Split(images=np.array(samples.images), rows=samples.rows, labels=samples.labels)
     assert len(list(read_ahead(held, epoch_batches(RECIPE, held, 0)))) == 36
     assert reads == []

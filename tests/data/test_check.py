@@ -15,7 +15,7 @@ from flatout.cli.main import main
 from flatout.data.cache import digest_files
 from flatout.data.detect import recognise
 from flatout.data.formats.arrays import from_arrays
-from flatout.data.source import Source
+from flatout.data.source import ImageDataset
 from flatout.utils.console import Console
 
 RNG = np.random.default_rng(0)
@@ -33,7 +33,7 @@ def copy(source: Path, target: Path) -> None:
     target.write_bytes(source.read_bytes())
 
 
-def checked(data: Path | Source) -> dict[str, Any]:
+def checked(data: Path | ImageDataset) -> dict[str, Any]:
     return check(recognise(data).read() if isinstance(data, Path) else data, Console())
 
 

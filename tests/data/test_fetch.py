@@ -29,7 +29,7 @@ from flatout.config.jobs import builtin_jobs
 from flatout.data.build import find
 from flatout.data.cache import clear, entries
 from flatout.data.fetch import PUBLIC, PUBLIC_NAMES, PublicData, download_public, where_to_get
-from flatout.data.source import DataRef
+from flatout.data.source import DataSource
 from flatout.utils.console import Console
 from flatout.utils.errors import DiskFull, InputError
 from tests.data.small_sets import png
@@ -57,7 +57,7 @@ def npz(count: int = 60, seed: int = 0) -> bytes:
 
 def fetch(url: str, stream: io.StringIO | None = None) -> Path:
     found = find(url, console=Console(stream))
-    assert isinstance(found, DataRef)
+    assert isinstance(found, DataSource)
     return found.path
 
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from flatout.data import pack as packs
-from flatout.data.batches import Samples
+from flatout.data.batches import Split
 from flatout.data.build import build_pack, load_pack
 from flatout.data.cache import cache_folder, clear, entries, temporary_folder
 from flatout.data.detect import recognise
 from flatout.data.pack import open_pack, share
 from flatout.data.pixels import resize_images
-from flatout.data.source import DataRef, Source
+from flatout.data.source import DataSource, ImageDataset
 from flatout.utils.errors import DiskFull, InputError
 from tests.data.packs import (
     SMALL_BLOCK,
@@ -39,7 +39,7 @@ from tests.data.packs import (
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Source:
+def source(tmp_path: Path) -> ImageDataset:
     return class_folders(tmp_path / "data")
 
 
@@ -76,13 +76,13 @@ def test_arrays_mapped_from_a_file_of_another_layout_are_read_right(tmp_path):
     np.save(tmp_path / "images.npy", pixels)
     np.save(tmp_path / "labels.npy", np.arange(6) % 2)
     pack = load(recognise(tmp_path), None)
-    samples = Samples(images=pack.images, rows=np.arange(6), labels=pack.labels)
+    samples = Split(images=pack.images, rows=np.arange(6), labels=pack.labels)
     assert np.array_equal(samples.images_at(np.array([5, 1])), pixels[[5, 1]].transpose(0, 2, 3, 1))
 
 
 def test_a_pack_of_the_users_is_opened_if_it_fits(tmp_path, source):
     build_pack(source, settings(), tmp_path / "out", Recorder())
-    found = DataRef(kind="pack", path=tmp_path / "out", inputs=(), read=pytest.fail)
+    found = DataSource(kind="pack", path=tmp_path / "out", inputs=(), read=pytest.fail)
     assert load(found, tmp_path / "cache").folder == tmp_path / "out"
     fix = r"16 x 16 pixels.*wants 32 x 32.*use --set image_size=16 --set data.resize=squash, or make another"
     with pytest.raises(InputError, match=fix):
@@ -135,7 +135,7 @@ def test_packs_are_found_by_content_and_settings_wherever_the_data_lies(tmp_path
 def test_a_cached_pack_of_array_files_is_found_without_reading_them(tmp_path):
     (tmp_path / "images.npy").write_bytes(b"content")
     reads = []
-    found = DataRef(
+    found = DataSource(
         kind="arrays",
         path=tmp_path,
         inputs=(tmp_path / "images.npy",),
@@ -164,7 +164,7 @@ def test_a_pack_is_read_and_shared_after_its_cache_was_removed(tmp_path, source,
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
     with share(pack) as shared:
         for one in (pack, shared.open()):
-            samples = Samples(images=one.images, rows=np.arange(45), labels=pack.labels)
+            samples = Split(images=one.images, rows=np.arange(45), labels=pack.labels)
             assert np.array_equal(samples.images_at(rows), images[rows])
 
 
@@ -181,7 +181,7 @@ def test_without_a_cache_that_can_be_written_the_run_continues_with_a_warning(tm
 # Bad images
 
 
-def spoil(source: Source, indices: list[int]) -> list[str]:
+def spoil(source: ImageDataset, indices: list[int]) -> list[str]:
     files = [(source.files or ())[index] for index in indices]
     for file in files:
         Path(str(file)).write_bytes(b"<html>not found</html>")
@@ -296,7 +296,7 @@ print(grown)
 
 
 @pytest.fixture
-def start(tmp_path: Path, source: Source) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(tmp_path: Path, source: ImageDataset) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start a process that loads a pack; ends those that a failed test leaves."""
     processes: list[subprocess.Popen[str]] = []
 

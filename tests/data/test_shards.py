@@ -13,7 +13,7 @@ from flatout.cli.main import main
 from flatout.data.detect import recognise
 from flatout.data.formats.shards import expand_braces
 from flatout.data.image_bytes import ImageBytesList, ShardFile, Slice
-from flatout.data.source import Source
+from flatout.data.source import ImageDataset
 from flatout.utils.errors import InputError
 from tests.data import containers as c
 from tests.data.small_sets import png, read, shard, table
@@ -90,7 +90,7 @@ def samples(labels: list[Any]) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", ["parquet", "JSON lines", "WebDataset"])
 def test_lists_of_labels_and_numbers(tmp_path: Path, kind: str):
-    def with_labels(labels: list[Any]) -> Source:
+    def with_labels(labels: list[Any]) -> ImageDataset:
         if kind == "parquet":
             return read(table(tmp_path / "a.parquet", image=[png()] * 4, label=labels))
         if kind == "WebDataset":
@@ -199,7 +199,7 @@ def test_raw_images_must_have_one_size(tmp_path: Path):
 
 
 def test_values_of_every_kind(tmp_path: Path):
-    def with_labels(*labels: bytes) -> Source:
+    def with_labels(*labels: bytes) -> ImageDataset:
         """Return the source of records with a feature of these bytes."""
         every = [
             c.example({"image": png()}) + c.field(1, c.field(1, c.field(1, b"label") + c.field(2, v))) for v in labels

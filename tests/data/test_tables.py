@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flatout.cli.main import main
 from flatout.config import Data
 from flatout.data.detect import recognise
-from flatout.data.source import Source
+from flatout.data.source import ImageDataset
 from flatout.utils.errors import InputError
 from tests.data.manifests import read, with_images
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     return with_images(tmp_path)
 
 
-def pairs(source: Source) -> list[tuple[str, str]]:
+def pairs(source: ImageDataset) -> list[tuple[str, str]]:
     return [(path.name, source.classes[label]) for path, label in zip(source.files or (), source.labels, strict=True)]  # type: ignore[attr-defined]
 
 
@@ -316,7 +316,7 @@ def test_labels_that_could_be_of_several_tasks_are_refused_without_a_class_list(
 SEVERAL = [["cat", "dog"], ["cat"], [], ["dog", "emu"], ["emu"], ["dog"]]
 
 
-def rows_of(source: Source) -> list[list[str]]:
+def rows_of(source: ImageDataset) -> list[list[str]]:
     return [[source.classes[i] for i in row.nonzero()[0]] for row in source.labels]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.config import Optimizer, Recipe
-from flatout.data.batches import Samples, epoch_batches
+from flatout.data.batches import Split, epoch_batches
 from flatout.distributed.world import World
 from flatout.engine.base import Evaluation
 from flatout.train.loop import LoopHooks, run_loop
@@ -20,10 +20,10 @@ from tests.engine.engines import ENGINES, make_engine
 SILENT = LoopHooks()
 
 
-def make_samples(count: int = 70, size: int = 12, channels: int = 1, classes: int = 5) -> Samples:
+def make_samples(count: int = 70, size: int = 12, channels: int = 1, classes: int = 5) -> Split:
     rng = np.random.default_rng(7)
     images = rng.integers(0, 256, (count, size, size, channels), dtype=np.uint8)
-    return Samples(images=images, rows=np.arange(count), labels=rng.integers(0, classes, count))
+    return Split(images=images, rows=np.arange(count), labels=rng.integers(0, classes, count))
 
 
 def make_net(channels: int = 1, classes: int = 5) -> nn.Module:
@@ -46,7 +46,7 @@ def make_recipe(**changes: object) -> Recipe:
     return base.override({"data.mean": [0.4], "data.std": [0.3], "keep": "last", **changes})
 
 
-def plain_loop(net: nn.Module, samples: Samples, recipe: Recipe, optimizer: torch.optim.Optimizer) -> nn.Module:
+def plain_loop(net: nn.Module, samples: Split, recipe: Recipe, optimizer: torch.optim.Optimizer) -> nn.Module:
     """Train as anybody would by hand: the short last batch is simply short."""
     pixels = torch.from_numpy(samples.images[samples.rows]).permute(0, 3, 1, 2).float() / 255
     mean, std = torch.tensor(recipe.data.mean), torch.tensor(recipe.data.std)
@@ -66,7 +66,7 @@ def plain_loop(net: nn.Module, samples: Samples, recipe: Recipe, optimizer: torc
 
 
 def engine_weights(
-    net: nn.Module, samples: Samples, recipe: Recipe, engine: str = "torch", **options: object
+    net: nn.Module, samples: Split, recipe: Recipe, engine: str = "torch", **options: object
 ) -> dict[str, torch.Tensor]:
     made = make_engine(engine, net, recipe, **options)
     placed = made.place(samples)
@@ -161,7 +161,7 @@ def test_counts_are_of_every_sample_once(usual: Usual) -> None:
 def test_where_the_images_live_changes_nothing(placement: str, usual: Usual, tmp_path: Path) -> None:
     samples = make_samples()
     np.save(tmp_path / "images.npy", samples.images)
-    mapped = Samples(images=np.load(tmp_path / "images.npy", mmap_mode="r"), rows=samples.rows, labels=samples.labels)
+    mapped = Split(images=np.load(tmp_path / "images.npy", mmap_mode="r"), rows=samples.rows, labels=samples.labels)
     found = engine_weights(make_net(), mapped, USUAL.override({"data.placement": placement}), usual.engine)
     assert all(torch.equal(value, found[key]) for key, value in usual.weights.items())
 

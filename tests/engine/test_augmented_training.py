@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from flatout.config import Recipe
-from flatout.data.batches import Samples, training_batches
+from flatout.data.batches import Split, training_batches
 from flatout.distributed.world import World
 from flatout.engine import augment
 from flatout.engine.torch.engine import TorchEngine
@@ -29,7 +29,7 @@ MIXED = {
 }
 
 
-def plain_loop(samples: Samples, recipe: Recipe) -> dict[str, torch.Tensor]:
+def plain_loop(samples: Split, recipe: Recipe) -> dict[str, torch.Tensor]:
     """Train as anybody would by hand, on the same draws; images, partners and labels of the whole epoch at once."""
     net = make_net().train()
     optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)
@@ -105,7 +105,7 @@ def test_ranks_mix_the_images_of_one_process() -> None:
 AVERAGED = {"ema": 0.7, "clip_norm": 0.5, "optimizer.lr": 0.5}
 
 
-def averaged_by_hand(samples: Samples, recipe: Recipe) -> dict[str, torch.Tensor]:
+def averaged_by_hand(samples: Split, recipe: Recipe) -> dict[str, torch.Tensor]:
     net = make_net().train()
     optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)
     x = (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3

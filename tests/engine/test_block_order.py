@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flatout.data import batches
-from flatout.data.batches import Samples, epoch_batches
+from flatout.data.batches import Split, epoch_batches
 from flatout.distributed.world import World
 from flatout.engine.torch.engine import TorchEngine
 from flatout.train.loop import run_loop
@@ -36,12 +36,12 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "images.npy"
 
 
-def mapped_samples(file: Path) -> Samples:
+def mapped_samples(file: Path) -> Split:
     held = make_samples()
-    return Samples(images=np.load(file, mmap_mode="r"), rows=held.rows, labels=held.labels)
+    return Split(images=np.load(file, mmap_mode="r"), rows=held.rows, labels=held.labels)
 
 
-def expected(samples: Samples) -> dict[str, torch.Tensor]:
+def expected(samples: Split) -> dict[str, torch.Tensor]:
     recipe, net = make_recipe(**BLOCKS), make_net()
     return plain_loop(net, samples, recipe, torch.optim.SGD(net.parameters(), lr=0.05)).state_dict()
 

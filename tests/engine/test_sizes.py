@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import flatout
 from flatout.config import Recipe
-from flatout.data.batches import Samples, training_batches
+from flatout.data.batches import Split, training_batches
 from flatout.distributed.world import World
 from flatout.engine.augment import training_size
 from flatout.engine.torch.engine import TorchEngine
@@ -38,11 +38,11 @@ def pooled_net() -> nn.Module:
     )
 
 
-def pixels_of(samples: Samples) -> torch.Tensor:
+def pixels_of(samples: Split) -> torch.Tensor:
     return (torch.from_numpy(samples.images).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.3
 
 
-def trained_by_hand(images: Sequence[torch.Tensor], samples: Samples, recipe: Recipe) -> nn.Module:
+def trained_by_hand(images: Sequence[torch.Tensor], samples: Split, recipe: Recipe) -> nn.Module:
     """Train on images [N, C, H, W] of each epoch."""
     net, labels = pooled_net().train(), torch.from_numpy(samples.labels)
     optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)

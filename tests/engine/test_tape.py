@@ -12,8 +12,8 @@ from flatout.config import Recipe
 from flatout.config.jobs import builtin_jobs, load_job
 from flatout.distributed.world import World
 from flatout.engine import optim
-from flatout.engine.torch import step as cuda_graph
-from flatout.engine.torch.batches import Inputs
+from flatout.engine.torch import step
+from flatout.engine.torch.batches import DeviceBatch
 from flatout.engine.torch.engine import TorchEngine
 from flatout.models.build import build_model
 from flatout.train.loop import run_loop
@@ -35,7 +35,7 @@ def run(recipe: Recipe, net: nn.Module, *, record: bool, world: World | None = N
     accelerator = FakeAccelerator()
     with pytest.MonkeyPatch.context() as patch:
         if not record:
-            patch.setattr(cuda_graph, "EAGER_STEPS", 1 << 30)
+            patch.setattr(step, "EAGER_STEPS", 1 << 30)
         engine = TorchEngine(net, recipe, world=world, accelerator=accelerator, **options)
         try:
             samples = make_samples(COUNT, recipe.image_sides[0], recipe.channels, CLASSES)
@@ -151,10 +151,10 @@ def test_the_device_that_is_faked_computes_what_the_cpu_does() -> None:
 def test_a_loaded_state_and_another_split_are_recorded_anew() -> None:
     recipe = net_recipe(**{"optimizer.name": "momentum"})
     states = []
-    for eager_steps in (cuda_graph.EAGER_STEPS, 1 << 30):
+    for eager_steps in (step.EAGER_STEPS, 1 << 30):
         accelerator = FakeAccelerator()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuda_graph, "EAGER_STEPS", eager_steps)
+            patch.setattr(step, "EAGER_STEPS", eager_steps)
             engine = TorchEngine(norm_net(), recipe, accelerator=accelerator)
             for count in (COUNT, COUNT + BATCH):
                 split = engine.place(make_samples(count, classes=CLASSES))
@@ -189,7 +189,7 @@ def test_without_a_record_training_goes_on(reason: str, monkeypatch: pytest.Monk
 
 def test_a_python_number_of_the_batch_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the constants, the padded batch replays the record of a full one: its padding enters the statistics."""
-    monkeypatch.setattr(Inputs, "constants", property(lambda inputs: (len(inputs.batch.samples),)))
+    monkeypatch.setattr(DeviceBatch, "constants", property(lambda inputs: (len(inputs.batch.samples),)))
     assert "model.3.running_var" in differences(net_recipe(), norm_net)
 
 
@@ -268,7 +268,7 @@ def compare_on_ranks(world: World) -> dict[str, list[str]]:
         with pytest.MonkeyPatch.context() as patch:
             # Shares of 4 and 4 samples, then 4 and 0: the first rank's share is full, and only the total differs.
             own = property(lambda inputs: (len(inputs.batch.samples), inputs.batch.count))
-            patch.setattr(Inputs, "constants", own)
+            patch.setattr(DeviceBatch, "constants", own)
             found["planted"] = differences(net_recipe(), norm_net, world=world)
     return found
 

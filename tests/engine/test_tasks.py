@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from flatout.config import Recipe
-from flatout.data.batches import Samples, training_batches
+from flatout.data.batches import Split, training_batches
 from flatout.distributed.world import World
 from flatout.engine.augment import epoch_transforms
 from flatout.engine.torch.engine import TorchEngine
@@ -35,7 +35,7 @@ CASES = {
 QUICK = ("several labels, balanced", "mse, mixed")
 
 
-def samples_of(recipe: Recipe, count: int = 70) -> Samples:
+def samples_of(recipe: Recipe, count: int = 70) -> Split:
     """Return noise with labels of the recipe's task."""
     rng, samples = np.random.default_rng(3), make_samples(count)
     if recipe.task == "regression":
@@ -47,7 +47,7 @@ def net_of(recipe: Recipe) -> torch.nn.Module:
     return make_net(classes=1 if recipe.task == "regression" else 5)
 
 
-def plain_weights(recipe: Recipe, samples: Samples) -> dict[str, torch.Tensor]:
+def plain_weights(recipe: Recipe, samples: Split) -> dict[str, torch.Tensor]:
     """Train as anybody would by hand."""
     net = net_of(recipe).train()
     optimizer = torch.optim.SGD(net.parameters(), lr=recipe.optimizer.lr)

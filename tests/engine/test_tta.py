@@ -13,7 +13,7 @@ from torch.nn import functional
 import flatout
 from flatout.cli.main import main
 from flatout.config import Recipe
-from flatout.data.batches import Samples
+from flatout.data.batches import Split
 from flatout.distributed.world import World
 from flatout.engine.base import Evaluation
 from flatout.engine.torch.engine import TorchEngine
@@ -43,7 +43,7 @@ def mean_by_hand(net: nn.Module, images: np.ndarray, recipe: Recipe) -> np.ndarr
     return torch.stack(found).mean(0).numpy()
 
 
-def assert_is_mean(result: Evaluation, expected: np.ndarray, samples: Samples) -> None:
+def assert_is_mean(result: Evaluation, expected: np.ndarray, samples: Split) -> None:
     assert result.probabilities is not None
     np.testing.assert_allclose(result.probabilities, expected, atol=1e-5)
     assert (result.predicted == expected.argmax(1)).all()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from flatout.cli.main import main
-from flatout.data.batches import Samples
-from flatout.engine.torch.batches import TorchSplit
+from flatout.data.batches import Split
+from flatout.engine.torch.batches import TorchDataset
 
 
 def measured(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "limit"), [(Samples, "read", "input"), (TorchSplit, "train_step", "compute")]
+    ("owner", "name", "limit"), [(Split, "read", "input"), (TorchDataset, "train_step", "compute")]
 )
 def test_what_is_slow_limits_the_job(
     owner: type, name: str, limit: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -11,7 +11,7 @@ import pytest
 
 from flatout.cli.main import main
 from flatout.engine import factory
-from flatout.engine.torch import measure as probe
+from flatout.engine.torch import measure
 from flatout.models.weights import read_weights
 from tests.system.interrupted import assert_same, at_image, command, resume, write_images
 from tests.system.run_files import metrics, summary
@@ -60,7 +60,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(factory, "physical_cores", lambda: 2)
     monkeypatch.setattr(factory, "usable_cores", lambda: 2)
-    monkeypatch.setattr(probe, "seconds_per_image", lambda model, recipe, *, ranks=1: speeds[ranks])
+    monkeypatch.setattr(measure, "seconds_per_image", lambda model, recipe, *, ranks=1: speeds[ranks])
     return speeds
 
 

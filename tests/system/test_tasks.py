@@ -13,7 +13,7 @@ from sklearn.metrics import average_precision_score, f1_score, mean_absolute_err
 import flatout
 from flatout.cli.main import main
 from flatout.data.build import find
-from flatout.data.source import Source
+from flatout.data.source import ImageDataset
 from flatout.models.weights import read_weights
 
 Pairs = tuple[np.ndarray, np.ndarray]
@@ -23,7 +23,7 @@ Pairs = tuple[np.ndarray, np.ndarray]
 def pairs_of(shared_data: Path) -> Callable[[int], Pairs]:
     """Return a function that returns images uint8 [N, 28, 56] of two digits, and the digits, int64 [N, 2]."""
     found = find(shared_data / "mnist")
-    source = found if isinstance(found, Source) else found.read()
+    source = found if isinstance(found, ImageDataset) else found.read()
     assert source.images is not None
 
     def pairs(count: int) -> Pairs:

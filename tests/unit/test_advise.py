@@ -9,7 +9,7 @@ import pytest
 
 import flatout
 from flatout.config import Recipe
-from flatout.data.source import Source
+from flatout.data.source import ImageDataset
 from flatout.engine.factory import Speeds
 from flatout.models import hub
 from flatout.train.auto_recipe import advise
@@ -17,9 +17,9 @@ from flatout.train.recipes import resolve
 from flatout.utils.errors import InputError, WeightsUnavailable
 
 
-def make_source(count: int = 600, size: int = 28, channels: int = 1, classes: int = 10) -> Source:
+def make_source(count: int = 600, size: int = 28, channels: int = 1, classes: int = 10) -> ImageDataset:
     """Return images without content; only their shapes matter."""
-    return Source(
+    return ImageDataset(
         kind="images",
         path=None,
         images=np.zeros((count, size, size, channels), np.uint8),
@@ -29,7 +29,9 @@ def make_source(count: int = 600, size: int = 28, channels: int = 1, classes: in
     )
 
 
-def advice(source: Source, changes: Mapping[str, Any] | None = None, **options: Any) -> tuple[Recipe, dict[str, str]]:
+def advice(
+    source: ImageDataset, changes: Mapping[str, Any] | None = None, **options: Any
+) -> tuple[Recipe, dict[str, str]]:
     return advise(source, "", changes or {}, **{"accelerated": False, **options})
 
 

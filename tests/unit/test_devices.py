@@ -15,8 +15,7 @@ from flatout.cli.main import main
 from flatout.config import Recipe
 from flatout.engine import devices, factory
 from flatout.engine.devices import Devices, engine_for, parse_devices, spec_of
-from flatout.engine.torch import accelerator as device_setup
-from flatout.engine.torch import measure as probe
+from flatout.engine.torch import accelerator, measure
 from flatout.engine.xla.devices import tpu_count
 from flatout.utils.errors import InputError
 
@@ -32,7 +31,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
         monkeypatch.setattr(devices, "tpu_count", lambda: found.get("tpu", 0))
         monkeypatch.setattr(factory, "usable_cores", lambda: cores)
         monkeypatch.setattr(factory, "physical_cores", lambda: cores)
-        monkeypatch.setattr(device_setup, "physical_cores", lambda: cores)
+        monkeypatch.setattr(accelerator, "physical_cores", lambda: cores)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     return has
@@ -193,7 +192,7 @@ def test_one_thread_is_the_users_wish_unless_torchrun_set_it(
     host(cores=8)
     for name, value in {"OMP_NUM_THREADS": "1", **variables}.items():
         monkeypatch.setenv(name, value)
-    assert device_setup.cpu_threads(2) == threads
+    assert accelerator.cpu_threads(2) == threads
 
 
 @pytest.mark.parametrize(
@@ -214,7 +213,7 @@ def test_auto_measures_threads_and_processes(
 ) -> None:
     host(cores=4)
     seconds = {1: by_threads, 4: by_processes}
-    monkeypatch.setattr(probe, "seconds_per_image", lambda model, recipe, *, ranks=1: seconds[ranks])
+    monkeypatch.setattr(measure, "seconds_per_image", lambda model, recipe, *, ranks=1: seconds[ranks])
     processes = chosen("auto")
     assert str(processes.devices) == spec
     assert processes.reason == f"--devices auto: {reason}"
@@ -228,7 +227,7 @@ def test_the_first_model_chooses_between_threads_and_processes(host: Host, monke
         asked.append(ranks)
         return seconds[ranks]
 
-    monkeypatch.setattr(probe, "seconds_per_image", measured)
+    monkeypatch.setattr(measure, "seconds_per_image", measured)
     speeds = factory.speeds_on("auto", "torch")
     assert speeds is not None
     recipe = Recipe(model="fast-cnn-16", image_size=28, channels=1, epochs=1, batch_size=64)
@@ -265,13 +264,13 @@ def test_the_estimate_computes_in_the_recipes_precision(
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     recipe = Recipe(model="test", image_size=8, channels=1, epochs=1, batch_size=64).override({"precision": precision})
     model, generator = Formats(), torch.get_rng_state()
-    assert probe.seconds_per_image(model, recipe) > 0
+    assert measure.seconds_per_image(model, recipe) > 0
     assert model.found == {dtype}
     assert torch.equal(torch.get_rng_state(), generator)
     monkeypatch.setattr(accelerator, "processor_flags", set)
     if precision == "bf16":
         with pytest.raises(InputError, match=r"precision = 'bf16': cpu here has only fp32"):
-            probe.seconds_per_image(model, recipe)
+            measure.seconds_per_image(model, recipe)
 
 
 @pytest.fixture
@@ -288,7 +287,7 @@ def test_ranks_are_measured_together() -> None:
     recipe = Recipe(model="test", image_size=8, channels=1, epochs=1, batch_size=9).override({"precision": "fp32"})
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
     before, generator, threads = copy.deepcopy(model.state_dict()), torch.get_rng_state(), torch.get_num_threads()
-    assert 0 < probe.seconds_per_image(model, recipe, ranks=2) < 10
+    assert 0 < measure.seconds_per_image(model, recipe, ranks=2) < 10
     # Other processes have trained.
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert (torch.get_num_threads(), multiprocessing.active_children()) == (threads, [])
@@ -312,7 +311,7 @@ class Broken(nn.Module):
 def test_a_rank_that_fails_ends_the_measurement() -> None:
     recipe = Recipe(model="test", image_size=8, channels=1, epochs=1, batch_size=8)
     with pytest.raises(RuntimeError, match="broken"):
-        probe.seconds_per_image(Broken(), recipe, ranks=2)
+        measure.seconds_per_image(Broken(), recipe, ranks=2)
     assert multiprocessing.active_children() == []
 
 

@@ -31,7 +31,7 @@ from flatout.analysis.images import (
 from flatout.data.cache import Progress
 from flatout.data.decode import ImageHeader, read_file, read_header
 from flatout.data.image_bytes import ImageBytes
-from flatout.data.source import Source, describe
+from flatout.data.source import ImageDataset, describe
 from flatout.data.splits import SPLITS
 from flatout.utils.console import aligned
 
@@ -59,13 +59,13 @@ class PerceptualHashes:
     thumbnails: np.ndarray
 
 
-def check(source: Source, report: Progress) -> dict[str, Any]:
+def check(source: ImageDataset, report: Progress) -> dict[str, Any]:
     """Return the contents and the flaws of a data set; every image file is decoded, nothing is changed.
 
     An image is `{name, split, class_name}`: its file, or split[index] for arrays, and its label in words.
 
     Returns:
-        kind, path, task, notes: as in `Source`.
+        kind, path, task, notes: as in `ImageDataset`.
         images: split -> number of images.
         counts: split -> class -> number of images; without classes in regression.
         numbers: split -> smallest, median and largest label of a regression; empty otherwise.
@@ -112,7 +112,7 @@ def check(source: Source, report: Progress) -> dict[str, Any]:
     }
 
 
-def _inspect(source: Source, report: Progress) -> tuple[Headers, dict[int, bytes], PerceptualHashes]:
+def _inspect(source: ImageDataset, report: Progress) -> tuple[Headers, dict[int, bytes], PerceptualHashes]:
     """Return the headers, and digests and perceptual hashes of the readable images, in the order of the digests."""
     if source.files is not None:
         headers, found = scan(source.files, _hash_file, report)
@@ -138,7 +138,7 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def _divided_groups(source: Source) -> dict[str, dict[str, int]]:
+def _divided_groups(source: ImageDataset) -> dict[str, dict[str, int]]:
     if source.groups is None:
         return {}
     counts = {split: Counter(source.groups[start:stop].tolist()) for split, (start, stop) in source.splits.items()}
@@ -163,7 +163,9 @@ def hash_images(images_NHWC: np.ndarray) -> PerceptualHashes:
     return PerceptualHashes(hashes, thumbnails.reshape(count, -1).round().astype(np.uint8))
 
 
-def _near_duplicates(source: Source, digests: dict[int, bytes], hashes: PerceptualHashes) -> Iterator[tuple[int, int]]:
+def _near_duplicates(
+    source: ImageDataset, digests: dict[int, bytes], hashes: PerceptualHashes
+) -> Iterator[tuple[int, int]]:
     """Yield pairs of indices across splits; of identical images in one split the first one stands for all."""
     first: dict[tuple[bytes, str], tuple[int, int]] = {}
     for row, (index, digest) in enumerate(digests.items()):

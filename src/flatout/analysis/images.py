@@ -22,7 +22,7 @@ from flatout.data.cache import Progress
 from flatout.data.decode import STRICT_PILLOW, ImageHeader, decode_image, read_file, read_header
 from flatout.data.image_bytes import ImageBytes
 from flatout.data.pixels import BadImage, resize_images
-from flatout.data.source import Source
+from flatout.data.source import ImageDataset
 from flatout.engine import augment
 from flatout.report.html import SMOOTH_FROM_PIXELS, THUMBNAIL_PIXELS, thumbnail
 from flatout.utils.files import printable
@@ -159,7 +159,7 @@ def reduce_arrays(images_NHWC: np.ndarray, size: Size = COMPARED_SIZE) -> Iterat
         yield resize_images(images_NHWC[start : start + _ARRAYS_AT_ONCE], size=size, **how)
 
 
-def survey(source: Source, report: Progress) -> tuple[Headers, list[int]]:
+def survey(source: ImageDataset, report: Progress) -> tuple[Headers, list[int]]:
     """Return the headers of all images, and the indices of blank ones.
 
     Among files, those with the fewest bytes per pixel are decoded to find blank ones, and nothing else is.
@@ -209,7 +209,7 @@ def _are_blank(images_NHWC: np.ndarray) -> np.ndarray:
     return images.std(axis=(1, 2)).max(axis=1) < MIN_CONTRAST
 
 
-def thumbnails(source: Source, indices: Sequence[int]) -> list[np.ndarray | None]:
+def thumbnails(source: ImageDataset, indices: Sequence[int]) -> list[np.ndarray | None]:
     """Return images in their own shape, uint8 [H, W, 1 or 3], small; None for unreadable ones."""
 
     def fitting(height: int, width: int) -> tuple[int, int]:
@@ -239,7 +239,7 @@ def tile(image_HWC: np.ndarray | None) -> dict[str, Any]:
     return {"image": thumbnail(image_HWC), "tiny": max(image_HWC.shape[:2]) < SMOOTH_FROM_PIXELS}
 
 
-def name_of(source: Source, index: int) -> str:
+def name_of(source: ImageDataset, index: int) -> str:
     """Return the name of an image: its file, below the folder of the data, or split[position] in an array."""
     if source.files is None:
         split = source.split_of(index)
@@ -248,7 +248,7 @@ def name_of(source: Source, index: int) -> str:
     return printable(str(source.files[index]).removeprefix(f"{folder}{os.sep}"))
 
 
-def label_of(source: Source, index: int, *, empty: str = "none") -> str:
+def label_of(source: ImageDataset, index: int, *, empty: str = "none") -> str:
     """Return the label of an image in words; `empty` for an image that has none of several classes."""
     label = source.labels[index]
     if source.task == "regression":
@@ -258,7 +258,7 @@ def label_of(source: Source, index: int, *, empty: str = "none") -> str:
     return source.classes[label]
 
 
-def label_figures(source: Source) -> dict[str, Any]:
+def label_figures(source: ImageDataset) -> dict[str, Any]:
     """Return `images` of each split, `counts` by class, and of a regression `numbers`: smallest, median, largest."""
     numbers = {}
     if source.task == "regression":
@@ -271,7 +271,7 @@ def label_figures(source: Source) -> dict[str, Any]:
     }
 
 
-def stored(source: Source, indices: Sequence[int], recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+def stored(source: ImageDataset, indices: Sequence[int], recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     """Return images as a pack of the recipe stores them, [M, H, W, C], and their indices, without unreadable ones.
 
     Raises:
@@ -298,7 +298,7 @@ def stored(source: Source, indices: Sequence[int], recipe: Recipe) -> tuple[np.n
     return np.stack(images) if images else empty, np.array(kept, np.int64)
 
 
-def augmented(source: Source, indices: np.ndarray, recipe: Recipe, epochs: Sequence[int]) -> np.ndarray:
+def augmented(source: ImageDataset, indices: np.ndarray, recipe: Recipe, epochs: Sequence[int]) -> np.ndarray:
     """Return readable training images as the training code makes them in V epochs, uint8 [M, V, H, W, 1 or 3].
 
     The recipe has a mean and a standard deviation; sample i is the i-th training image.

@@ -29,7 +29,7 @@ import numpy as np
 from flatout.analysis.images import label_of, name_of, thumbnails, tile
 from flatout.analysis.output import check_free, make_folder
 from flatout.config import Recipe
-from flatout.data.source import DataRef, Source
+from flatout.data.source import DataSource, ImageDataset
 from flatout.engine.devices import parse_devices
 from flatout.engine.factory import speeds_on
 from flatout.inference.calibration import bias_corrected
@@ -141,7 +141,7 @@ class LabelErrors:
     `probabilities`, float32 [N, K], are those of networks that `recipe` trained on other images.
     """
 
-    source: Source
+    source: ImageDataset
     errors: list[LabelError]
     probabilities: np.ndarray
     recipe: Recipe
@@ -181,7 +181,9 @@ def recipe_of_folds(recipe: Recipe) -> Recipe:
     return recipe.override(changes)
 
 
-def find_label_errors(recipe: Recipe, data: DataRef | Source, options: Options, console: Console) -> LabelErrors:
+def find_label_errors(
+    recipe: Recipe, data: DataSource | ImageDataset, options: Options, console: Console
+) -> LabelErrors:
     """Train on folds of the data and return the labels that are likely wrong.
 
     Images of a test split are judged by the networks of all folds, which have not seen them. The recipe of the folds is
@@ -191,7 +193,7 @@ def find_label_errors(recipe: Recipe, data: DataRef | Source, options: Options, 
         InputError: the labels are numbers, or training is impossible with this data and recipe.
         TrainingFailed: training cannot continue.
     """
-    source = data.read() if isinstance(data, DataRef) else data
+    source = data.read() if isinstance(data, DataSource) else data
     if source.task == "regression":
         raise InputError(f"{source.path or 'data'}: labels that are numbers have no classes to confuse; drop --labels")
     recipe = recipe_of_folds(recipe)
@@ -278,9 +280,9 @@ def _check_target(path: Path | None) -> None:
         raise InputError(f"--apply {path}: there is no folder {path.absolute().parent}; make it first")
 
 
-def _read_for(apply: Path, data: DataRef | Source) -> Source:
+def _read_for(apply: Path, data: DataSource | ImageDataset) -> ImageDataset:
     """Read the data; raise InputError where arrays are to be written of images that are files."""
-    source = data.read() if isinstance(data, DataRef) else data
+    source = data.read() if isinstance(data, DataSource) else data
     if apply.suffix == ".npz" and source.images is None:
         raise InputError(f"--apply {apply}: these images are files; end the name in .csv")
     return source
@@ -370,7 +372,7 @@ def _content(found: LabelErrors, rows: list[dict[str, Any]]) -> dict[str, Any]:
 # --- corrected labels -------------------------------------------------------------------------------------------------
 
 
-def apply_file(source: Source, path: Path, apply: Path) -> int:
+def apply_file(source: ImageDataset, path: Path, apply: Path) -> int:
     """Write corrected labels by the rows of a label-errors.csv that the user has kept, and return their number.
 
     Raises:
@@ -400,7 +402,7 @@ def apply_file(source: Source, path: Path, apply: Path) -> int:
     return len(changes)
 
 
-def write_corrected(source: Source, changes: Mapping[int, str], path: Path) -> None:
+def write_corrected(source: ImageDataset, changes: Mapping[int, str], path: Path) -> None:
     """Write a CSV file of all images with their labels, some of them changed, for `flatout train`.
 
     It has the columns file, below the folder of the data, label and split; for arrays, whose images have no files,
@@ -418,7 +420,7 @@ def write_corrected(source: Source, changes: Mapping[int, str], path: Path) -> N
     write_csv(path, ["split", "row", "label"] if source.files is None else ["file", "label", "split"], rows)
 
 
-def _write_arrays(source: Source, changes: Mapping[int, str], path: Path) -> None:
+def _write_arrays(source: ImageDataset, changes: Mapping[int, str], path: Path) -> None:
     assert source.images is not None
     labels = source.labels.copy()
     for index, text in changes.items():
@@ -441,7 +443,7 @@ def _write_arrays(source: Source, changes: Mapping[int, str], path: Path) -> Non
     write_atomically(path, save)
 
 
-def _how_to_train(source: Source, path: Path) -> str:
+def _how_to_train(source: ImageDataset, path: Path) -> str:
     if path.suffix == ".npz":
         return f" ({shlex.join(['flatout', 'train', str(path)])})"
     if source.files is None or source.path is None:

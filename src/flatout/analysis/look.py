@@ -25,8 +25,8 @@ from flatout.analysis.images import (
 )
 from flatout.analysis.output import check_free, make_folder
 from flatout.config import Recipe
-from flatout.data.batches import Samples, measure
-from flatout.data.source import DataRef, Source, describe
+from flatout.data.batches import Split, measure
+from flatout.data.source import DataSource, ImageDataset, describe
 from flatout.engine import pixels
 from flatout.report.html import framed, page, write_page
 from flatout.tasks import with_task
@@ -67,7 +67,7 @@ class Look:
     """
 
     def __init__(
-        self, source: Source, headers: Headers, blank: list[int], recipe: Recipe, reasons: Sequence[str] = ()
+        self, source: ImageDataset, headers: Headers, blank: list[int], recipe: Recipe, reasons: Sequence[str] = ()
     ) -> None:
         self.source, self.headers, self.recipe, self.reasons = source, headers, recipe, tuple(reasons)
         self._outliers = {"extreme": headers.extreme().tolist(), "blank": blank}
@@ -264,7 +264,7 @@ def look_at(job: Any, data: Any, changes: Mapping[str, Any], console: Console) -
         explain=reasons.append,
         fetch=False,
     )
-    source = found.read() if isinstance(found, DataRef) else found
+    source = found.read() if isinstance(found, DataSource) else found
     headers, blank = survey(source, console)
     console.finish()
     return Look(source, headers, blank, with_task(recipe, source.task), reasons)
@@ -299,11 +299,11 @@ def _with_statistics(recipe: Recipe, images_MHWC: np.ndarray) -> Recipe:
     if recipe.data.mean:
         return recipe
     count = len(images_MHWC)
-    mean, std = measure(Samples(images=images_MHWC, rows=np.arange(count), labels=np.zeros(count, np.int64)))
+    mean, std = measure(Split(images=images_MHWC, rows=np.arange(count), labels=np.zeros(count, np.int64)))
     return recipe.override({"data.mean": mean, "data.std": std})
 
 
-def _facts(figures: Mapping[str, Any], source: Source) -> list[tuple[str, str]]:
+def _facts(figures: Mapping[str, Any], source: ImageDataset) -> list[tuple[str, str]]:
     facts = [(f"{split} images", f"{count:,}") for split, count in figures["images"].items()]
     facts.append(("task", source.task) if source.task == "regression" else ("classes", f"{len(source.classes):,}"))
     if (widths := figures["widths"]) and (heights := figures["heights"]):

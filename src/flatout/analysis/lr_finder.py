@@ -28,9 +28,9 @@ from flatout.utils.run_files import write_json
 from flatout.utils.style import shorten
 
 if TYPE_CHECKING:
-    from flatout.data.source import DataRef, Source
+    from flatout.data.source import DataSource, ImageDataset
     from flatout.distributed.world import World
-    from flatout.engine.base import DeviceSplit, Engine
+    from flatout.engine.base import DeviceDataset, Engine
 
 LR_RESULT, LR_CHART = "lr.json", "lr.png"
 # The rate rises by so many decades in so many steps; to a lower end for optimizers whose steps do not shrink with the
@@ -46,7 +46,7 @@ MIN_DECREASE = 0.02
 MAX_LOSS_SHOWN = 1.25
 
 
-def find_rate(recipe: Recipe, data: "DataRef | Source", options: Options, console: Console) -> dict[str, Any]:
+def find_rate(recipe: Recipe, data: "DataSource | ImageDataset", options: Options, console: Console) -> dict[str, Any]:
     """Run the test; write lr.json and lr.png; return the former's content.
 
     Args:
@@ -98,7 +98,7 @@ def _test(console: Console, world: "World", request: TrainRequest) -> dict[str, 
 
 
 def _measure(
-    engine: "Engine", train: "DeviceSplit", recipe: Recipe, world: "World", console: Console
+    engine: "Engine", train: "DeviceDataset", recipe: Recipe, world: "World", console: Console
 ) -> tuple[list[tuple[float, float, float]], float | None]:
     highest = HIGHEST if recipe.optimizer.name in PROPORTIONAL else HIGHEST_ADAPTIVE
     rates = np.geomspace(highest / 10**DECADES, highest, STEPS).tolist()

@@ -26,7 +26,7 @@ from flatout.utils.style import shorten
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from flatout.data.batches import Samples
+    from flatout.data.batches import Split
     from flatout.distributed.world import World
     from flatout.engine.base import Engine
     from flatout.engine.devices import Devices
@@ -172,12 +172,12 @@ def _count(
     job: str, data: str | None, changes: Mapping[str, Any], accelerated: bool, console: Console
 ) -> tuple[Recipe, int, int, str]:
     from flatout.data.build import bits_of
-    from flatout.data.source import Source
+    from flatout.data.source import ImageDataset
     from flatout.tasks import with_task
     from flatout.train.recipes import resolve
 
     recipe, found = resolve(job, data, changes, accelerated=accelerated, console=console)
-    source = found if isinstance(found, Source) else found.read()
+    source = found if isinstance(found, ImageDataset) else found.read()
     recipe = recipe.override({"data.bits": recipe.data.bits or bits_of(source)})
     start, stop = source.splits["train"]
     share = 0.0 if "valid" in source.splits else recipe.data.valid_fraction
@@ -306,13 +306,13 @@ def _image_bytes(work: Work) -> int:
     return math.prod(work.recipe.stored_sides) * work.recipe.channels * (work.recipe.data.bits or 8) // 8
 
 
-def _random_samples(work: Work, images: int) -> "Samples":
-    from flatout.data.batches import Samples
+def _random_samples(work: Work, images: int) -> "Split":
+    from flatout.data.batches import Split
     from flatout.tasks import task_of
 
     recipe, rng = work.recipe, np.random.default_rng(work.recipe.seed)
     shape, bits = (images, *recipe.stored_sides, recipe.channels), recipe.data.bits or 8
-    return Samples(
+    return Split(
         images=rng.integers(0, 2**bits, shape, dtype=np.uint16 if bits == 16 else np.uint8),
         rows=np.arange(images),
         labels=task_of(work.recipe).random_labels(rng, images, work.classes),

@@ -24,9 +24,9 @@ from flatout.train.run import place, run_on_all_ranks, set_up
 from flatout.utils.console import Console, aligned
 
 if TYPE_CHECKING:
-    from flatout.data.source import DataRef, Source
+    from flatout.data.source import DataSource, ImageDataset
     from flatout.distributed.world import World
-    from flatout.engine.base import DeviceSplit, Engine
+    from flatout.engine.base import DeviceDataset, Engine
 
 # The shortest measurement that determines the number of steps of the others, in seconds.
 RELIABLE_SECONDS = 0.3
@@ -83,14 +83,14 @@ class Timed:
         self._engine.counts()
 
 
-def endless_epochs(split: "DeviceSplit", recipe: Recipe) -> Iterator[Iterator[Any]]:
+def endless_epochs(split: "DeviceDataset", recipe: Recipe) -> Iterator[Iterator[Any]]:
     """Begin one epoch after the other, and yield the inputs of its training steps."""
     for epoch in count():
         split.begin_epoch(epoch)
         yield split.feed(epoch_batches(recipe, split.samples, epoch))
 
 
-def training(split: "DeviceSplit", engine: "Engine", world: "World", recipe: Recipe) -> Steps:
+def training(split: "DeviceDataset", engine: "Engine", world: "World", recipe: Recipe) -> Steps:
     """Train epoch by epoch as the training loop does, at a learning rate of 0.
 
     That keeps the weights: random labels could make them diverge.
@@ -102,26 +102,26 @@ def training(split: "DeviceSplit", engine: "Engine", world: "World", recipe: Rec
         engine.counts()
 
 
-def _training_on(inputs: Sequence[Any], split: "DeviceSplit", world: "World") -> Steps:
+def _training_on(inputs: Sequence[Any], split: "DeviceDataset", world: "World") -> Steps:
     for number, one in enumerate(cycle(inputs)):
         _step(split, world, one, number)
         yield
 
 
-def _preparing(split: "DeviceSplit", world: "World", recipe: Recipe) -> Steps:
+def _preparing(split: "DeviceDataset", world: "World", recipe: Recipe) -> Steps:
     for epoch in endless_epochs(split, recipe):
         for _ in epoch:
             world.watch.keep_alive()
             yield
 
 
-def _step(split: "DeviceSplit", world: "World", inputs: Any, number: int) -> None:
+def _step(split: "DeviceDataset", world: "World", inputs: Any, number: int) -> None:
     split.train_step(inputs, 0.0, number)
     world.control.received()
     world.watch.report_step(0, number + 1)
 
 
-def bench(recipe: Recipe, data: "DataRef | Source", options: Options, console: Console) -> dict[str, Any]:
+def bench(recipe: Recipe, data: "DataSource | ImageDataset", options: Options, console: Console) -> dict[str, Any]:
     """Measure a job; nothing is written.
 
     Args:
@@ -183,7 +183,7 @@ def _bench_on_rank(console: Console, world: "World", request: TrainRequest) -> d
 
 
 def _timed_rates(
-    train: "DeviceSplit", engine: "Engine", world: "World", recipe: Recipe
+    train: "DeviceDataset", engine: "Engine", world: "World", recipe: Recipe
 ) -> dict[str, tuple[Timed, float]]:
     images, batch = len(train.samples), recipe.batch_size
     steps = steps_per_epoch(images, batch, recipe.drop_last)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.config import MAX_CHANNELS, MAX_IMAGE_SIZE, Recipe, with_settings
-from flatout.config.settings import Size, nearest, one_or_both, parse_setting
+from flatout.config.settings import Size, collapse_size, nearest, parse_setting
 from flatout.utils.console import Console
 from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
     from flatout.config import Recipe
-    from flatout.data.source import DataRef, Source
+    from flatout.data.source import DataSource, ImageDataset
     from flatout.train.request import Options
 
 
@@ -81,7 +81,7 @@ def size_of(text: str) -> Size:
     both = [int(side) if side.isdecimal() else 0 for side in text.lower().split("x")]
     if len(both) > 2 or not all(1 <= side <= MAX_IMAGE_SIZE for side in both):
         raise InputError(f"--size {text}: must be N or HxW, such as 96x160, each from 1 to {MAX_IMAGE_SIZE} pixels")
-    return one_or_both((both[0], both[-1]))
+    return collapse_size((both[0], both[-1]))
 
 
 @command(
@@ -211,7 +211,7 @@ def do_bench(args: Namespace, console: Console) -> Output:
     return result, format_bench(result)
 
 
-def _measured_job(args: Namespace, console: Console) -> "tuple[Recipe, DataRef | Source, Options]":
+def _measured_job(args: Namespace, console: Console) -> "tuple[Recipe, DataSource | ImageDataset, Options]":
     """Return what a command measures: the recipe and the data of a job, and how to run it."""
     from flatout.engine.devices import parse_devices
     from flatout.train.recipes import resolve
@@ -419,7 +419,7 @@ def do_check(args: Namespace, console: Console) -> Output:
     """Find unreadable, duplicate and leaked images, and wrong labels."""
     from flatout.analysis.check import check, format_check
     from flatout.data.build import find
-    from flatout.data.source import Source
+    from flatout.data.source import ImageDataset
 
     if args.labels or args.apply or args.suggestions:
         return _check_labels(args, console)
@@ -428,7 +428,7 @@ def do_check(args: Namespace, console: Console) -> Output:
         raise InputError(f"--{given} requires --labels")
     recipe = _reading(args)
     found = find(args.data, recipe.data, recipe.task, console=console)
-    result = check(found if isinstance(found, Source) else found.read(), console)
+    result = check(found if isinstance(found, ImageDataset) else found.read(), console)
     console.finish()
     return result, format_check(result)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from flatout.config.sections import Augment, Checked, Data, ImageSize, Optimizer, Schedule
-from flatout.config.settings import nearest, one_or_both, shown, sides, typed
+from flatout.config.settings import collapse_size, nearest, shown, sides, typed
 from flatout.utils.errors import InputError
 
 T = TypeVar("T")
@@ -128,7 +128,9 @@ class Recipe(Checked):
             (0 <= self.seed < 2**63, "seed", "must be at least 0 and less than 2^63"),
         )
         largest = self._largest_sides
-        larger = f"must be at least {shown(one_or_both(largest))}, the largest of image_size and data.eval_size, or 0 "
+        larger = (
+            f"must be at least {shown(collapse_size(largest))}, the largest of image_size and data.eval_size, or 0 "
+        )
         larger += "for that"
         smaller = f"must be at most image_size ({shown(self.image_size)})"
         is_smaller = all(map(operator.le, sides(self.augment.start_size), self.image_sides))

@@ -61,7 +61,7 @@ def typed(value: Any, hint: Any, key: str) -> Any:
         both = value if isinstance(value, list | tuple) else (value, value)
         if len(both) != 2 or any(type(side) is not int for side in both):
             raise InputError(f"{key} = {value!r}: must be a whole number of pixels, or [height, width]")
-        return one_or_both((both[0], both[1]))
+        return collapse_size((both[0], both[1]))
     if origin in (types.UnionType, typing.Union):
         if types.NoneType not in args:
             # A choice of words, numbers, or numbers by name.
@@ -86,7 +86,7 @@ def sides(size: Size) -> tuple[int, int]:
     return size if isinstance(size, tuple) else (size, size)
 
 
-def one_or_both(pair: tuple[int, int]) -> Size:
+def collapse_size(pair: tuple[int, int]) -> Size:
     """Return the size of a height and width."""
     return pair[0] if pair[0] == pair[1] else pair
 

@@ -34,7 +34,7 @@ CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Samples:
+class Split:
     """One split of a pack: rows, int64 [N], of images [P, ...], in memory or mapped from a file; labels, int64 [N].
 
     If `is_mirrored`, left and right of images [H, W, C] are exchanged when they are read.
@@ -61,11 +61,11 @@ class Samples:
         """Whether the images are in a file that is read for each batch."""
         return isinstance(self.images, np.memmap)
 
-    def at(self, positions: np.ndarray) -> "Samples":
+    def at(self, positions: np.ndarray) -> "Split":
         """Return the samples at `positions` (int64 [M]) alone."""
         return replace(self, rows=self.rows[positions], labels=self.labels[positions])
 
-    def mirrored(self) -> "Samples":
+    def mirrored(self) -> "Split":
         """Return the samples with left and right exchanged in every image, [H, W, C]."""
         return replace(self, is_mirrored=not self.is_mirrored)
 
@@ -88,7 +88,7 @@ class Samples:
         return out
 
 
-def measure(samples: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def measure(samples: Split) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel, of pixels scaled to 0..1, over evenly spaced images."""
     count = len(samples)
     positions = np.unique(np.linspace(0, count - 1, min(count, MEASURED_IMAGES)).astype(np.int64))
@@ -143,12 +143,12 @@ def steps_per_epoch(count: int, batch_size: int, drop_last: bool = False) -> int
     return max(1, count // batch_size) if drop_last else -(-count // batch_size)
 
 
-def block_size(recipe: Recipe, samples: Samples) -> int:
+def block_size(recipe: Recipe, samples: Split) -> int:
     """Return how many consecutive samples of a split form a block; 0 in full order."""
     return max(1, BLOCK_BYTES // samples.images[:1].nbytes) if recipe.data.order == "blocks" else 0
 
 
-def epoch_batches(recipe: Recipe, samples: Samples, epoch: int, start: int = 0) -> Iterator[Batch]:
+def epoch_batches(recipe: Recipe, samples: Split, epoch: int, start: int = 0) -> Iterator[Batch]:
     """Yield the batches of one epoch of training on a split, from step `start` on."""
     block = block_size(recipe, samples)
     return training_batches(recipe.seed, epoch, len(samples), recipe.batch_size, recipe.drop_last, start, block)
@@ -215,7 +215,7 @@ def prefetch(
             yield ready.result()
 
 
-def read_ahead(samples: Samples, batches: Iterable[Batch], rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+def read_ahead(samples: Split, batches: Iterable[Batch], rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
     """Yield the batches; those of a window (see `Batch.ahead`) when its images are in the file cache.
 
     A thread reads the next window at the same time, in the order of the file. The `ranks` of a host share the cache, so

@@ -18,7 +18,7 @@ import numpy as np
 
 from flatout import __version__
 from flatout.config import Data, Recipe
-from flatout.config.settings import one_or_both, shown, sides
+from flatout.config.settings import collapse_size, shown, sides
 from flatout.data.cache import (
     NotWritable,
     Progress,
@@ -44,7 +44,7 @@ from flatout.data.pack import (
     write_images,
 )
 from flatout.data.pixels import BadImage, resize_images, with_bits
-from flatout.data.source import DataRef, Source
+from flatout.data.source import DataSource, ImageDataset
 from flatout.utils.console import Console
 from flatout.utils.errors import DiskFull, InputError
 from flatout.utils.files import NO_SPACE, lock, printable
@@ -55,7 +55,7 @@ _MAKING = "making this pack"
 
 def find(
     data: Any, options: Data | None = None, task: str = "auto", *, console: Console | None = None
-) -> DataRef | Source:
+) -> DataSource | ImageDataset:
     """Recognise a path, download and recognise a URL, or read arrays or torch data sets given in Python.
 
     `task` is that of a recipe; `console` shows the progress of a download.
@@ -82,7 +82,7 @@ def find(
     return recognise(Path(data), options, task, console) if isinstance(data, str | Path) else from_python(data, task)
 
 
-def load(found: DataRef | Source, recipe: Recipe, *, cache: bool, report: Progress) -> Pack:
+def load(found: DataSource | ImageDataset, recipe: Recipe, *, cache: bool, report: Progress) -> Pack:
     """Return the pack that a recipe asks for, from the cache if it is there.
 
     Raises:
@@ -90,7 +90,7 @@ def load(found: DataRef | Source, recipe: Recipe, *, cache: bool, report: Progre
     """
     data = recipe.data
     settings = PackSettings(
-        size=one_or_both(recipe.stored_sides),
+        size=collapse_size(recipe.stored_sides),
         channels=recipe.channels,
         resize=data.resize,
         on_bad_image=data.on_bad_image,
@@ -114,7 +114,7 @@ def load(found: DataRef | Source, recipe: Recipe, *, cache: bool, report: Progre
 
 
 def load_pack(
-    data: DataRef | Source,
+    data: DataSource | ImageDataset,
     settings: PackSettings,
     *,
     cache: Path | None,
@@ -130,11 +130,11 @@ def load_pack(
             fit the settings.
         DiskFull: the disk is full.
     """
-    if isinstance(data, DataRef) and data.kind == "pack":
+    if isinstance(data, DataSource) and data.kind == "pack":
         return _fitting(replace(open_pack(data.path), is_decoded=False), settings)
-    if isinstance(data, DataRef) and (cache is None or not data.inputs):
+    if isinstance(data, DataSource) and (cache is None or not data.inputs):
         data = data.read()
-    if isinstance(data, Source) and data.images is not None:
+    if isinstance(data, ImageDataset) and data.images is not None:
         has_bits = settings.bits in (0, 8 * data.images.itemsize)
         if data.images.shape[1:] == settings.image_shape and has_bits:
             return _of_arrays(data, settings)
@@ -143,20 +143,20 @@ def load_pack(
             return _from_cache(data, settings, cache, report)
         except NotWritable as error:
             report.note(f"the cache cannot be used, so the decoded images are not kept: {error}")
-    return _in_temporary_folder(data if isinstance(data, Source) else data.read(), settings, report)
+    return _in_temporary_folder(data if isinstance(data, ImageDataset) else data.read(), settings, report)
 
 
-def build_pack(data: DataRef | Source, settings: PackSettings, folder: Path, report: Progress) -> Pack:
+def build_pack(data: DataSource | ImageDataset, settings: PackSettings, folder: Path, report: Progress) -> Pack:
     """Make a pack in a new folder.
 
     Raises:
         InputError: the folder exists, the data is a pack already, or as for `load_pack`.
     """
-    if isinstance(data, DataRef) and data.kind == "pack":
+    if isinstance(data, DataSource) and data.kind == "pack":
         raise InputError(f"{data.path}: is a pack already; give the data that it was pack from")
     _refuse_existing(folder)
-    source = data if isinstance(data, Source) else data.read()
-    key = _key(data if isinstance(data, DataRef) and data.inputs else source, settings, None, report)
+    source = data if isinstance(data, ImageDataset) else data.read()
+    key = _key(data if isinstance(data, DataSource) and data.inputs else source, settings, None, report)
     with making(folder, _MAKING, report):
         _refuse_existing(folder)
         try:
@@ -174,7 +174,7 @@ def _fitting(pack: Pack, settings: PackSettings) -> Pack:
     """Return a pack of the user's; refuse one that does not fit the settings."""
     height, width, channels = pack.images.shape[1:]
     bits = settings.bits or pack.bits
-    size = one_or_both((height, width))
+    size = collapse_size((height, width))
     has = {"image_size": size, "channels": channels, "data.resize": pack.resize, "data.bits": pack.bits}
     wanted = (settings.size, settings.channels, settings.resize, bits)
     differing = [key for key, value in zip(has, wanted, strict=True) if has[key] != value]
@@ -190,7 +190,7 @@ def _fitting(pack: Pack, settings: PackSettings) -> Pack:
     return pack
 
 
-def _of_arrays(source: Source, settings: PackSettings) -> Pack:
+def _of_arrays(source: ImageDataset, settings: PackSettings) -> Pack:
     """Return a pack of arrays that need no change."""
     # A view of a mapped file must not be read by the file's name: its rows may lie elsewhere.
     images = np.asarray(source.images)
@@ -209,7 +209,7 @@ def _of_arrays(source: Source, settings: PackSettings) -> Pack:
     )
 
 
-def _in_temporary_folder(source: Source, settings: PackSettings, report: Progress) -> Pack:
+def _in_temporary_folder(source: ImageDataset, settings: PackSettings, report: Progress) -> Pack:
     """Return a pack in a file without a name, where the system has that: nothing stays behind a killed process."""
     with ExitStack() as stack:
         folder, owner = temporary_folder()
@@ -224,11 +224,11 @@ def _in_temporary_folder(source: Source, settings: PackSettings, report: Progres
 # The cache
 
 
-def _key(data: DataRef | Source, settings: PackSettings, memo: Path | None, report: Progress) -> str:
+def _key(data: DataSource | ImageDataset, settings: PackSettings, memo: Path | None, report: Progress) -> str:
     """Return the digest of everything that determines the pack, except the treatment of bad images."""
     wanted = [FORMAT_VERSION, settings.size, settings.channels, settings.resize, settings.bits, RESIZE_METHOD]
     parts = [json.dumps(wanted).encode()]
-    if isinstance(data, DataRef):
+    if isinstance(data, DataSource):
         # Other versions may read the same files in another way.
         task = [] if data.task == "auto" else [data.task]
         names = [path.name for path in data.inputs]
@@ -243,14 +243,14 @@ def _key(data: DataRef | Source, settings: PackSettings, memo: Path | None, repo
     return combined_digest(chain([*parts, about], map(np.ndarray.tobytes, data.images)))
 
 
-def _from_cache(data: DataRef | Source, settings: PackSettings, cache: Path, report: Progress) -> Pack:
+def _from_cache(data: DataSource | ImageDataset, settings: PackSettings, cache: Path, report: Progress) -> Pack:
     memo = cache / "digests"
     target = cache / "packs" / _key(data, settings, memo, report)
     pack = None
-    task = data.task if isinstance(data, DataRef) else "auto"
+    task = data.task if isinstance(data, DataSource) else "auto"
     if settings.bits or task != "auto":
         # A run whose recipe left bits and task to the data may have made the same pack.
-        usual = replace(data, task="auto") if isinstance(data, DataRef) else data
+        usual = replace(data, task="auto") if isinstance(data, DataSource) else data
         key = _key(usual, replace(settings, bits=0), memo, report)
         pack = _open_cached(cache / "packs" / key, report)
         if pack and (settings.bits not in (0, pack.bits) or task not in ("auto", pack.task)):
@@ -261,7 +261,7 @@ def _from_cache(data: DataRef | Source, settings: PackSettings, cache: Path, rep
             pack = _open_cached(target, report)  # the process that held the lock may have made it
             if pack is None:
                 shutil.rmtree(target, ignore_errors=True)
-                source = data if isinstance(data, Source) else data.read()
+                source = data if isinstance(data, ImageDataset) else data.read()
                 pack = _in_use(_build(source, settings, target.name, target, report))
         for removed in make_room(cache):
             report.note(f"removed the least recently used entry from the cache, which is full: {removed.what}")
@@ -298,7 +298,7 @@ def _in_use(pack: Pack) -> Pack:
 # Building
 
 
-def _build(source: Source, settings: PackSettings, key: str, target: Path, report: Progress) -> Pack:
+def _build(source: ImageDataset, settings: PackSettings, key: str, target: Path, report: Progress) -> Pack:
     """Make the pack next to its place, then rename it."""
     import torch  # noqa: F401 - takes seconds to load, which are no part of the rate of packing
 
@@ -359,20 +359,20 @@ def _build(source: Source, settings: PackSettings, key: str, target: Path, repor
     return replace(open_pack(target, verify=False), was_cached=False)
 
 
-def bits_of(source: Source) -> int:
+def bits_of(source: ImageDataset) -> int:
     """Return the bits per channel of the images: 16 where any of the files sampled has 16, else 8."""
     if source.images is not None:
         return 8 * source.images.itemsize
     return max((header.bits for header in read_headers(source.files or ())), default=8)
 
 
-def _highest(source: Source, bits: int) -> int:
+def _highest(source: ImageDataset, bits: int) -> int:
     """Return the highest pixel of arrays of 16 bits that are to have 8; 0 otherwise."""
     images = source.images
     return int(images.max()) if images is not None and bits == 8 and images.itemsize == 2 else 0
 
 
-def _refuse_channels(source: Source, settings: PackSettings) -> None:
+def _refuse_channels(source: ImageDataset, settings: PackSettings) -> None:
     """Refuse arrays whose channels are neither those that are wanted, nor can become them."""
     found = settings.channels if source.images is None else source.images.shape[-1]
     if found != settings.channels and {found, settings.channels} != {1, 3}:
@@ -383,7 +383,7 @@ def _refuse_channels(source: Source, settings: PackSettings) -> None:
 
 
 def _fill(
-    source: Source, settings: PackSettings, highest: int, samples: Sequence[int], out: np.ndarray
+    source: ImageDataset, settings: PackSettings, highest: int, samples: Sequence[int], out: np.ndarray
 ) -> dict[int, str]:
     """Put consecutive samples into `out` [n, H, W, C]; return index -> reason of the bad ones."""
     how: dict[str, Any] = {key: getattr(settings, key) for key in ("size", "channels", "resize", "bits")}

@@ -10,7 +10,7 @@ from flatout.config.settings import nearest_path
 from flatout.data.formats import arrays, datasets, folders, shards, tables
 from flatout.data.formats.shards import expand_braces
 from flatout.data.labels import find_class_list
-from flatout.data.source import DataRef, ReadOptions, Source
+from flatout.data.source import DataSource, ImageDataset, ReadOptions
 from flatout.data.splits import split_of
 from flatout.data.unpack import SUFFIXES, is_archive, unpack
 from flatout.utils.errors import InputError
@@ -66,7 +66,9 @@ def is_pack(path: Path) -> bool:
     return (path / "pack.json").is_file()
 
 
-def recognise(path: Path, options: Data | None = None, task: str = "auto", report: "Progress | None" = None) -> DataRef:
+def recognise(
+    path: Path, options: Data | None = None, task: str = "auto", report: "Progress | None" = None
+) -> DataSource:
     """Recognise what a path or `sklearn:digits` holds, without reading the images.
 
     `report` shows the progress where an archive is unpacked, when its images are read.
@@ -76,14 +78,14 @@ def recognise(path: Path, options: Data | None = None, task: str = "auto", repor
     """
     options = ReadOptions(**vars(options or Data()), task=task)
     if str(path) == DIGITS:
-        return DataRef(kind="scikit-learn digits", path=path, read=arrays.load_digits_source)
+        return DataSource(kind="scikit-learn digits", path=path, read=arrays.load_digits_source)
     if printable(path) != str(path):
         raise InputError(f"{printable(path)}: the path is not UTF-8; rename it")
     for file in expand_braces(path):
         if not file.exists():
             raise InputError(f"{file}: there is no such file or folder; {nearest_path(file) or 'check the path'}")
     if is_pack(path):
-        return DataRef(kind="pack", path=path, read=lambda: _read_pack(path))
+        return DataSource(kind="pack", path=path, read=lambda: _read_pack(path))
     if path.is_dir() and not folders.visible(path):
         raise InputError(f"{path}: is an empty folder; {_EXPECTED}")
     if path.is_file() and path.stat().st_size == 0:
@@ -92,7 +94,7 @@ def recognise(path: Path, options: Data | None = None, task: str = "auto", repor
     found = _recognise_format(path, class_list, options)
     if found is None and is_archive(path):
         read = _ArchiveReader(path, class_list if options.classes else None, options, report)
-        found = DataRef(kind="archive", path=path, inputs=(path,), read=read)
+        found = DataSource(kind="archive", path=path, inputs=(path,), read=read)
     if found is None:
         raise InputError(f"{path}: {_explain(path)}")
     found = replace(found, task=task)
@@ -102,7 +104,7 @@ def recognise(path: Path, options: Data | None = None, task: str = "auto", repor
     return replace(found, inputs=(*found.inputs, class_list) if class_list else found.inputs, options=repr(given))
 
 
-def _recognise_format(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+def _recognise_format(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     return next((found for format in FORMATS if (found := format.recognise(path, class_list, options))), None)
 
 
@@ -114,14 +116,14 @@ class _ArchiveReader:
     ) -> None:
         self._arguments, self._report = (path, class_list, options), report
 
-    def __call__(self) -> Source:
+    def __call__(self) -> ImageDataset:
         return _read_archive(*self._arguments, self._report)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _ArchiveReader, self._arguments
 
 
-def _read_archive(path: Path, class_list: Path | None, options: ReadOptions, report: "Progress | None") -> Source:
+def _read_archive(path: Path, class_list: Path | None, options: ReadOptions, report: "Progress | None") -> ImageDataset:
     """Unpack an archive and read its content, in any format. Messages and notes name the archive."""
     unpacked = unpack(path, report)
     root, folder = unpacked.folder, str(unpacked.folder)
@@ -147,7 +149,7 @@ def _content(folder: Path) -> list[Path]:
     return [e.path for e in inside if not (folders.is_empty(e.path) if e.is_dir() else _DOCUMENT.match(e.name))]
 
 
-def from_python(data: object, task: str = "auto") -> Source:
+def from_python(data: object, task: str = "auto") -> ImageDataset:
     """Read arrays or data sets of torch, alone, in a tuple, or in a dict by split."""
     parts = data.values() if isinstance(data, dict) else data if isinstance(data, tuple) else ()
     if arrays.is_pair(data) or any(map(arrays.is_pair, parts)):
@@ -155,11 +157,11 @@ def from_python(data: object, task: str = "auto") -> Source:
     return datasets.from_dataset(data, task)
 
 
-def _read_pack(path: Path) -> Source:
+def _read_pack(path: Path) -> ImageDataset:
     from flatout.data.pack import open_pack
 
     pack = open_pack(path)
-    return Source(
+    return ImageDataset(
         kind="pack",
         path=path,
         task=pack.task,

@@ -79,12 +79,12 @@ class PackSettings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pack:
-    """Decoded images with their labels; `task`, `labels`, `classes`, `splits`, `kind` and `notes` as in `Source`.
+    """Decoded images with their labels; `task`, `labels`, `classes`, `splits`, `kind` and `notes` as in `ImageDataset`.
 
     Attributes:
         folder: its folder; None where it is in memory or has no name.
         images: uint8 or uint16 [N, H, W, C], mapped from the file, read-only.
-        groups: as `Source.group_numbers`.
+        groups: as `ImageDataset.group_numbers`.
         resize: how images got their shape, as `data.resize`.
         skipped: file -> reason of the bad images that were left out.
         was_cached: whether it was found in the cache.

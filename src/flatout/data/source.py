@@ -1,4 +1,4 @@
-"""Data that has been recognised (`DataRef`), and data that has been read (`Source`)."""
+"""Data that has been recognised (`DataSource`), and data that has been read (`ImageDataset`)."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Source:
+class ImageDataset:
     """Labelled images in the order train, valid, test: files to decode, or arrays.
 
     Attributes:
@@ -84,7 +84,7 @@ class Source:
         """Return a summary such as `CSV manifest: train 2,848 images of 101 classes, valid 944, test 930`."""
         return describe(self.kind, self.classes, self.splits, self.task)
 
-    def without(self, bad: Mapping[int, str]) -> "Source":
+    def without(self, bad: Mapping[int, str]) -> "ImageDataset":
         """Return the files without bad ones (index -> reason); a split other than "train" may vanish.
 
         Raises:
@@ -146,11 +146,11 @@ class ReadOptions(Data):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DataRef:
+class DataSource:
     """Data that has been recognised but not read.
 
     Attributes:
-        kind: as `Source.kind`.
+        kind: as `ImageDataset.kind`.
         path: the file or folder.
         task: that of the recipe; auto for the one that the labels show.
         inputs: the files whose content determines the arrays, so that a cached pack is found without reading them;
@@ -164,7 +164,7 @@ class DataRef:
     inputs: tuple[Path, ...] = ()
     options: str = ""
     task: str = "auto"
-    read: Callable[[], Source]
+    read: Callable[[], ImageDataset]
 
 
 def assemble(
@@ -179,11 +179,11 @@ def assemble(
     subject: str = "",
     task: str = "auto",
     groups: Sequence[str] | None = None,
-) -> Source:
+) -> ImageDataset:
     """Return the source of split -> (images, labels); every format ends here.
 
     Args:
-        kind, path, notes: as in `Source`.
+        kind, path, notes: as in `ImageDataset`.
         splits: images as an array [N, H, W, C] or a list of files; labels as `read_labels` takes them.
         names, class_list: class names, or a file of them, if known; a label is then a name or an index.
         locate, subject: the place of a label (split, index) and of all labels, as the start of a message.
@@ -212,7 +212,7 @@ def assemble(
     bounds = np.cumsum([0, *(len(labels) for _, labels in splits.values())]).tolist()
     images = [images for images, _ in splits.values()]
     is_files = not isinstance(images[0], np.ndarray)
-    return Source(
+    return ImageDataset(
         kind=kind,
         path=path,
         task=found.task,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from flatout.config import Data
-from flatout.data.batches import CHUNK_BYTES, Samples
+from flatout.data.batches import CHUNK_BYTES, Split
 from flatout.utils.errors import InputError
 from flatout.utils.host import usable_cores
 from flatout.utils.random import Stream, raw
@@ -65,7 +65,7 @@ def in_order(splits: Mapping[Any, T], where: object) -> dict[str, T]:
     return {name: splits[name] for name in SPLITS if name in splits}
 
 
-def splits_of(pack: "Pack", data: Data, seed: int) -> dict[str, Samples]:
+def splits_of(pack: "Pack", data: Data, seed: int) -> dict[str, Split]:
     """Return the splits of a pack; a missing validation split, or both splits, are taken from the training images.
 
     Where `data.fold` names a fold, it is the validation split, and the other folds are the training images. Identical
@@ -91,7 +91,7 @@ def splits_of(pack: "Pack", data: Data, seed: int) -> dict[str, Samples]:
                 rows[name], left = left[taken], left[kept]
         rows["train"] = left
     rows = in_order(rows, "data")
-    return {name: Samples(images=pack.images, rows=some, labels=pack.labels[some]) for name, some in rows.items()}
+    return {name: Split(images=pack.images, rows=some, labels=pack.labels[some]) for name, some in rows.items()}
 
 
 def folds_of(pack: "Pack", count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -113,7 +113,7 @@ def _identical(pack: "Pack", rows: np.ndarray) -> np.ndarray:
     row_bytes = pack.images[:1].nbytes
     if len(rows) * row_bytes > MAX_COMPARED_BYTES:
         return np.arange(len(rows))
-    samples, step = Samples(images=pack.images, rows=rows, labels=rows), max(1, CHUNK_BYTES // row_bytes)
+    samples, step = Split(images=pack.images, rows=rows, labels=rows), max(1, CHUNK_BYTES // row_bytes)
 
     def digests(start: int) -> list[bytes]:
         images = samples.images_at(np.arange(start, min(start + step, len(rows))))

@@ -11,7 +11,7 @@ import numpy as np
 
 from flatout import __version__
 from flatout.config import FREE_KEYS, Recipe
-from flatout.data.batches import Samples
+from flatout.data.batches import Split
 from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def data_facts(pack: "Pack", recipe: Recipe) -> dict[str, Any]:
 def _checksum(pack: "Pack") -> int:
     image_bytes, checksum = pack.images[:1].nbytes, 0
     rows = np.linspace(0, len(pack.images) - 1, min(len(pack.images), max(1, COMPARED_BYTES // image_bytes)))
-    samples = Samples(images=pack.images, rows=rows.astype(np.int64), labels=pack.labels[rows.astype(np.int64)])
+    samples = Split(images=pack.images, rows=rows.astype(np.int64), labels=pack.labels[rows.astype(np.int64)])
     for positions in np.array_split(np.arange(len(rows)), -(-len(rows) * image_bytes // BYTES_AT_ONCE)):
         # Read, not mapped: mapped pages count as memory of the process.
         images = samples.images_at(positions)

@@ -58,13 +58,13 @@ class Control:
         outgoing: float32 [flags] on the device, 1 for each flag that this rank requests.
         incoming: float32 [flags] on the device, where the engine writes the sum of `outgoing` over the ranks.
         stop: the signals that this process has received, INTERRUPT and TERMINATE; requested with every step.
-        heeded: which of them end a pass without gradients.
+        stop_signals: which of them end a pass without gradients.
     """
 
     def __init__(self, world: "World") -> None:
         self._world = world
         self._requested = self._received = self.stop = Flag.NONE
-        self.heeded = Flag.INTERRUPT | Flag.TERMINATE
+        self.stop_signals = Flag.INTERRUPT | Flag.TERMINATE
         self.outgoing = torch.zeros(len(FLAGS), device=world.device)
         self.incoming = torch.zeros_like(self.outgoing)
         self._sums: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
@@ -100,7 +100,7 @@ class Control:
             stop = self.received()
             # What was requested in the last training steps is for the loop.
             self._received |= stop & ~(Flag.INTERRUPT | Flag.TERMINATE)
-        if stop := stop & self.heeded:
+        if stop := stop & self.stop_signals:
             raise Stopped(signal.SIGTERM if Flag.TERMINATE in stop else signal.SIGINT)
 
     def exchange(self) -> None:

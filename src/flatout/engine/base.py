@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flatout.data.batches import Batch, Samples
+from flatout.data.batches import Batch, Split
 from flatout.engine.metrics import Counts
 from flatout.engine.recorder import Recorder
 from flatout.tasks.base import Task
@@ -59,10 +59,10 @@ class Evaluation:
         return {**self.task.metrics(self.predicted, self.labels), **own}
 
 
-class DeviceSplit(Protocol):
+class DeviceDataset(Protocol):
     """One split of the data where the engine reads it. Training steps only enqueue work."""
 
-    samples: Samples
+    samples: Split
 
     def compile(self) -> None:
         """Compile the training step, before the clock of training starts."""
@@ -119,7 +119,7 @@ class Engine(Protocol):
         """Return sentences about the devices, threads and number formats in use."""
         ...
 
-    def place(self, samples: Samples) -> DeviceSplit:
+    def place(self, samples: Split) -> DeviceDataset:
         """Place a split in device memory, host memory or on disk, wherever it fits."""
         ...
 

@@ -18,7 +18,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from flatout.config import Recipe
-    from flatout.data.batches import Samples
+    from flatout.data.batches import Split
     from flatout.engine.base import Evaluation
 
 # Fewer validation images than this say little about a probability.
@@ -437,7 +437,7 @@ def _set_figures(inside: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     }
 
 
-def why_uncalibrated(recipe: "Recipe", splits: "Mapping[str, Samples]") -> str:
+def why_uncalibrated(recipe: "Recipe", splits: "Mapping[str, Split]") -> str:
     """Return why a run can have no `Calibration`, as a sentence; empty where it can, or where it makes no sense."""
     if recipe.task != "single-label" or recipe.data.fold:
         return ""
@@ -454,7 +454,7 @@ def why_uncalibrated(recipe: "Recipe", splits: "Mapping[str, Samples]") -> str:
     )
 
 
-def feature_samples(samples: "Samples", classes: int) -> "Samples":
+def feature_samples(samples: "Split", classes: int) -> "Split":
     """Return training images for `FeatureStats`, spread evenly over a split."""
     count = min(len(samples), max(TRAINING_IMAGES, IMAGES_OF_A_CLASS * classes))
     return samples.at(np.linspace(0, len(samples) - 1, count).astype(np.int64))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.data.batches import Samples
+from flatout.data.batches import Split
 from flatout.tasks import task_named
 from flatout.tasks.single_label import wilson
 from flatout.utils.console import Console
@@ -131,7 +131,7 @@ def labelled(
     return pack, pack.labels_among(run.classes, where=data if other else recipe.data.path)
 
 
-def held_out(run: "Run", pack: "Pack", labels: np.ndarray, *, other: bool) -> tuple[str, Samples]:
+def held_out(run: "Run", pack: "Pack", labels: np.ndarray, *, other: bool) -> tuple[str, Split]:
     """Return the name and the samples of the split that a run is judged by: test, else validation; else "all".
 
     `labels` and `other` are those of `labelled`: data that is not the run's own has only the splits that it brings.
@@ -144,7 +144,7 @@ def held_out(run: "Run", pack: "Pack", labels: np.ndarray, *, other: bool) -> tu
         splits = splits_of(pack, data, run.recipe.seed)
         split = next((name for name in ("test", "valid") if name in splits), "train")
         rows = splits[split].rows
-    return split, Samples(images=pack.images, rows=rows, labels=labels[rows])
+    return split, Split(images=pack.images, rows=rows, labels=labels[rows])
 
 
 def scores_of(

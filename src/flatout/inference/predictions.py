@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.data.batches import Samples
+from flatout.data.batches import Split
 from flatout.report.html import data_uri, thumbnail
 from flatout.utils import run_files
 from flatout.utils.errors import InputError, first_line
@@ -41,7 +41,7 @@ def write_predictions(
     recipe: "Recipe",
     split: str,
     result: "Evaluation",
-    samples: Samples,
+    samples: Split,
     classes: Sequence[str],
     *,
     note: Callable[[str], object],
@@ -118,7 +118,7 @@ def _heatmaps(model: "nn.Module", recipe: "Recipe", images: np.ndarray, answers:
     return (255 * found).round().astype(np.uint8)
 
 
-def _brightness(samples: Samples) -> np.ndarray:
+def _brightness(samples: Split) -> np.ndarray:
     """Return the mean value of images spread evenly over a split, float32 in 0..1: it hardly depends on their size."""
     positions = np.linspace(0, len(samples) - 1, min(len(samples), COMPARED_IMAGES)).astype(np.int64)
     means = [samples.images_at(some).mean() for some in positions[:, None]]
@@ -131,14 +131,14 @@ def file_names(recipe: "Recipe", pack: "Pack") -> list[str] | None:
     None where they are not separate files, or not those of the pack any more.
     """
     from flatout.data.build import find
-    from flatout.data.source import DataRef
+    from flatout.data.source import DataSource
 
     path = recipe.data.path
     if not pack.is_decoded or not path or "://" in path:
         return None
     try:
         found = find(path, recipe.data, recipe.task)
-        if isinstance(found, DataRef):
+        if isinstance(found, DataSource):
             if found.inputs:  # a container, which takes long to read
                 return None
             found = found.read()
@@ -155,7 +155,7 @@ def file_names(recipe: "Recipe", pack: "Pack") -> list[str] | None:
 
 
 def write_splits(
-    folder: Path, splits: Mapping[str, Samples], files: Sequence[str], task: "Task", classes: Sequence[str]
+    folder: Path, splits: Mapping[str, Split], files: Sequence[str], task: "Task", classes: Sequence[str]
 ) -> None:
     """Write `splits.csv`: the split, the file and the label of each image."""
     text = io.StringIO(newline="")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.config import Data, Recipe, load_recipe, of_run
-from flatout.config.settings import one_or_both
+from flatout.config.settings import collapse_size
 from flatout.inference import predictions
 from flatout.inference.calibration import Calibration
 from flatout.inference.hub import download_run, is_published
@@ -422,7 +422,7 @@ class OnnxRun(Run):
         height, width = json.loads(found["image_size"])
         recipe = Recipe(
             model=found["model"],
-            image_size=one_or_both((height, width)),
+            image_size=collapse_size((height, width)),
             channels=int(found["channels"]),
             epochs=1,
             batch_size=_ONNX_BATCH,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.config import Recipe
-from flatout.config.settings import Size, nearest, one_or_both, shown, sides
+from flatout.config.settings import Size, collapse_size, nearest, shown, sides
 from flatout.tasks import task_of
 from flatout.utils.errors import InputError, first_line
 
@@ -67,7 +67,7 @@ def default_shape(name: str) -> tuple[int, Size, int]:
     if config is None:
         return 1000, 224, 3
     channels, height, width = config.input_size
-    return config.num_classes, one_or_both((height, width)), channels
+    return config.num_classes, collapse_size((height, width)), channels
 
 
 def _published_config(name: str) -> Any:
@@ -271,7 +271,7 @@ def usable_size(model_name: str, wanted: Size, *, channels: int) -> Size:
         for size in squares:
             for near in network.near(sides(size)):
                 if network.takes(near):
-                    return one_or_both(near)
+                    return collapse_size(near)
                 if network.is_fixed:
                     return network.published
     return network.published
@@ -319,7 +319,7 @@ class _SizeTrials:
         if not self._is_sized:
             return self._computes(self._model, size, self._published_channels)
         try:
-            model, _ = self._build(one_or_both(size), self._channels)
+            model, _ = self._build(collapse_size(size), self._channels)
         except Exception:  # timm's code may raise anything
             return False
         return self._computes(model, size, self._channels) and self._weights_fit(model, size)
@@ -328,7 +328,7 @@ class _SizeTrials:
         published, own = self._model.state_dict(), model.state_dict()
         if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in published.items()}:
             try:
-                self._build(one_or_both(size), self._published_channels, published)
+                self._build(collapse_size(size), self._published_channels, published)
             except Exception:  # timm cannot resize them
                 self.is_fixed = True
         return not self.is_fixed

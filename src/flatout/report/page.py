@@ -49,7 +49,7 @@ OTHER_COLOUR = TIME_PARTS["other"][1]
 NAME_FILES = ("class_names.csv", "class_names.txt", "classes.txt", "labels.csv", "LOC_synset_mapping.txt")
 NAME_FILE_BYTES = 10_000_000
 # Parts of the time that took less are not listed: they would read "0.0 s".
-LEAST_SECONDS = 0.05
+MIN_SECONDS = 0.05
 
 
 def draw_all(run: Path) -> None:
@@ -254,9 +254,7 @@ def _time(summary: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
     if parts and rest > 0.01 * sum(parts.values()):
         parts["other"] = rest
     named = [
-        (*TIME_PARTS.get(key, (key, OTHER_COLOUR)), seconds)
-        for key, seconds in parts.items()
-        if seconds >= LEAST_SECONDS
+        (*TIME_PARTS.get(key, (key, OTHER_COLOUR)), seconds) for key, seconds in parts.items() if seconds >= MIN_SECONDS
     ]
     return [(name, colour, seconds, seconds / sum(parts.values())) for name, colour, seconds in named]
 

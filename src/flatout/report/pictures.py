@@ -32,7 +32,7 @@ GRID_COLUMNS, CELL_INCHES = 5, 1.5
 OPACITY = 0.8
 LOG_LOSS_FROM_RATIO = 50.0  # beyond this, a linear axis shows one spike and a flat line
 # An axis that shows less than this makes noise look like a trend: in units of accuracy, and as a share of the loss.
-LEAST_ACCURACY_SPAN, LEAST_LOSS_SPAN = 0.1, 0.25
+MIN_ACCURACY_SPAN, MIN_LOSS_SPAN = 0.1, 0.25
 # Up to so many epochs, the training loss is drawn by steps: a few means of whole epochs make no curve.
 LOSS_BY_STEP_UP_TO_EPOCHS = 4
 
@@ -194,7 +194,7 @@ def _scale_axis(axes: "Axes", quantity: str, least: float, most: float) -> None:
     if quantity not in SHARES and least > 0 and most > LOG_LOSS_FROM_RATIO * least:
         axes.set_yscale("log")
         return
-    span = LEAST_ACCURACY_SPAN if quantity in SHARES else LEAST_LOSS_SPAN * most
+    span = MIN_ACCURACY_SPAN if quantity in SHARES else MIN_LOSS_SPAN * most
     missing = max(0.0, span - (most - least)) / 2
     margin = 0.05 * max(span, most - least) or 0.5
     low, high = least - missing, most + missing

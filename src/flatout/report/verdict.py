@@ -16,7 +16,7 @@ UNTRAINED_SHARE = 0.97
 # An accuracy this close to guessing is of no use, even where it cannot be luck.
 NEAR_CHANCE = 0.05
 # Fewer test images than this cannot tell luck from skill.
-LEAST_TEST_IMAGES = 20
+MIN_TEST_IMAGES = 20
 # A model that has learnt its training images is well above guessing on them: by half, and by more than a usual gap.
 LEARNT_FACTOR = 1.5
 # Learning rates with which most models train; SGD's as lr / (1 - momentum). Rates within a factor of two are not
@@ -45,7 +45,7 @@ RECOVERED_FACTOR = 0.95
 # From a fifth of the time on, removing the wait for images gains more than most other tuning.
 INPUT_WAIT = 0.2
 # A class with fewer test images may go without a prediction by chance.
-LEAST_CLASS_IMAGES = 5
+MIN_CLASS_IMAGES = 5
 # Up to a ratio of about ten, training without class weights still learns the rare classes.
 UNBALANCED_RATIO = 10.0
 CLASSES_NAMED = 5
@@ -138,7 +138,7 @@ def _at_chance(run: _Run) -> Iterator[str]:
     count, counts = None, None
     if run.split == "test":
         count, counts = run.summary.get("test_count"), run.summary.get("test_class_counts")
-    if accuracy is None or classes < 2 or (count and count < LEAST_TEST_IMAGES):
+    if accuracy is None or classes < 2 or (count and count < MIN_TEST_IMAGES):
         return
     guess, how = 1 / classes, f"is chance for {classes} classes"
     is_balanced = run.recipe.class_weights == "balanced"
@@ -284,7 +284,7 @@ def _no_pretraining(run: _Run) -> Iterator[str]:
 
 def _unpredicted(run: _Run) -> Iterator[str]:
     pairs = zip(run.counts("test_class"), run.counts("test_predicted"), strict=False)
-    missing = [name for (images, name), (answers, _) in pairs if answers == 0 and images >= LEAST_CLASS_IMAGES]
+    missing = [name for (images, name), (answers, _) in pairs if answers == 0 and images >= MIN_CLASS_IMAGES]
     if missing:
         more = f" and {len(missing) - CLASSES_NAMED} more" if len(missing) > CLASSES_NAMED else ""
         yield f"Never predicted, although present in the test images: {', '.join(missing[:CLASSES_NAMED])}{more}."

@@ -148,7 +148,7 @@ class Task(ABC):
         return found
 
     @abstractmethod
-    def merit(self, metrics: dict[str, float]) -> float:
+    def selection_metric(self, metrics: dict[str, float]) -> float:
         """Return the metric that chooses the best epoch; the higher, the better."""
 
     @abstractmethod
@@ -220,7 +220,7 @@ class Task(ABC):
 
 
 # Below this, a probability is taken for it, so that its logarithm is finite.
-LEAST_PROBABILITY = 1e-12
+MIN_PROBABILITY = 1e-12
 
 
 def refuse(recipe: Recipe, task: str, reasons: dict[str, tuple[Any, str]]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.config import Recipe
-from flatout.tasks.base import LEAST_PROBABILITY, Curve, Task, class_rows, curve
+from flatout.tasks.base import MIN_PROBABILITY, Curve, Task, class_rows, curve
 from flatout.tasks.single_label import LABEL_WIDTH, averaged_sigmoid
 from flatout.utils import style
 from flatout.utils.style import finite, shorten
@@ -122,9 +122,9 @@ class MultiLabel(Task):
     def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
         """See `Task.losses_of`: binary cross-entropy, the mean over the classes."""
         given_NK = np.where(labels > 0, probabilities, 1 - probabilities)
-        return -np.log(np.maximum(given_NK, LEAST_PROBABILITY)).mean(axis=1)
+        return -np.log(np.maximum(given_NK, MIN_PROBABILITY)).mean(axis=1)
 
-    def merit(self, metrics: dict[str, float]) -> float:
+    def selection_metric(self, metrics: dict[str, float]) -> float:
         return metrics["map"]
 
     def tuned(self, predicted: np.ndarray, labels: np.ndarray) -> "Task":

@@ -106,7 +106,7 @@ class Regression(Task):
         """See `Task.losses_of`: the absolute error."""
         return np.abs(probabilities[:, 0] - labels)
 
-    def merit(self, metrics: dict[str, float]) -> float:
+    def selection_metric(self, metrics: dict[str, float]) -> float:
         return -metrics["mae"]
 
     def answer(self, row: np.ndarray, classes: Sequence[str], top: int) -> dict[str, Any]:

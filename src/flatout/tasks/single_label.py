@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.config import Recipe
-from flatout.tasks.base import LEAST_PROBABILITY, Curve, Task, class_rows, curve
+from flatout.tasks.base import MIN_PROBABILITY, Curve, Task, class_rows, curve
 from flatout.utils import style
 from flatout.utils.errors import InputError
 from flatout.utils.style import shorten
@@ -145,10 +145,10 @@ class SingleLabel(Task):
 
     def losses_of(self, probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
         """See `Task.losses_of`: cross-entropy."""
-        return -np.log(np.maximum(probabilities[np.arange(len(labels)), labels], LEAST_PROBABILITY))
+        return -np.log(np.maximum(probabilities[np.arange(len(labels)), labels], MIN_PROBABILITY))
 
-    def merit(self, metrics: dict[str, float]) -> float:
-        """See `Task.merit`: as the classes are weighted in the loss."""
+    def selection_metric(self, metrics: dict[str, float]) -> float:
+        """See `Task.selection_metric`: as the classes are weighted in the loss."""
         # Records of earlier versions have no balanced accuracy.
         return metrics.get("balanced_accuracy", 0.0) if self.is_balanced else metrics["accuracy"]
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.config import Recipe, from_dict, with_settings
-from flatout.config.settings import Size, one_or_both, sides
-from flatout.data.source import DataRef, Source
+from flatout.config.settings import Size, collapse_size, sides
+from flatout.data.source import DataSource, ImageDataset
 from flatout.engine.factory import Rate, Speeds
 from flatout.models.build import default_shape, usable_size
-from flatout.train.dataset_stats import PHOTO, Facts, look, of_shape, side_of
+from flatout.train.dataset_stats import PHOTO, DatasetStats, look, of_shape, side_of
 from flatout.utils.console import duration
 from flatout.utils.errors import InputError, WeightsUnavailable
 
@@ -31,7 +31,7 @@ UNBALANCED = 3.0
 WIDTHS, USUAL_WIDTH = (16, 32, 64, 128), 32
 # Up to this width, by the number of classes, a FEWER-th of the epochs is enough. In a minute on Caltech 101, width 16
 # learns 0.37 in 27 epochs, width 32 0.49 in 22, and width 64 0.50 in 10; on two classes, all learn as much.
-LEAST_WIDTHS, FEWER = ((32, 16), (64, 32), (2**63, 64)), 3
+MIN_WIDTHS, FEWER = ((32, 16), (64, 32), (2**63, 64)), 3
 # Small photos are shifted by up to 1 / 16 of a side, as airbench does, and grey images, often symbols, by a pixel.
 SHIFT_OF_PHOTOS = 16
 # The time that a run without a budget may take.
@@ -39,7 +39,7 @@ SECONDS = 600.0
 
 # By the number of training images: epochs that are enough, the most that are useful, and the batch size.
 ENOUGH_EPOCHS = ((5_000, 30), (20_000, 20), (2**63, 5))
-MOST_EPOCHS = ((5_000, 120), (20_000, 60), (100_000, 20), (2**63, 10))
+MAX_EPOCHS = ((5_000, 120), (20_000, 60), (100_000, 20), (2**63, 10))
 BATCHES = ((5_000, 32), (20_000, 128), (2**63, 256))
 # The same for models that the user names, and for fine-tuning.
 EPOCHS = ((2_000, 30), (20_000, 20), (100_000, 10), (2**63, 5))
@@ -56,7 +56,7 @@ Advice = tuple[dict[str, Any], dict[str, str]]
 
 
 def advise(
-    found: DataRef | Source,
+    found: DataSource | ImageDataset,
     path: str,
     changes: Mapping[str, Any],
     *,
@@ -119,7 +119,7 @@ def advise(
     return from_dict(recipe), reasons
 
 
-def _of_size(facts: Facts, image_size: Any) -> Facts:
+def _of_size(facts: DatasetStats, image_size: Any) -> DatasetStats:
     """Return the facts with a given size of the images."""
     size = with_settings({"image_size": image_size}).image_size
     return replace(facts, size=size, side=side_of(size), is_size_given=True)
@@ -131,7 +131,7 @@ def _as_changed(rate: Rate, changes: Mapping[str, Any]) -> Rate:
     return lambda recipe, classes: rate(recipe.override(measured), classes)
 
 
-def _fast_cnn(facts: Facts, model: str, rate: Rate | None) -> Advice:
+def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
     """Return a recipe for fast-cnn, as airbench trains it (K. Jordan, arXiv 2404.00498)."""
     batch = facts.by_images(BATCHES)
     # Small grey images are often symbols, which have no mirror images.
@@ -161,7 +161,7 @@ def _fast_cnn(facts: Facts, model: str, rate: Rate | None) -> Advice:
     if facts.task == "regression":
         # The gradients of squared errors grow with the errors: without a limit the first steps end all learning.
         recipe["clip_norm"] = 1.0
-    enough, most = facts.by_images(ENOUGH_EPOCHS), facts.by_images(MOST_EPOCHS)
+    enough, most = facts.by_images(ENOUGH_EPOCHS), facts.by_images(MAX_EPOCHS)
     seconds = facts.seconds or SECONDS
     training, speed, seen = _training_seconds(seconds), 0.0, enough
     if rate:
@@ -205,15 +205,15 @@ def _training_seconds(seconds: float) -> float:
     return max(0.95 * seconds - 15, seconds / 2)
 
 
-def _candidates(facts: Facts, model: str, enough: int) -> list[tuple[Size, int, int]]:
+def _candidates(facts: DatasetStats, model: str, enough: int) -> list[tuple[Size, int, int]]:
     """Return sizes of images and widths of fast-cnn, the quickest first, and the epochs that each is to see."""
-    least = next(width for classes, width in LEAST_WIDTHS if facts.classes <= classes)
+    least = next(width for classes, width in MIN_WIDTHS if facts.classes <= classes)
     widths = (int(model.rpartition("-")[2]),) if model else WIDTHS
     few = [(width, enough // FEWER if width <= least else enough) for width in widths]
     if facts.is_size_given or not facts.is_photo or facts.side <= PHOTO:
         return [(facts.size, *candidate) for candidate in few]
     height, width = sides(facts.size)
-    small, turn = one_or_both(of_shape(PHOTO, width / height)), max(USUAL_WIDTH, least)
+    small, turn = collapse_size(of_shape(PHOTO, width / height)), max(USUAL_WIDTH, least)
     return [
         *((small, width, epochs) for width, epochs in few if model or width <= turn),
         *((facts.size, width, enough) for width in widths if model or width >= turn),
@@ -221,7 +221,7 @@ def _candidates(facts: Facts, model: str, enough: int) -> list[tuple[Size, int, 
 
 
 def _from_published(
-    facts: Facts, model: str, speeds: Speeds | None, report: Callable[[str], None] | None, is_required: bool
+    facts: DatasetStats, model: str, speeds: Speeds | None, report: Callable[[str], None] | None, is_required: bool
 ) -> Advice:
     """Return a recipe for a network of timm's that the user names: from its published weights where they can be had."""
     try:
@@ -236,7 +236,7 @@ def _from_published(
 
 
 def _from_backbone(
-    facts: Facts, model: str, speeds: Speeds | None, report: Callable[[str], None] | None, is_required: bool
+    facts: DatasetStats, model: str, speeds: Speeds | None, report: Callable[[str], None] | None, is_required: bool
 ) -> Advice:
     """Return a recipe that starts from published weights; from random ones where those can neither be had nor must be.
 
@@ -321,7 +321,7 @@ def _backbone_named(model: str) -> "Backbone":
     )
 
 
-def _from_weights(facts: Facts, weights: Path, model: str, speeds: Speeds | None) -> Advice:
+def _from_weights(facts: DatasetStats, weights: Path, model: str, speeds: Speeds | None) -> Advice:
     """Return a recipe that starts from weights of the user's; those of a run name their model and normalisation."""
     from flatout.models.convert.readers import find_file
     from flatout.models.weights import read_weights
@@ -353,7 +353,9 @@ def _from_weights(facts: Facts, weights: Path, model: str, speeds: Speeds | None
     return recipe, reasons
 
 
-def _fitted_head(facts: Facts, backbones: "Sequence[Backbone]", speeds: Speeds | None, *, weights: str = "") -> Advice:
+def _fitted_head(
+    facts: DatasetStats, backbones: "Sequence[Backbone]", speeds: Speeds | None, *, weights: str = ""
+) -> Advice:
     """Return a recipe that fits the head of a published network, and fine-tunes all of it if the time permits."""
     from flatout.train.photo_plan import fine_tuning_of, plan_photos
 
@@ -409,7 +411,7 @@ def _normalisation(backbone: "Backbone", channels: int) -> dict[str, Any]:
     return {"mean": backbone.mean, "std": backbone.std} if len(backbone.mean) == channels else {}
 
 
-def _fine_tuning(facts: Facts, model: str) -> Advice:
+def _fine_tuning(facts: DatasetStats, model: str) -> Advice:
     """Return a recipe that fits the head first, and then trains layers in small steps."""
     epochs = facts.by_images(FINE_TUNING_EPOCHS)
     batch = facts.by_images(((20_000, 32), (2**63, 64)))
@@ -434,7 +436,7 @@ def _fine_tuning(facts: Facts, model: str) -> Advice:
     }
 
 
-def _any_model(facts: Facts, model: str) -> Advice:
+def _any_model(facts: DatasetStats, model: str) -> Advice:
     """Return a recipe for a model that the user names, from random weights."""
     epochs, batch = facts.by_images(EPOCHS), facts.by_images(BATCHES)
     if facts.side >= PHOTO:

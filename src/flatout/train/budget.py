@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flatout.distributed.world import World
-    from flatout.engine.base import DeviceSplit, Engine
+    from flatout.engine.base import DeviceDataset, Engine
     from flatout.train.context import TrainContext
     from flatout.train.progress import Progress
 
@@ -155,7 +155,7 @@ def plan_minutes(context: "TrainContext", progress: "Progress") -> "tuple[TrainC
 
 def measure(
     engine: "Engine",
-    placed: "Mapping[str, DeviceSplit]",
+    placed: "Mapping[str, DeviceDataset]",
     recipe: Recipe,
     world: "World",
     seconds: float,
@@ -192,7 +192,7 @@ def measure(
 
 def seconds_per_step(
     engine: "Engine",
-    train: "DeviceSplit",
+    train: "DeviceDataset",
     recipe: Recipe,
     world: "World",
     seconds: float,

@@ -11,10 +11,10 @@ from flatout.train.request import Options, TrainRequest
 from flatout.train.run_log import RunLog
 
 if TYPE_CHECKING:
-    from flatout.data.batches import Samples
+    from flatout.data.batches import Split
     from flatout.data.pack import Pack
     from flatout.distributed.world import World
-    from flatout.engine.base import DeviceSplit, Engine
+    from flatout.engine.base import DeviceDataset, Engine
     from flatout.train.head_stage import HeadStage
 
 
@@ -44,14 +44,14 @@ class TrainContext:
     log: RunLog
     pack: "Pack"
     data_facts: dict[str, Any]
-    splits: "dict[str, Samples]"
+    splits: "dict[str, Split]"
     engine: "Engine"
     stage: "HeadStage | None"
     parameters: int
     trained_parameters: int
     devices: str
     device_count: int
-    datasets: "Mapping[str, DeviceSplit]" = field(default_factory=dict)
+    datasets: "Mapping[str, DeviceDataset]" = field(default_factory=dict)
 
     @property
     def options(self) -> Options:

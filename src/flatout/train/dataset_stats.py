@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from flatout.config import Recipe, from_dict
-from flatout.config.settings import Size, one_or_both, shown, sides
+from flatout.config.settings import Size, collapse_size, shown, sides
 from flatout.data.image_bytes import ImageBytes
-from flatout.data.source import DataRef, Source
+from flatout.data.source import DataSource, ImageDataset
 from flatout.utils.errors import InputError
 
 # Image sizes to choose from; on a CPU, 128 pixels keep an epoch of a few thousand images within a minute.
@@ -29,7 +29,7 @@ STRIDE, STRIDE_FROM, SMALL_STRIDE = 32, 96, 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class DatasetStats:
     """What the recipe depends on: the data, the device, and the time.
 
     Attributes:
@@ -94,28 +94,33 @@ class Facts:
 
 
 def look(
-    found: DataRef | Source, path: str, *, accelerated: bool, seconds: float | None = None, began: float | None = None
-) -> Facts:
+    found: DataSource | ImageDataset,
+    path: str,
+    *,
+    accelerated: bool,
+    seconds: float | None = None,
+    began: float | None = None,
+) -> DatasetStats:
     """Return what the data is like; the image size suits the device. `began` is the start of the time budget.
 
     Raises:
         InputError: none of the images sampled can be read.
     """
     largest, is_pack, resize = LARGEST_ON_GPU if accelerated else LARGEST_ON_CPU, False, "squash"
-    if isinstance(found, DataRef) and found.kind == "pack":
+    if isinstance(found, DataSource) and found.kind == "pack":
         from flatout.data.pack import open_pack
 
         source = pack = open_pack(found.path, verify=False)
         is_pack, resize = True, pack.resize
     else:
-        source = found if isinstance(found, Source) else found.read()
+        source = found if isinstance(found, ImageDataset) else found.read()
     ratio, why, exact = 1.0, "", 0
     if source.images is not None:
         height, width, channels = source.images.shape[1:]
         side, ratio, shape = max(height, width), width / height, f"the images are {height}x{width}"
         pixels = height * width
         if side <= largest or is_pack:
-            exact = one_or_both((height, width))
+            exact = collapse_size((height, width))
     else:
         side, pixels, ratio, channels, resize, why = _shape_of_files(source.files or ())
         shape = f"the median of the images' shorter sides is {side} pixels"
@@ -130,7 +135,7 @@ def look(
     counts = np.ones(1)
     if source.task == "single-label":
         counts = np.bincount(source.labels[start:stop], minlength=len(source.classes))
-    return Facts(
+    return DatasetStats(
         path=path,
         size=size,
         side=side_of(size),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout import __version__
-from flatout.config.settings import one_or_both
+from flatout.config.settings import collapse_size
 from flatout.data.labels import count_classes
 from flatout.distributed.world import Flag
 from flatout.engine.augment import tta_views
@@ -84,7 +84,7 @@ def _evaluate(context: TrainContext, progress: Progress, ended: Ended) -> tuple[
     stopped = ended.failure if isinstance(ended.failure, Stopped) else None
     if stopped:
         # The signal that ended training reaches some ranks only now.
-        control.heeded = Flag.TERMINATE
+        control.stop_signals = Flag.TERMINATE
     evaluations: dict[str, Evaluation] = {}
     known, began = None, time.perf_counter()
     try:
@@ -209,8 +209,8 @@ def _write_weights(context: TrainContext, state: dict[str, Any], task: "Task", f
         "model": recipe.model,
         "classes": json.dumps(context.pack.classes),
         "image_size": json.dumps(recipe.image_size),
-        "stored_size": json.dumps(one_or_both(recipe.stored_sides)),
-        "eval_size": json.dumps(one_or_both(recipe.eval_sides)),
+        "stored_size": json.dumps(collapse_size(recipe.stored_sides)),
+        "eval_size": json.dumps(collapse_size(recipe.eval_sides)),
         "channels": str(recipe.channels),
         "bits": str(recipe.data.bits),
         "mean": json.dumps(recipe.data.mean),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.config import Recipe, load_recipe
-from flatout.data.batches import Samples
+from flatout.data.batches import Split
 from flatout.data.labels import count_classes
 from flatout.inference.evaluate import scores_of
 from flatout.inference.predictions import file_names, write_predictions
@@ -205,7 +205,7 @@ def _finish(request: TrainRequest, pack: "Pack", pool: np.ndarray, console: Cons
         metrics = task.metrics(task.predicted_from(more["test_probabilities"]), pack.labels[start:stop])
         summary |= {f"test_{key}": value for key, value in ({**metrics, "count": stop - start}).items()}
     log = RunLog(console, request)
-    samples = Samples(images=pack.images, rows=rows, labels=labels)
+    samples = Split(images=pack.images, rows=rows, labels=labels)
     files = file_names(recipe, pack)
     write_predictions(
         folder, recipe, "held-out", held_out, samples, pack.classes, note=console.note, files=files, more=more

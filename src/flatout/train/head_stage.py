@@ -19,7 +19,7 @@ import torch
 
 from flatout.config import Augment, Recipe
 from flatout.engine.base import Evaluation
-from flatout.engine.torch.batches import TorchSplit
+from flatout.engine.torch.batches import TorchDataset
 from flatout.engine.torch.engine import TorchEngine
 from flatout.inference.calibration import FeatureStats, both_logits
 from flatout.models.features import compact
@@ -33,10 +33,10 @@ from flatout.utils.errors import InputError
 if TYPE_CHECKING:
     from torch import nn
 
-    from flatout.data.batches import Samples
+    from flatout.data.batches import Split
     from flatout.data.pack import Pack
     from flatout.distributed.world import World
-    from flatout.engine.base import DeviceSplit, Engine
+    from flatout.engine.base import DeviceDataset, Engine
 
 # Splits whose labels the head may see. In a cross-validation, the images of the fold choose nothing.
 FITTED = ("train", "valid")
@@ -65,7 +65,7 @@ class HeadStage:
     fitted_splits: tuple[str, ...]
     training_only: FittedHead | None
     features: dict[str, list[np.ndarray]]
-    placed: "dict[str, DeviceSplit]"
+    placed: "dict[str, DeviceDataset]"
     labels: dict[str, np.ndarray]
     record: EpochRecord
     seconds: dict[str, float]
@@ -131,7 +131,7 @@ def evaluation_of(
 def fit_to_features(
     model: "nn.Module",
     recipe: Recipe,
-    splits: "Mapping[str, Samples]",
+    splits: "Mapping[str, Split]",
     pack: "Pack",
     make: "Callable[..., Engine]",
     world: "World",
@@ -159,7 +159,7 @@ def fit_to_features(
             f"linear_probe = true: {recipe.model} has no linear layer or convolution that ends it, so no head can be "
             "fitted; set linear_probe = false"
         )
-    placed: dict[str, TorchSplit] = {}
+    placed: dict[str, TorchDataset] = {}
     if isinstance(engine, TorchEngine) and engine.cut:
         placed = {name: engine.place(samples) for name, samples in splits.items()}
         placed["train"].compile()
@@ -220,7 +220,7 @@ def _is_mirrored(recipe: Recipe) -> bool:
     return recipe.tta and recipe.augment.flip
 
 
-def _features(engine: "Engine", samples: "Samples", recipe: Recipe) -> list[np.ndarray]:
+def _features(engine: "Engine", samples: "Split", recipe: Recipe) -> list[np.ndarray]:
     """Return the features of a split, of the images and, if answers are averaged over mirrored ones, of those."""
     views = [samples, samples.mirrored()] if _is_mirrored(recipe) else [samples]
     found = [engine.place(view).features() for view in views]

@@ -16,7 +16,7 @@ import numpy as np
 from flatout.config import Recipe
 from flatout.data.batches import epoch_batches, steps_per_epoch
 from flatout.distributed.world import Flag
-from flatout.engine.base import DeviceSplit, Engine
+from flatout.engine.base import DeviceDataset, Engine
 from flatout.engine.metrics import NO_COUNTS
 from flatout.engine.schedule import learning_rate
 from flatout.train.progress import Clock, EpochRecord, Progress
@@ -62,7 +62,7 @@ def run_loop(
     engine: Engine,
     world: "World",
     recipe: Recipe,
-    splits: Mapping[str, DeviceSplit],
+    splits: Mapping[str, DeviceDataset],
     progress: Progress,
     hooks: LoopHooks,
 ) -> str:
@@ -82,7 +82,7 @@ class _Loop:
     engine: Engine
     world: "World"
     recipe: Recipe
-    splits: Mapping[str, DeviceSplit]
+    splits: Mapping[str, DeviceDataset]
     progress: Progress
     hooks: LoopHooks
 
@@ -186,10 +186,10 @@ class _Loop:
         if "valid_loss" not in progress.history[-1].metrics:
             return False
 
-        def merit(record: EpochRecord) -> tuple[float, float]:
-            return self.engine.task.merit(record.of("valid")), -record.metrics["valid_loss"]
+        def selection_metric(record: EpochRecord) -> tuple[float, float]:
+            return self.engine.task.selection_metric(record.of("valid")), -record.metrics["valid_loss"]
 
-        if (best := progress.best_record) and merit(progress.history[-1]) <= merit(best):
+        if (best := progress.best_record) and selection_metric(progress.history[-1]) <= selection_metric(best):
             return False
         progress.best_epoch = progress.epoch
         return True

@@ -32,7 +32,7 @@ MEASURING_SHARE = 0.15
 # Seconds besides features: images decoded per second on each core; the network made ready; pictures and report.
 DECODED_PER_CORE, READY_SECONDS, REPORT_SECONDS = 400.0, 3.0, 6.0
 # Seconds of the head for each image, class and feature, and what it takes at least.
-HEAD_SECONDS_PER_PRODUCT, LEAST_HEAD_SECONDS, FEATURES = 1.5e-8, 1.0, 1280
+HEAD_SECONDS_PER_PRODUCT, MIN_HEAD_SECONDS, FEATURES = 1.5e-8, 1.0, 1280
 # A run without a time budget computes features for so long, and is not fine-tuned.
 USUAL_SECONDS = 120.0
 # What is left of the error with features of mirrored images, too; and after so many epochs of fine-tuning.
@@ -78,7 +78,7 @@ class _Data:
 
     def fixed_seconds(self, cores: int) -> float:
         """Return what is needed besides features and training."""
-        head = max(LEAST_HEAD_SECONDS, HEAD_SECONDS_PER_PRODUCT * self.training * self.classes * FEATURES)
+        head = max(MIN_HEAD_SECONDS, HEAD_SECONDS_PER_PRODUCT * self.training * self.classes * FEATURES)
         return self.images / (DECODED_PER_CORE * cores) + READY_SECONDS + head + REPORT_SECONDS
 
 

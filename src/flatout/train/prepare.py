@@ -22,7 +22,7 @@ from flatout.utils.host import available_memory
 if TYPE_CHECKING:
     from torch import nn
 
-    from flatout.data.batches import Samples
+    from flatout.data.batches import Split
     from flatout.data.pack import Pack
     from flatout.distributed.world import World
     from flatout.engine.base import Engine
@@ -96,7 +96,7 @@ def load_pack(request: "TrainRequest", world: "World", log: RunLog) -> "Pack":
 # --- Data and recipe ------------------------------------------------------------------------------------------------
 
 
-def split_pack(pack: "Pack", recipe: Recipe, log: RunLog) -> "dict[str, Samples]":
+def split_pack(pack: "Pack", recipe: Recipe, log: RunLog) -> "dict[str, Split]":
     """Return the images of each split, and note how the data was split."""
     from flatout.data.splits import splits_of
 
@@ -123,7 +123,7 @@ def split_pack(pack: "Pack", recipe: Recipe, log: RunLog) -> "dict[str, Samples]
 def resolve_auto_values(
     recipe: Recipe,
     pack: "Pack",
-    splits: "Mapping[str, Samples]",
+    splits: "Mapping[str, Split]",
     world: "World",
     continued: Recipe | None,
     log: RunLog,
@@ -157,7 +157,7 @@ def resolve_auto_values(
     return recipe
 
 
-def _order_for_memory(train: "Samples", world: "World", log: RunLog) -> str:
+def _order_for_memory(train: "Split", world: "World", log: RunLog) -> str:
     """Return "blocks" if the images on disk exceed the memory of a host, else "full"."""
     free = min(world.all_gather_object(available_memory()))
     if not train.is_on_disk or train.nbytes <= free:
@@ -190,7 +190,7 @@ def build_model(
 def start_engine(
     model: "nn.Module",
     recipe: Recipe,
-    splits: "Mapping[str, Samples]",
+    splits: "Mapping[str, Split]",
     pack: "Pack",
     world: "World",
     options: "Options",
@@ -270,7 +270,7 @@ def _choose_precision(
     recipe: Recipe,
     continued: Recipe | None,
     model: "nn.Module",
-    splits: "Mapping[str, Samples]",
+    splits: "Mapping[str, Split]",
     world: "World",
     options: "Options",
     make: "Callable[..., Engine]",

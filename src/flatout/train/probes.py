@@ -19,9 +19,9 @@ from flatout.engine.schedule import scaled_rate
 from flatout.train.budget import seconds_per_step
 
 if TYPE_CHECKING:
-    from flatout.data.batches import Samples
+    from flatout.data.batches import Split
     from flatout.distributed.world import World
-    from flatout.engine.base import DeviceSplit, Engine
+    from flatout.engine.base import DeviceDataset, Engine
     from flatout.train.context import TrainContext
     from flatout.train.progress import Progress
 
@@ -33,11 +33,11 @@ SANITY_STEPS, LAST_STEPS, LARGEST_SHARE = 25, 5, 0.01
 # Logits of standard deviation s cost about s²/2 more than guessing; fresh models have logits of less than 2.
 LARGEST_EXCESS = 2.0
 # If a run changes the loss by less than this share at the pace of those steps, it learns nothing.
-LEAST_CHANGE = 0.01
+MIN_CHANGE = 0.01
 
 
 def fastest_precision(
-    make: "Callable[[Recipe], Engine]", samples: "Samples", recipe: Recipe, world: "World", formats: Sequence[str]
+    make: "Callable[[Recipe], Engine]", samples: "Split", recipe: Recipe, world: "World", formats: Sequence[str]
 ) -> tuple[str, str]:
     """Return a number format, and a sentence that explains it; all ranks call this.
 
@@ -91,7 +91,7 @@ def _is_long(recipe: Recipe, images: int) -> bool:
 
 
 def _find_problems(
-    engine: "Engine", train: "DeviceSplit", recipe: Recipe, world: "World", classes: int, *, is_fresh: bool
+    engine: "Engine", train: "DeviceDataset", recipe: Recipe, world: "World", classes: int, *, is_fresh: bool
 ) -> list[str]:
     """Train on one batch, go back to where the engine was, and return a sentence for each thing that seems wrong.
 
@@ -133,7 +133,7 @@ def _find_problems(
             f"high a learning rate ({rate:.2g}; flatout lr finds one), and a data.mean and data.std that do not suit "
             "the images"
         )
-    elif change_at_this_pace < LEAST_CHANGE * first and first > guessing / 2:  # the starting weights do not fit it
+    elif change_at_this_pace < MIN_CHANGE * first and first > guessing / 2:  # the starting weights do not fit it
         found.append(
             f"{SANITY_STEPS} steps on one batch left its loss at {last:.3g}: usual causes are too low a learning rate "
             f"({rate:.2g}; flatout lr finds one), and outputs that hardly depend on the trained weights"

@@ -11,7 +11,7 @@ from flatout.utils.console import Console
 from flatout.utils.errors import InputError
 
 if TYPE_CHECKING:
-    from flatout.data.source import DataRef, Source
+    from flatout.data.source import DataSource, ImageDataset
     from flatout.engine.factory import Speeds
 
 
@@ -27,7 +27,7 @@ def resolve(
     speeds: "Speeds | None" = None,
     explain: Callable[[str], None] = lambda sentence: None,
     fetch: bool = True,
-) -> "tuple[Recipe, DataRef | Source]":
+) -> "tuple[Recipe, DataSource | ImageDataset]":
     """Return the recipe, changed, and the recognised data.
 
     Args:

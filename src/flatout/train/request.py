@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from flatout.data.pack import Pack, SharedPack
-    from flatout.data.source import DataRef, Source
+    from flatout.data.source import DataSource, ImageDataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class TrainRequest:
     """
 
     recipe: Recipe
-    data: "DataRef | Source | Pack | SharedPack"
+    data: "DataSource | ImageDataset | Pack | SharedPack"
     options: Options
     module: "nn.Module | None" = None
     run_dir: Path | None = None

@@ -45,7 +45,7 @@ from flatout.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from flatout.distributed.world import World
-    from flatout.engine.base import DeviceSplit
+    from flatout.engine.base import DeviceDataset
 
 T = TypeVar("T")
 
@@ -270,7 +270,7 @@ def begin_run_dir(context: TrainContext, *, overwrite: bool) -> None:
         write_atomically(context.run_dir / run_files.DEVICES, devices.encode())
 
 
-def place(context: TrainContext, *, only_train: bool = False) -> "Mapping[str, DeviceSplit]":
+def place(context: TrainContext, *, only_train: bool = False) -> "Mapping[str, DeviceDataset]":
     """Return the splits on the devices, with compiled steps."""
     datasets = context.stage.placed if context.stage else {}
     if not datasets:

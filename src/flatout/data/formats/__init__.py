@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.data.source import DataRef, ReadOptions
+from flatout.data.source import DataSource, ReadOptions
 
 
 @dataclass(frozen=True)
@@ -21,4 +21,4 @@ class Format:
     kind: str
     give: str
     recognised_by: str
-    recognise: Callable[[Path, Path | None, ReadOptions], DataRef | None]
+    recognise: Callable[[Path, Path | None, ReadOptions], DataSource | None]

@@ -19,7 +19,7 @@ import numpy as np
 from flatout.data.formats import Format
 from flatout.data.formats.folders import visible
 from flatout.data.pixels import channels_last, range_of, to_pixels, to_uint8, value_range
-from flatout.data.source import DataRef, ReadOptions, Source, assemble
+from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import SPLITS, in_order, split_within, words_of
 from flatout.data.unpack import refuse_bomb
 from flatout.utils.errors import InputError, first_line, one_line
@@ -35,7 +35,7 @@ def _assemble(
     task: str,
     notes: tuple[str, ...] = (),
     locate: Callable[[str, int], str] | None = None,
-) -> Source:
+) -> ImageDataset:
     """Assemble split -> (images, labels) as arrays; the training images decide the range of pixels."""
     scale, converted = None, {}
     for name, (pixels, labels) in in_order(splits, path or "data").items():
@@ -84,7 +84,7 @@ _LABEL_WORDS = {"y", "label", "labels", "target", "targets"}
 _NAMES = "x_train, y_train, x_test, y_test, or images and labels"
 
 
-def recognise_numpy(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+def recognise_numpy(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise the `.npy` files of a folder, one `.npy` file with the labels beside it, or an `.npz` file.
 
     Raises:
@@ -92,7 +92,7 @@ def recognise_numpy(path: Path, class_list: Path | None, options: ReadOptions) -
     """
     suffix = "" if path.is_dir() else path.suffix.lower()
     if suffix == ".npz":
-        return DataRef(kind=NUMPY_KIND, path=path, inputs=(path,), read=lambda: _read_npz(path, class_list, options))
+        return DataSource(kind=NUMPY_KIND, path=path, inputs=(path,), read=lambda: _read_npz(path, class_list, options))
     pairs: dict[str, tuple[Path, Path]] = {}
     files = {file.stem: file for file in _npy_files(path)} if path.is_dir() else {}
     # A CSV file may list `.npy` files of one image each.
@@ -104,7 +104,9 @@ def recognise_numpy(path: Path, class_list: Path | None, options: ReadOptions) -
     if not pairs:
         return None
     inputs = tuple(file for pair in pairs.values() for file in pair)
-    return DataRef(kind=NUMPY_KIND, path=path, inputs=inputs, read=lambda: _read_npy(path, pairs, class_list, options))
+    return DataSource(
+        kind=NUMPY_KIND, path=path, inputs=inputs, read=lambda: _read_npy(path, pairs, class_list, options)
+    )
 
 
 def _npy_files(folder: Path) -> list[Path]:
@@ -150,7 +152,9 @@ def _roles(names: list[str], where: Path) -> dict[str, tuple[str, str]]:
     return {split: (found[split, "images"], found[split, "labels"]) for split in SPLITS if (split, "images") in found}
 
 
-def _read_npy(path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | None, options: ReadOptions) -> Source:
+def _read_npy(
+    path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | None, options: ReadOptions
+) -> ImageDataset:
     def load(file: Path) -> np.ndarray:
         return _loaded(str(file), lambda: np.lib.format.open_memmap(file, mode="r"))
 
@@ -158,7 +162,7 @@ def _read_npy(path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path 
     return _assemble(splits, NUMPY_KIND, path, class_list, options.task)
 
 
-def _read_npz(path: Path, class_list: Path | None, options: ReadOptions) -> Source:
+def _read_npz(path: Path, class_list: Path | None, options: ReadOptions) -> ImageDataset:
     def load(archive: Any, key: str) -> np.ndarray:
         info = next(info for info in archive.zip.infolist() if info.filename in (key, f"{key}.npy"))
         where = f"{path}: {one_line(key)}"
@@ -200,7 +204,7 @@ _IDX_NAME = re.compile(
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
-def recognise_idx(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+def recognise_idx(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise the IDX set in a folder.
 
     Raises:
@@ -230,14 +234,14 @@ def recognise_idx(path: Path, class_list: Path | None, options: ReadOptions) -> 
             raise InputError(f"{path}: has no IDX file of {split} {role} beside its partner")
     pairs = in_order({split: (files[split, "images"], files[split, "labels"]) for split, _ in files}, path)
     inputs = tuple(file for pair in pairs.values() for file in pair)
-    return DataRef(
+    return DataSource(
         kind=IDX_KIND, path=path, inputs=inputs, read=lambda: _read_idx_set(path, pairs, class_list, options)
     )
 
 
 def _read_idx_set(
     path: Path, pairs: dict[str, tuple[Path, Path]], class_list: Path | None, options: ReadOptions
-) -> Source:
+) -> ImageDataset:
     splits = {}
     for split, (image_file, label_file) in pairs.items():
         pixels, labels = read_idx(image_file), read_idx(label_file)
@@ -287,7 +291,7 @@ _CIFAR_NAMES = ("batches.meta.txt", "fine_label_names.txt")
 _CIFAR_PICKLES = (("data_batch_1", "test_batch"), ("train", "test", "meta"))
 
 
-def recognise_cifar(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+def recognise_cifar(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise the CIFAR set in a folder.
 
     Raises:
@@ -311,7 +315,7 @@ def recognise_cifar(path: Path, class_list: Path | None, options: ReadOptions) -
     names = class_list or files.get(_CIFAR_NAMES[label_bytes - 1])
     inputs = (*(file for some in splits.values() for file in some), *([names] if names else ()))
 
-    def read() -> Source:
+    def read() -> ImageDataset:
         parts = {}
         for split, some in splits.items():
             # One label byte (for CIFAR-100 two, the second is the fine label), then red, green, blue, row by row.
@@ -320,7 +324,7 @@ def recognise_cifar(path: Path, class_list: Path | None, options: ReadOptions) -
             parts[split] = np.ascontiguousarray(images), records[:, label_bytes - 1]
         return _assemble(parts, CIFAR_KIND, path, names, options.task)
 
-    return DataRef(kind=CIFAR_KIND, path=path, inputs=inputs, read=read)
+    return DataSource(kind=CIFAR_KIND, path=path, inputs=inputs, read=read)
 
 
 def _cifar_records(file: Path, size: int) -> np.ndarray:
@@ -341,14 +345,14 @@ _MAX_DEPTH = 1000
 _JSON_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
-def recognise_json(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+def recognise_json(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise the JSON triples in a file, by its name."""
     if not path.name.lower().endswith(_JSON_SUFFIXES) or not path.is_file():
         return None
-    return DataRef(kind=JSON_KIND, path=path, inputs=(path,), read=lambda: _read_json(path, class_list, options))
+    return DataSource(kind=JSON_KIND, path=path, inputs=(path,), read=lambda: _read_json(path, class_list, options))
 
 
-def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> Source:
+def _read_json(path: Path, class_list: Path | None, options: ReadOptions) -> ImageDataset:
     """Parse a file as a stream: as Python floats, a whole set takes gigabytes."""
     import ijson
 
@@ -438,7 +442,7 @@ class _Pair:
 # Values in Python
 
 
-def load_digits_source() -> Source:
+def load_digits_source() -> ImageDataset:
     """Load scikit-learn's digits: 1,797 handwritten digits, 8x8 pixels, grey values 0 to 16 scaled to 0 to 255.
 
     From the UCI optical recognition of handwritten digits data set (Alpaydin and Kaynak, 1998).
@@ -463,7 +467,7 @@ def is_pair(value: object) -> bool:
     return is_array(images) and len(images.shape) >= 2 and (is_array(labels) or isinstance(labels, (list, tuple)))
 
 
-def from_arrays(data: object, task: str = "auto") -> Source:
+def from_arrays(data: object, task: str = "auto") -> ImageDataset:
     """Read a pair (images, labels), or a tuple (train[, valid], test) or dict by split of such pairs.
 
     Images are [N, H, W], [N, H, W, C] or [N, C, H, W], of uint8 or uint16, or numbers in 0..1 or 0..255; labels are

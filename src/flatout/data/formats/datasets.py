@@ -26,7 +26,7 @@ from flatout.data.formats.shards import find_shards, reference
 from flatout.data.image_bytes import ImageBytes
 from flatout.data.labels import first_few
 from flatout.data.pixels import UNIT, channels_last, to_uint8
-from flatout.data.source import DataRef, ReadOptions, Source, assemble
+from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import split_of
 from flatout.data.unpack import refuse_bomb
 from flatout.utils.errors import InputError, first_line
@@ -43,7 +43,7 @@ _MIN_GROUPS, _GROUP_BYTES = 2, 1 << 27
 _FEW_ROWS = 1_000_000
 
 
-def recognise_parquet(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+def recognise_parquet(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise Parquet files by their names."""
     splits = find_shards(path, lambda name: name.lower().endswith(".parquet"))
     return reference(
@@ -51,7 +51,7 @@ def recognise_parquet(path: Path, class_list: Path | None, options: ReadOptions)
     )
 
 
-def recognise_saved(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+def recognise_saved(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise a saved Hugging Face data set."""
     splits: dict[str, list[Path]] = {}
     if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
@@ -83,7 +83,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_tables(
     kind: str, path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
-) -> Source:
+) -> ImageDataset:
     """Read the labels of split -> files; images are read in pieces when they are decoded."""
     tables = {split: [_Table(file, options) for file in files] for split, files in splits.items()}
     every = [table for some in tables.values() for table in some]
@@ -319,7 +319,7 @@ def _is_map_style(value: object) -> bool:
     return hasattr(value, "__len__") and hasattr(value, "__getitem__")
 
 
-def from_dataset(data: object, task: str = "auto") -> Source:
+def from_dataset(data: object, task: str = "auto") -> ImageDataset:
     """Read data sets whose items are (image, label), or dicts of these, once into an array.
 
     A data set has a length and items, or is iterated once to its end. An image is a PIL image, or uint8, uint16 or

@@ -14,7 +14,7 @@ import numpy as np
 from flatout.data.formats import Format
 from flatout.data.image_bytes import ImageBytesList
 from flatout.data.labels import DistinctLabels, first_few
-from flatout.data.source import DataRef, ReadOptions, Source, assemble
+from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of
 from flatout.utils.errors import InputError
 from flatout.utils.files import printable
@@ -122,7 +122,7 @@ def is_empty(folder: Path) -> bool:
 # Class folders
 
 
-def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise a tree of class folders.
 
     A class may be called train: beside other class folders, a folder of that name that itself holds images is one.
@@ -149,7 +149,7 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
     # A classes.txt that merely lies in the folder does not count: the folders name the classes.
     names = class_list if options.classes else None
     task = "single-label" if options.task == "auto" else options.task
-    return DataRef(kind=KIND, path=path, read=lambda: _read_folders(path, splits, names, task))
+    return DataSource(kind=KIND, path=path, read=lambda: _read_folders(path, splits, names, task))
 
 
 def _split_folders(path: Path) -> dict[str, Path]:
@@ -205,7 +205,7 @@ class _Listing:
             self.others[printable(Path(entry.name).suffix.lower() or entry.name)] += 1
 
 
-def _read_folders(path: Path, splits: dict[str, Path], class_list: Path | None, task: str) -> Source:
+def _read_folders(path: Path, splits: dict[str, Path], class_list: Path | None, task: str) -> ImageDataset:
     parts: dict[str, tuple[ImageBytesList, DistinctLabels]] = {}
     others: Counter[str] = Counter()
     notes: list[str] = []
@@ -266,16 +266,16 @@ def _list_classes(folder: Path) -> tuple[dict[str, _Listing], _Listing]:
 # Classes in the names of files
 
 
-def recognise_names(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+def recognise_names(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise the images of a folder, or of its split folders, if `data.label_pattern` finds classes in names."""
     if not options.label_pattern or not path.is_dir():
         return None
     splits = _split_folders(path)
     splits = in_order(splits, path) if splits else {"train": path}
-    return DataRef(kind=NAMES_KIND, path=path, read=lambda: _read_names(path, splits, class_list, options))
+    return DataSource(kind=NAMES_KIND, path=path, read=lambda: _read_names(path, splits, class_list, options))
 
 
-def _read_names(path: Path, splits: dict[str, Path], class_list: Path | None, options: ReadOptions) -> Source:
+def _read_names(path: Path, splits: dict[str, Path], class_list: Path | None, options: ReadOptions) -> ImageDataset:
     """Read split -> folder, whose own images are taken, not those of folders in it."""
     pattern = re.compile(options.label_pattern)
     group = "label" if "label" in pattern.groupindex else 1

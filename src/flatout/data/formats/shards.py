@@ -26,7 +26,7 @@ from flatout.data.formats import Format
 from flatout.data.formats.folders import is_image_name, visible
 from flatout.data.image_bytes import ImageBytesList, ShardFile, Slice
 from flatout.data.labels import find_class_list_beside
-from flatout.data.source import DataRef, ReadOptions, Source, assemble
+from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import SPLITS, in_order, split_of, split_within
 from flatout.data.unpack import TAR_SUFFIXES, open_decompressed, tar_members
 from flatout.utils.errors import InputError
@@ -54,7 +54,7 @@ _CLASS_LISTS = ("labels.txt", "label.labels.txt")
 _MAX_NUMBERS = 10_000  # of a feature, such as 0 or 1 for each class
 
 
-def _recognise_webdataset(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+def _recognise_webdataset(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise shards by the first samples of one of them: an image and its label."""
     splits = find_shards(path, lambda name: name.lower().endswith(TAR_SUFFIXES))
     if not any(_begins_with_sample(file, options) for files in splits.values() for file in files):
@@ -62,7 +62,7 @@ def _recognise_webdataset(path: Path, class_list: Path | None, options: ReadOpti
     return reference(WEBDATASET_KIND, path, splits, lambda splits: read_webdataset(path, splits, class_list, options))
 
 
-def _recognise_tfrecord(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+def _recognise_tfrecord(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise the files by their names."""
     splits = find_shards(path, lambda name: bool(_TFRECORD_NAME.fullmatch(name)))
     beside = find_class_list_beside(path if path.is_dir() else path.parent, _CLASS_LISTS)
@@ -112,9 +112,9 @@ def reference(
     kind: str,
     path: Path,
     splits: dict[str, list[Path]],
-    read: Callable[[dict[str, list[Path]]], Source],
+    read: Callable[[dict[str, list[Path]]], ImageDataset],
     beside: tuple[Path, ...] = (),
-) -> DataRef | None:
+) -> DataSource | None:
     """Return the data in split -> shards, or None without shards; `beside` are other files that determine it.
 
     Raises:
@@ -124,7 +124,7 @@ def reference(
         return None
     splits = in_order(splits, path)
     files = (file for some in splits.values() for file in some)
-    return DataRef(kind=kind, path=path, inputs=(*files, *beside), read=lambda: read(splits))
+    return DataSource(kind=kind, path=path, inputs=(*files, *beside), read=lambda: read(splits))
 
 
 def expand_braces(path: Path) -> list[Path]:
@@ -170,7 +170,9 @@ def _range(text: str) -> list[str]:
 # --- WebDataset ---
 
 
-def read_webdataset(path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions) -> Source:
+def read_webdataset(
+    path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
+) -> ImageDataset:
     """Return the source of split -> shards."""
     places: dict[str, ImageBytesList] = {}
     parts: dict[str, tuple[ImageBytesList, list[Any]]] = {}
@@ -295,7 +297,9 @@ class _Sample(NamedTuple):
 _Features = dict[str, list[int | float | slice]]
 
 
-def read_tfrecord(path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions) -> Source:
+def read_tfrecord(
+    path: Path, splits: dict[str, list[Path]], class_list: Path | None, options: ReadOptions
+) -> ImageDataset:
     """Return the source of split -> files; all records are read, and checked if google-crc32c is installed."""
     samples: dict[str, list[_Sample]] = {}
     notes: list[str] = []

@@ -29,7 +29,7 @@ from flatout.data.formats import Format, folders
 from flatout.data.formats.folders import is_image_name, list_files, visible, without_arrays
 from flatout.data.image_bytes import ImageBytesList
 from flatout.data.labels import DistinctLabels, find_class_list_beside, first_few
-from flatout.data.source import DataRef, ReadOptions, Source, assemble
+from flatout.data.source import DataSource, ImageDataset, ReadOptions, assemble
 from flatout.data.splits import in_order, split_of, split_within, words_of
 from flatout.utils.errors import InputError
 
@@ -64,7 +64,7 @@ _ROW_OF_FLAGS = re.compile(r"[01](,[01])+")
 # Recognising
 
 
-def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise a CSV file, the CSV files of a folder that are named after splits, or a folder's only CSV file.
 
     Beside class folders, the only CSV file is taken if its first row names an image.
@@ -95,7 +95,7 @@ def recognise(path: Path, class_list: Path | None, options: ReadOptions) -> Data
     return _reference(KIND, path, files, class_list, options)
 
 
-def recognise_paddle(path: Path, class_list: Path | None, options: ReadOptions) -> DataRef | None:
+def recognise_paddle(path: Path, class_list: Path | None, options: ReadOptions) -> DataSource | None:
     """Recognise the PaddleClas lists of a folder, or one list.
 
     Raises:
@@ -116,11 +116,11 @@ def recognise_paddle(path: Path, class_list: Path | None, options: ReadOptions) 
 
 def _reference(
     kind: str, path: Path, files: dict[str, Path], class_list: Path | None, options: ReadOptions
-) -> DataRef | None:
+) -> DataSource | None:
     if not files:
         return None
     files = files if "" in files else in_order(files, path)
-    return DataRef(kind=kind, path=path, read=lambda: _read(kind, path, files, class_list, options))
+    return DataSource(kind=kind, path=path, read=lambda: _read(kind, path, files, class_list, options))
 
 
 def _by_split(path: Path, named: list[tuple[str | None, Path]]) -> dict[str, Path]:
@@ -472,7 +472,7 @@ class _Part:
     groups: list[Any]
 
 
-def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None, options: ReadOptions) -> Source:
+def _read(kind: str, path: Path, files: dict[str, Path], class_list: Path | None, options: ReadOptions) -> ImageDataset:
     """Read split -> list; one list without a split in its name may have a column of splits."""
     parts: dict[str, _Part] = {}
     notes: list[str] = []

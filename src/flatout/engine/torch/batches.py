@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from flatout.data.batches import Batch, Samples, block_size, evaluation_batches, part, prefetch, read_ahead
+from flatout.data.batches import Batch, Split, block_size, evaluation_batches, part, prefetch, read_ahead
 from flatout.engine import augment
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.accelerator import Accelerator, allocate, placement
@@ -31,7 +31,7 @@ EVALUATION_BATCH = 256
 
 
 @dataclass(kw_only=True, eq=False)
-class Inputs:
+class DeviceBatch:
     """This rank's share of a batch, or a micro-batch of it: tensors on the device.
 
     Attributes:
@@ -64,16 +64,16 @@ class Inputs:
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
-    def clone(self) -> "Inputs":
+    def clone(self) -> "DeviceBatch":
         """Return a copy with memory of its own."""
         return replace(self, **{name: tensor.clone() for name, tensor in self._tensors().items()})
 
-    def copy_(self, other: "Inputs") -> None:
+    def copy_(self, other: "DeviceBatch") -> None:
         """Overwrite the tensors with those of a batch of the same constants."""
         for name, tensor in self._tensors().items():
             tensor.copy_(getattr(other, name))
 
-    def micro_batch(self, number: int, count: int) -> "Inputs":
+    def micro_batch(self, number: int, count: int) -> "DeviceBatch":
         """Return one of `count` micro-batches."""
         if count == 1:
             return self
@@ -86,7 +86,7 @@ class Inputs:
 
 
 @dataclass(kw_only=True, eq=False)
-class Source:
+class DeviceImages:
     """What the trained part of a model reads of a split: images, or the output of its frozen prefix.
 
     Attributes:
@@ -98,14 +98,14 @@ class Source:
         size: height and width that the epoch's training images are reduced to; None for the recipe's.
     """
 
-    samples: Samples
+    samples: Split
     images: torch.Tensor | None
     targets: torch.Tensor
     transforms: dict[str, torch.Tensor] = field(default_factory=dict)
     partners: np.ndarray | None = None
     size: tuple[int, int] | None = None
 
-    def images_of(self, inputs: Inputs, *, of_partners: bool = False) -> torch.Tensor:
+    def images_of(self, inputs: DeviceBatch, *, of_partners: bool = False) -> torch.Tensor:
         """Return the images of a batch, or those that they are mixed with, [B, ...] on the device."""
         samples, images = inputs.samples, inputs.images
         if of_partners:
@@ -119,7 +119,7 @@ class Source:
         """Return the rows of the augmentation tables for some samples."""
         return {name: table.index_select(0, samples) for name, table in self.transforms.items()}
 
-    def stream(self, batches: Iterable[Inputs], accelerator: Accelerator) -> Iterator[Inputs]:
+    def stream(self, batches: Iterable[DeviceBatch], accelerator: Accelerator) -> Iterator[DeviceBatch]:
         """Add the images to batches, read ahead of time from the host; nothing to do if they are on the device."""
         if self.images is not None:
             yield from batches
@@ -132,7 +132,7 @@ class Source:
             self.samples.read(positions, images.numpy())
             return images
 
-        def read(inputs: Inputs) -> tuple[Inputs, torch.Tensor, torch.Tensor | None]:
+        def read(inputs: DeviceBatch) -> tuple[DeviceBatch, torch.Tensor, torch.Tensor | None]:
             samples, partners = inputs.batch.samples, None if inputs.partners is None else self.partners
             return inputs, images_at(samples), None if partners is None else images_at(partners[samples])
 
@@ -143,42 +143,42 @@ class Source:
             yield inputs
 
 
-def place(samples: Samples, task: Task, accelerator: Accelerator, wanted: str, *, ranks_here: int) -> Source:
+def place(samples: Split, task: Task, accelerator: Accelerator, wanted: str, *, ranks_here: int) -> DeviceImages:
     """Place a split in device memory, host memory or on disk, wherever it fits."""
     targets = torch.from_numpy(task.targets(samples.labels)).to(accelerator.device)
     where = placement(samples.nbytes, accelerator, wanted, ranks_here=ranks_here)
     if where == "disk":
-        return Source(samples=samples, images=None, targets=targets)
+        return DeviceImages(samples=samples, images=None, targets=targets)
     in_memory = samples.images_at(np.arange(len(samples)))
     if where == "device":
-        return Source(samples=samples, images=torch.from_numpy(in_memory).to(accelerator.device), targets=targets)
-    held = Samples(images=in_memory, rows=np.arange(len(samples)), labels=samples.labels)
-    return Source(samples=held, images=None, targets=targets)
+        return DeviceImages(samples=samples, images=torch.from_numpy(in_memory).to(accelerator.device), targets=targets)
+    held = Split(images=in_memory, rows=np.arange(len(samples)), labels=samples.labels)
+    return DeviceImages(samples=held, images=None, targets=targets)
 
 
-class TorchSplit:
-    """See `DeviceSplit`."""
+class TorchDataset:
+    """See `DeviceDataset`."""
 
-    def __init__(self, engine: "TorchEngine", images: Source) -> None:
+    def __init__(self, engine: "TorchEngine", images: DeviceImages) -> None:
         self._engine, self._images = engine, images
         self.samples = images.samples
         self._weights = engine.task.sample_weights(self.samples.labels, engine.class_weights)
         # What the network reads for each view of the images.
-        self._views: dict[int, Source] = {}
+        self._views: dict[int, DeviceImages] = {}
         if engine.cut is None:
             self._views[NOT_AUGMENTED] = images
 
     @functools.cached_property
-    def source(self) -> Source:
+    def source(self) -> DeviceImages:
         """What the network reads in training."""
         return self._view(NOT_AUGMENTED, {})
 
     @functools.cached_property
-    def _mirrored(self) -> "TorchSplit":
+    def _mirrored(self) -> "TorchDataset":
         """The split with mirrored images."""
         return self._engine.place(self.samples.mirrored())
 
-    def _view(self, view: int, transforms: augment.Transforms) -> Source:
+    def _view(self, view: int, transforms: augment.Transforms) -> DeviceImages:
         """Return the images; or the output of the frozen prefix for a view, computed the first time."""
         if view not in self._views:
             _copy_tables(transforms, self._images)
@@ -186,7 +186,7 @@ class TorchSplit:
             self._images.transforms.clear()
         return self._views[view]
 
-    def _through_prefix(self) -> Source:
+    def _through_prefix(self) -> DeviceImages:
         """Return the output of the frozen prefix for the images, augmented by the tables of `_images` if there are."""
         engine, images = self._engine, self._images
 
@@ -201,7 +201,7 @@ class TorchSplit:
         features = collect_features(outputs(), len(images.samples), wanted, engine.world, engine.setup.accelerator)
         if isinstance(features, torch.Tensor):
             return replace(images, images=features, transforms={})
-        samples = Samples(images=features, rows=np.arange(len(features)), labels=images.samples.labels)
+        samples = Split(images=features, rows=np.arange(len(features)), labels=images.samples.labels)
         return replace(images, samples=samples, images=None, transforms={})
 
     def features(self) -> np.ndarray | None:
@@ -227,14 +227,14 @@ class TorchSplit:
         return found
 
     def compile(self) -> None:
-        """See `DeviceSplit.compile`. Nothing is compiled; what a frozen prefix makes of all views is computed."""
+        """See `DeviceDataset.compile`. Nothing is compiled; what a frozen prefix makes of all views is computed."""
         recipe = self._engine.recipe
         if self._engine.cut:
             for epoch in range(min(max(1, recipe.augment.views), recipe.epochs)):
                 self.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> None:
-        """See `DeviceSplit.begin_epoch`. The output of a frozen prefix is computed once for each view."""
+        """See `DeviceDataset.begin_epoch`. The output of a frozen prefix is computed once for each view."""
         engine = self._engine
         engine.metric_sums.begin_epoch()
         block = block_size(engine.recipe, self.samples)
@@ -265,7 +265,7 @@ class TorchSplit:
         self.source.images.index_copy_(0, chosen, mirrored.index_select(0, chosen))
         return True
 
-    def _change_view(self, chosen: Source) -> None:
+    def _change_view(self, chosen: DeviceImages) -> None:
         """Train on a view from now on; recorded steps read it where they have read the others."""
         if "source" not in vars(self):
             own = None if chosen.images is None else torch.empty_like(chosen.images)
@@ -275,18 +275,18 @@ class TorchSplit:
             assert chosen.images is not None
             self.source.images.copy_(chosen.images)
 
-    def feed(self, batches: Iterable[Batch]) -> Iterator[Inputs]:
+    def feed(self, batches: Iterable[Batch]) -> Iterator[DeviceBatch]:
         world, source = self._engine.world, self.source
         if source.images is None:
             batches = read_ahead(source.samples, batches, world.local_rank, world.local_size)
         inputs = (self._inputs(batch, batch.part(world.rank, world.size), source.partners) for batch in batches)
         return source.stream(inputs, self._engine.setup.accelerator)
 
-    def _inputs(self, whole: Batch, share: Batch, partners: np.ndarray | None = None) -> Inputs:
+    def _inputs(self, whole: Batch, share: Batch, partners: np.ndarray | None = None) -> DeviceBatch:
         put, weights, share_weights = self._engine.setup.accelerator.put, whole.weights, share.weights
         if self._weights is not None:
             weights, share_weights = (b.weights * self._weights[b.samples] for b in (whole, share))
-        return Inputs(
+        return DeviceBatch(
             batch=share,
             samples=put(share.samples),
             weights=put(share_weights),
@@ -296,7 +296,7 @@ class TorchSplit:
             partners=None if partners is None else put(partners[share.samples].astype(np.int64)),
         )
 
-    def train_step(self, inputs: Inputs, learning_rate: float, seed: int) -> None:
+    def train_step(self, inputs: DeviceBatch, learning_rate: float, seed: int) -> None:
         engine, source = self._engine, self.source
         if engine.recorder:
             samples = inputs.batch.samples[: inputs.batch.count]
@@ -313,7 +313,7 @@ class TorchSplit:
         keep_features: Keep | None = None,
         tta: bool = False,
     ) -> Evaluation:
-        """See `DeviceSplit.evaluate`. Losses are those of the recipe, without class weights."""
+        """See `DeviceDataset.evaluate`. Losses are those of the recipe, without class weights."""
         # Whoever asks for more than metrics does not train on.
         is_last = with_probabilities or with_logits or keep_features is not None
         engine = self._engine
@@ -358,7 +358,7 @@ class TorchSplit:
             labels=self.samples.labels,
         )
 
-    def _evaluated(self, *, tta: bool) -> tuple[list[Source], Callable[..., torch.Tensor]]:
+    def _evaluated(self, *, tta: bool) -> tuple[list[DeviceImages], Callable[..., torch.Tensor]]:
         """Return what an evaluation reads, and the function of the network and a batch of it that returns logits."""
         engine = self._engine
         if not tta:
@@ -372,7 +372,7 @@ class TorchSplit:
 
         return [self._view(NOT_AUGMENTED, {}), self._mirrored._view(NOT_AUGMENTED, {})], mean_of_both
 
-    def _batches(self, source: Source, *, equally_many: bool) -> Iterator[Inputs]:
+    def _batches(self, source: DeviceImages, *, equally_many: bool) -> Iterator[DeviceBatch]:
         """Yield this rank's evaluation batches, every `size`-th of the split.
 
         Args:
@@ -418,7 +418,7 @@ class _Rows:
         return world.all_reduce(table).cpu().numpy()
 
 
-def _copy_tables(transforms: augment.Transforms, source: Source) -> None:
+def _copy_tables(transforms: augment.Transforms, source: DeviceImages) -> None:
     """Bring an epoch's tables to the device; recorded steps read them where they are."""
     for name, table in transforms.items():
         new = torch.from_numpy(table)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.config import Recipe
-from flatout.data.batches import Samples
+from flatout.data.batches import Split
 from flatout.distributed.world import ALONE, World
 from flatout.engine import augment, optim, pixels
 from flatout.engine.metrics import Counts
@@ -26,7 +26,7 @@ from flatout.engine.recorder import Recorder
 from flatout.engine.torch import state as states
 from flatout.engine.torch.accelerator import MEMORY_SHARE, Accelerator, accelerator_of, prepare
 from flatout.engine.torch.batch_norm import BatchNorm
-from flatout.engine.torch.batches import Inputs, Source, TorchSplit, place
+from flatout.engine.torch.batches import DeviceBatch, DeviceImages, TorchDataset, place
 from flatout.engine.torch.gradients import (
     COPIES_OF_WEIGHTS,
     BucketedAllReduce,
@@ -182,13 +182,13 @@ class TorchEngine:
 
     # --- training -------------------------------------------------------------------------------------------------
 
-    def place(self, samples: Samples) -> TorchSplit:
+    def place(self, samples: Split) -> TorchDataset:
         self._release_graph()
         placement = self.recipe.data.placement
         here = self.world.local_size
-        return TorchSplit(self, place(samples, self.task, self.setup.accelerator, placement, ranks_here=here))
+        return TorchDataset(self, place(samples, self.task, self.setup.accelerator, placement, ranks_here=here))
 
-    def train_step(self, source: Source, inputs: Inputs, learning_rate: float, seed: int) -> None:
+    def train_step(self, source: DeviceImages, inputs: DeviceBatch, learning_rate: float, seed: int) -> None:
         began = self.world.seconds
         if self._micro_batches == 0:
             self._choose_micro_batches(source, inputs)
@@ -203,7 +203,7 @@ class TorchEngine:
         self.world.control.end_step()
         self._communication_seconds += self.world.seconds - began
 
-    def _step(self, source: Source, inputs: Inputs) -> None:
+    def _step(self, source: DeviceImages, inputs: DeviceBatch) -> None:
         """Compute the gradients of all micro-batches, all-reduce them, update the weights, add up the metrics."""
         self._gradients.begin()
         sums = torch.zeros(SUMS, device=self.device)
@@ -219,7 +219,7 @@ class TorchEngine:
             self._average.update()
         self.metric_sums.add(sums)
 
-    def _backward(self, source: Source, inputs: Inputs, batch_norm: BatchNorm) -> torch.Tensor:
+    def _backward(self, source: DeviceImages, inputs: DeviceBatch, batch_norm: BatchNorm) -> torch.Tensor:
         """Add up the gradients of a micro-batch; return the sums of its metrics, float32 [SUMS]."""
         batch_norm.begin(len(inputs.batch.samples), inputs.batch.count, inputs.total, is_padded=inputs.is_padded)
         targets, weights = source.targets.index_select(0, inputs.samples), inputs.weights
@@ -289,7 +289,7 @@ class TorchEngine:
 
     # --- gradient accumulation ------------------------------------------------------------------------------------
 
-    def _choose_micro_batches(self, source: Source, inputs: Inputs) -> None:
+    def _choose_micro_batches(self, source: DeviceImages, inputs: DeviceBatch) -> None:
         """Decide before the first step how the share of a batch is divided.
 
         Raises:
@@ -317,7 +317,7 @@ class TorchEngine:
             count, samples = self._micro_batches, -(-share // self._micro_batches)
             self._report(f"gradient accumulation: {count} micro-batches of up to {samples}")
 
-    def _try(self, source: Source, inputs: Inputs) -> None:
+    def _try(self, source: DeviceImages, inputs: DeviceBatch) -> None:
         """Compute a micro-batch without the other ranks, and undo its effects."""
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         alone = BatchNorm(on_host=self._batch_norm.on_host)

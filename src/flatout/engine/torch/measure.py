@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from flatout.config import Recipe
-from flatout.data.batches import Batch, Samples
+from flatout.data.batches import Batch, Split
 from flatout.distributed.environment import Launched
 from flatout.distributed.shared_memory import SharedMemory
 from flatout.distributed.world import World
@@ -217,7 +217,7 @@ def _measure(model: nn.Module, recipe: Recipe, world: World) -> float:
         batch_size = recipe.batch_size
         shape = (batch_size, *recipe.stored_sides, recipe.channels)
         images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-        samples = Samples(images=images, rows=np.arange(batch_size), labels=np.zeros(batch_size, np.int64))
+        samples = Split(images=images, rows=np.arange(batch_size), labels=np.zeros(batch_size, np.int64))
         split = engine.place(samples)
         split.begin_epoch(0)
 

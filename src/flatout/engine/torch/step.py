@@ -18,7 +18,7 @@ from flatout.config import Recipe
 from flatout.engine import augment
 from flatout.engine.metrics import Counts
 from flatout.engine.torch.accelerator import Accelerator
-from flatout.engine.torch.batches import Inputs, Source
+from flatout.engine.torch.batches import DeviceBatch, DeviceImages
 from flatout.models.layers import Cut
 from flatout.tasks.base import Task
 from flatout.utils.errors import InputError
@@ -54,7 +54,7 @@ class NetworkInput:
         """Return what the network reads, [B, C, ...]: `normalised` images, or the output of the prefix."""
         return images.movedim(-1, 1) if self._cut else self.normalised(images, transforms)
 
-    def of_batch(self, source: Source, inputs: Inputs) -> torch.Tensor:
+    def of_batch(self, source: DeviceImages, inputs: DeviceBatch) -> torch.Tensor:
         """Return a batch's augmented images, mixed with others if the recipe says so, in the size of the epoch."""
         rows = source.transforms_of(inputs.samples)
         images = self.of(source.images_of(inputs), rows)
@@ -107,7 +107,7 @@ class Losses:
         return losses
 
     def of_batch(
-        self, task: Task, logits: torch.Tensor, targets: torch.Tensor, source: Source, inputs: Inputs
+        self, task: Task, logits: torch.Tensor, targets: torch.Tensor, source: DeviceImages, inputs: DeviceBatch
     ) -> torch.Tensor:
         """Return the loss of each sample, [B]; of a mixture, that of the mixed targets, or both by their shares."""
 
@@ -199,7 +199,7 @@ class CapturedStep:
 
     def __init__(
         self,
-        step: Callable[[Source, Inputs], None],
+        step: Callable[[DeviceImages, DeviceBatch], None],
         forget_gradients: Callable[[], None],
         accelerator: Accelerator,
         report: Callable[[str], None],
@@ -209,10 +209,10 @@ class CapturedStep:
         self._seen: Counter[tuple[int, ...]] = Counter()
         self._graph, self._is_off = None, False
         self._constants: tuple[int, ...] = ()
-        self._inputs: Inputs | None = None
-        self._source: Source | None = None
+        self._inputs: DeviceBatch | None = None
+        self._source: DeviceImages | None = None
 
-    def __call__(self, source: Source, inputs: Inputs) -> None:
+    def __call__(self, source: DeviceImages, inputs: DeviceBatch) -> None:
         """Run the step once."""
         constants = inputs.constants
         if source is not self._source:
@@ -229,7 +229,7 @@ class CapturedStep:
         self._forget_gradients()
         self._step(source, inputs)
 
-    def _record(self, source: Source, inputs: Inputs) -> None:
+    def _record(self, source: DeviceImages, inputs: DeviceBatch) -> None:
         self._forget_gradients()
         static = inputs.clone()
         try:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from flatout.data.batches import Batch, Samples, block_size, evaluation_batches, prefetch, read_ahead
+from flatout.data.batches import Batch, Split, block_size, evaluation_batches, prefetch, read_ahead
 from flatout.distributed.world import World
 from flatout.engine.augment import Transforms, epoch_transforms, training_size
 from flatout.engine.base import Evaluation, Keep
 from flatout.engine.torch.accelerator import MEMORY_SHARE
 from flatout.engine.torch.batches import NOT_AUGMENTED
 from flatout.engine.xla.mesh import MeshSharding
-from flatout.engine.xla.program import Inputs
+from flatout.engine.xla.program import DeviceBatch
 from flatout.utils.host import available_memory
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class HostBatches:
 
     Attributes:
         batches: the batches of all processes.
-        images, targets, weights, transforms, partners: as in `step.Inputs`, with a dimension T in front.
+        images, targets, weights, transforms, partners: as in `step.DeviceBatch`, with a dimension T in front.
     """
 
     batches: Sequence[Batch]
@@ -47,19 +47,19 @@ class HostBatches:
     transforms: Transforms | None
     partners: tuple[np.ndarray, np.ndarray, Transforms] | None
 
-    def inputs(self, step: int | slice, learning_rates: Sequence[float], seeds: Sequence[int]) -> Inputs:
+    def inputs(self, step: int | slice, learning_rates: Sequence[float], seeds: Sequence[int]) -> DeviceBatch:
         """Return one step of T, with its learning rate and seed; or all of them, by a slice."""
         rates, words = np.array(learning_rates, np.float32), np.array(seeds, np.uint64)
         halves = np.stack([words >> np.uint64(32), words & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
         is_one = isinstance(step, int)
-        return Inputs(
+        return DeviceBatch(
             **{name: jax.tree.map(lambda array: array[step], getattr(self, name)) for name in _PER_SAMPLE},
             learning_rate=rates[0] if is_one else rates,
             seed=halves[0] if is_one else halves,
         )
 
 
-def place(samples: Samples, sharding: MeshSharding, wanted: str, world: World) -> tuple[Samples, jax.Array | None]:
+def place(samples: Split, sharding: MeshSharding, wanted: str, world: World) -> tuple[Split, jax.Array | None]:
     """Copy a split's images to every device if they fit there; else to host memory; else leave them on disk.
 
     Simulated devices share the host's memory, so their batches are read from there.
@@ -75,12 +75,12 @@ def place(samples: Samples, sharding: MeshSharding, wanted: str, world: World) -
     if is_resident:
         return samples, sharding.put_state(_read_all(samples), sharding.replicated)
     if wanted != "disk" and samples.nbytes <= MEMORY_SHARE * available_memory():
-        samples = Samples(images=_read_all(samples), rows=np.arange(len(samples)), labels=samples.labels)
+        samples = Split(images=_read_all(samples), rows=np.arange(len(samples)), labels=samples.labels)
     return samples, None
 
 
 def read_batches(
-    samples: Samples,
+    samples: Split,
     batches: Sequence[Batch],
     size: int,
     own: slice,
@@ -125,7 +125,7 @@ def read_batches(
     )
 
 
-def _read_all(samples: Samples) -> np.ndarray:
+def _read_all(samples: Split) -> np.ndarray:
     return samples.images_at(np.arange(len(samples)))
 
 
@@ -140,8 +140,8 @@ RUN_AHEAD = 4
 IN_FLIGHT_BYTES = 256 * 2**20
 
 
-class XlaSplit:
-    """One split of the data; see `DeviceSplit`.
+class XlaDataset:
+    """One split of the data; see `DeviceDataset`.
 
     Attributes:
         samples: the split on the host.
@@ -153,7 +153,7 @@ class XlaSplit:
         size: height and width that the epoch's training images are reduced to.
     """
 
-    def __init__(self, engine: "XlaEngine", samples: Samples) -> None:
+    def __init__(self, engine: "XlaEngine", samples: Split) -> None:
         self._engine, self.samples = engine, samples
         self.targets = engine.task.targets(samples.labels)
         self._sample_weights = engine.task.sample_weights(samples.labels, engine.class_weights)
@@ -162,7 +162,7 @@ class XlaSplit:
         self.size = engine.recipe.image_sides
         self._pending: list[tuple[HostBatches, int, float, int]] = []
         # What the network reads for each view of the images.
-        self._views: dict[int, tuple[Samples, jax.Array | None]] = {}
+        self._views: dict[int, tuple[Split, jax.Array | None]] = {}
         if engine.cut is None:
             self._read_view(NOT_AUGMENTED, None)
 
@@ -203,7 +203,7 @@ class XlaSplit:
             self._transforms, self.size = transforms, training_size(recipe, epoch)
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[tuple[HostBatches, int]]:
-        """See `DeviceSplit.feed`. A thread reads all batches of a dispatch into one array, ahead of time."""
+        """See `DeviceDataset.feed`. A thread reads all batches of a dispatch into one array, ahead of time."""
         world, read = self._engine.world, self._reader(self._engine.program(self.batch).batch, is_training=True)
         if self.table is None:
             batches = read_ahead(self._read, batches, world.local_rank, world.local_size)
@@ -227,7 +227,7 @@ class XlaSplit:
         )
 
     def train_step(self, inputs: tuple[HostBatches, int], learning_rate: float, seed: int) -> None:
-        """See `DeviceSplit.train_step`. Steps wait until their dispatch is full."""
+        """See `DeviceDataset.train_step`. Steps wait until their dispatch is full."""
         group, step = inputs
         if self._engine.recorder:
             batch, own = group.batches[step], self._engine.sharding.own(self._engine.program(self.batch).batch)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from flatout.config import Recipe
-from flatout.data.batches import Samples, evaluation_batches, prefetch
+from flatout.data.batches import Split, evaluation_batches, prefetch
 from flatout.distributed.world import World
 from flatout.engine.augment import Transforms
 from flatout.engine.metrics import Counts
@@ -27,10 +27,10 @@ from flatout.engine.recorder import Recorder
 from flatout.engine.torch.accelerator import PRECISIONS
 from flatout.engine.torch.batches import EVALUATION_BATCH
 from flatout.engine.xla import optim
-from flatout.engine.xla.batches import HostBatches, XlaSplit, fetch, read_batches
+from flatout.engine.xla.batches import HostBatches, XlaDataset, fetch, read_batches
 from flatout.engine.xla.devices import compilation_cache
 from flatout.engine.xla.mesh import MeshSharding
-from flatout.engine.xla.program import Evaluated, FrozenPrefix, Inputs, Program, State, frozen_cut, to_array
+from flatout.engine.xla.program import DeviceBatch, Evaluated, FrozenPrefix, Program, State, frozen_cut, to_array
 from flatout.models.heads import Head, before_head
 from flatout.tasks import task_of
 from flatout.utils.errors import InputError
@@ -87,7 +87,7 @@ class XlaEngine:
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._sums: list[jax.Array] = []
         self._in_flight: deque[jax.Array] = deque()
-        self._training: XlaSplit | None = None
+        self._training: XlaDataset | None = None
         self._counted_steps = 0
         self._first_bad_step: int | None = None
 
@@ -99,8 +99,8 @@ class XlaEngine:
     def communication_seconds(self) -> float:
         return float("nan") if self.sharding.size > 1 else 0.0
 
-    def place(self, samples: Samples) -> "XlaSplit":
-        split = XlaSplit(self, samples)
+    def place(self, samples: Split) -> "XlaDataset":
+        split = XlaDataset(self, samples)
         self._target_shape = split.targets.shape[1:]
         return split
 
@@ -154,7 +154,7 @@ class XlaEngine:
                 self._compiled[key] = lowered.compile()
         return self._compiled[key]
 
-    def train(self, split: "XlaSplit", inputs: Inputs, steps: int | None) -> None:
+    def train(self, split: "XlaDataset", inputs: DeviceBatch, steps: int | None) -> None:
         """Enqueue one training step of a split, or `steps` of them."""
         function = self.compiled(self.program(split.batch), split.table, steps=steps, size=split.size)
         while len(self._in_flight) >= split.run_ahead:
@@ -164,13 +164,13 @@ class XlaEngine:
         self._sums.append(sums)
         self._in_flight.append(sums)
 
-    def evaluate(self, split: "XlaSplit", program: Program, group: HostBatches, *, tta: bool) -> Evaluated:
+    def evaluate(self, split: "XlaDataset", program: Program, group: HostBatches, *, tta: bool) -> Evaluated:
         """Enqueue one evaluation batch of a split."""
         arrays = (group.images[0], group.targets[0], group.weights[0])
         put = self.sharding.put_batch(arrays, (self.sharding.split,) * len(arrays))
         return self.compiled(program, split.table, evaluates=True, tta=tta)(self._state, *put, *split.tables)
 
-    def features(self, samples: Samples, transforms: Transforms | None) -> Samples:
+    def features(self, samples: Split, transforms: Transforms | None) -> Split:
         """Return a split with the output of the frozen prefix instead of its images, which are augmented first."""
         assert self.cut is not None
         size = self.sharding.padded(min(EVALUATION_BATCH * self.sharding.size, self.recipe.batch_size))
@@ -192,9 +192,9 @@ class XlaEngine:
             put = self.sharding.put_batch(arrays, jax.tree.map(lambda _: self.sharding.split, arrays))
             rows.append(fetch(function(*weights, *put))[: group.batches[0].count])
         features = np.concatenate(rows)
-        return Samples(images=features, rows=np.arange(len(features)), labels=samples.labels)
+        return Split(images=features, rows=np.arange(len(features)), labels=samples.labels)
 
-    def begin_epoch(self, split: "XlaSplit") -> None:
+    def begin_epoch(self, split: "XlaDataset") -> None:
         """Count the steps of a split from 0."""
         self._training, self._counted_steps, self._first_bad_step = split, 0, None
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flatout.engine.xla.program import Inputs, Program, State
+from flatout.engine.xla.program import DeviceBatch, Program, State
 
 AXIS = "batch"
 
@@ -72,7 +72,7 @@ class MeshSharding:
         """Return the sharding of each array of a state."""
         return jax.tree.map(lambda array: self._of(array.shape), state)
 
-    def of_inputs(self, inputs: Inputs, *, stacked: bool = False) -> Any:
+    def of_inputs(self, inputs: DeviceBatch, *, stacked: bool = False) -> Any:
         """Return the sharding of each array of a batch; `stacked` if they have a dimension of steps in front."""
         of_samples = self._stacked if stacked else self.split
         shardings: Any = jax.tree.map(lambda array: of_samples, inputs)

@@ -62,7 +62,7 @@ class Average(NamedTuple):
         return Average(steps, *both)
 
 
-class Inputs(NamedTuple):
+class DeviceBatch(NamedTuple):
     """One batch; or several, with a dimension of steps in front of each array.
 
     Attributes:
@@ -181,7 +181,7 @@ class Program:
         """Return the context to trace in, which decides how 32-bit products are computed."""
         return jax.default_matmul_precision("highest" if self._precision == "fp32" else "default")
 
-    def example_inputs(self, *, is_resident: bool, batch: int = 0, steps: int | None = None) -> Inputs:
+    def example_inputs(self, *, is_resident: bool, batch: int = 0, steps: int | None = None) -> DeviceBatch:
         """Return the shapes of a training batch, or of one of `batch` samples; of `steps` of them if given."""
         front, count = () if steps is None else (steps,), batch or self.batch
 
@@ -193,7 +193,7 @@ class Program:
         images = shape(count, dtype=np.int32) if is_resident else pixels
         targets = shape(count, *self._target_shape, dtype=np.float32 if self.task.mixes_targets else np.int32)
         transforms = tables and {n: shape(count, *t.shape[1:], dtype=t.dtype) for n, t in tables.items()}
-        return Inputs(
+        return DeviceBatch(
             images=images,
             targets=targets,
             weights=shape(count),
@@ -217,7 +217,7 @@ class Program:
         return State(trained, frozen, buffers, optimizer, average)
 
     def train_step(
-        self, state: State, inputs: Inputs, table: jax.Array | None = None, *, size: tuple[int, int] | None = None
+        self, state: State, inputs: DeviceBatch, table: jax.Array | None = None, *, size: tuple[int, int] | None = None
     ) -> tuple[State, jax.Array]:
         """Update the state from one batch.
 
@@ -271,7 +271,7 @@ class Program:
         return State(trained, state.frozen, buffers, optimizer, average), sums
 
     def train_steps(
-        self, state: State, inputs: Inputs, table: jax.Array | None = None, *, size: tuple[int, int] | None = None
+        self, state: State, inputs: DeviceBatch, table: jax.Array | None = None, *, size: tuple[int, int] | None = None
     ) -> tuple[State, jax.Array]:
         """Take several steps in one program; every array of `inputs` has one more dimension in front.
 
@@ -290,7 +290,7 @@ class Program:
         *,
         tta: bool = False,
     ) -> Evaluated:
-        """Return the figures of one batch; arguments as in `Inputs`, `mask` [B] is 0 for padding.
+        """Return the figures of one batch; arguments as in `DeviceBatch`, `mask` [B] is 0 for padding.
 
         With `tta` they are those of the probabilities averaged over `augment.tta_views`.
         """

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatout.config.settings import nearest
-from flatout.data.batches import Samples
+from flatout.data.batches import Split
 from flatout.data.pixels import resize_images
 from flatout.utils.console import Console
 from flatout.utils.errors import DiskFull, InputError
@@ -157,7 +157,7 @@ def _format_of(out: Path, wanted: str | None) -> str:
 
 def _images(
     run: "Run", data: Any, console: Console, *, wants_calibration: bool
-) -> "tuple[str, Samples, list[np.ndarray]]":
+) -> "tuple[str, Split, list[np.ndarray]]":
     """Return the split to verify on, its images, and batches of training images to calibrate on."""
     from flatout.data.splits import splits_of
     from flatout.inference.evaluate import held_out, labelled
@@ -220,7 +220,7 @@ def _kept(out: Path) -> Iterator[Path]:
 
 
 def _compare(
-    run: "Run", samples: Samples, split: str, predict: "Predict", *, resizes: bool, console: Console
+    run: "Run", samples: Split, split: str, predict: "Predict", *, resizes: bool, console: Console
 ) -> dict[str, Any]:
     """Return how the answers of a file compare with those of its run: fields of `Exported`, and `worst` in words.
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from flatout.config import Recipe
-from flatout.config.settings import Size, one_or_both, shown, sides
+from flatout.config.settings import Size, collapse_size, shown, sides
 from flatout.models.build import build_model, default_shape
 from flatout.models.convert.match import candidates, layers_of, trace
 from flatout.models.convert.readers import SourceCheckpoint, find_file, read_file
@@ -120,7 +120,7 @@ def _known_shape(source: SourceCheckpoint, expected: "_ExpectedLogits | None", s
     classes, size, channels = shape
     if source.image:
         height, width, count = source.image
-        size, channels = size or one_or_both((height, width)), channels or count
+        size, channels = size or collapse_size((height, width)), channels or count
     if expected:
         seen = expected.shape(channels)
         classes, size, channels = classes or seen.classes, size or seen.size, channels or seen.channels
@@ -246,7 +246,7 @@ class _ExpectedLogits(NamedTuple):
         first, *_, last = self.images.shape[1:]
         is_last = last == channels if channels and first != channels else first > 4 >= last
         height, width, count = self.images.shape[1:] if is_last else (*self.images.shape[2:], first)
-        return Shape(self.logits.shape[1], one_or_both((height, width)), count)
+        return Shape(self.logits.shape[1], collapse_size((height, width)), count)
 
     def compare(self, model: nn.Module, head_fits: bool) -> tuple[float, float]:
         """Compute the largest difference of logits, over the largest of them and absolute.
