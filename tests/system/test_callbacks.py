@@ -142,7 +142,7 @@ class Misnamed(flatout.Callback):
         (Recorder, r"Recorder is a class; give an object: Recorder\(\)"),
         (Misnamed(), r"Misnamed.on_epoch_ends is never called; did you mean 'on_epoch_end'\?"),
         (print, r"not a flatout.Callback; derive a class .* on_start, on_epoch_end, on_end"),
-        ("wandbb", r"'wandbb' is no tracker; did you mean 'wandb'\?"),
+        ("wandbb", r"'wandbb' is not a tracker; did you mean 'wandb'\?"),
     ],
 )
 def test_what_is_no_callback(given: Any, message: str, tmp_path: Path) -> None:

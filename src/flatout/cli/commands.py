@@ -212,7 +212,7 @@ def do_bench(args: Namespace, console: Console) -> Output:
 
 
 def _measured_job(args: Namespace, console: Console) -> "tuple[Recipe, DataSource | ImageDataset, Options]":
-    """Return what a command measures: the recipe and the data of a job, and how to run it."""
+    """Return the recipe and the data of a job that is measured, and how to run it."""
     from flatout.engine.devices import parse_devices
     from flatout.train.recipes import resolve
     from flatout.train.request import Options

@@ -221,7 +221,7 @@ def completion(shell: str) -> str:
 
 
 def _completed(word: str) -> Any:
-    """Return what shtab completes for a flag or an operand; None for what only the user knows."""
+    """Return shtab's completion for a flag or an operand; None if only the user knows the value."""
     import shtab
 
     from flatout.config import known_keys

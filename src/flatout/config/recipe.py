@@ -319,7 +319,7 @@ def load_recipe(path: Path) -> Recipe:
     """Read a recipe file.
 
     Raises:
-        InputError: the file cannot be read or parsed, or its content is no recipe.
+        InputError: the file cannot be read or parsed, or its content is not a recipe.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))

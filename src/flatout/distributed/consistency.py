@@ -48,7 +48,7 @@ def agree(world: "World", recipe: Recipe, pack: "Pack") -> None:
 
 
 def data_facts(pack: "Pack", recipe: Recipe) -> dict[str, Any]:
-    """Return what identifies the data: classes, split sizes, and checksums of labels and images."""
+    """Return facts that identify the data: classes, split sizes, and checksums of labels and images."""
     return {
         "classes": list(pack.classes),
         "splits": {name: stop - start for name, (start, stop) in pack.splits.items()},

@@ -178,7 +178,7 @@ def _to_whole_pixels(maps: np.ndarray, shift: float, draws_N2: np.ndarray, sides
 def _to_unequal_sides(maps: np.ndarray, aspect: float) -> None:
     """Turn maps of pixels into maps of positions from -1 to 1, along sides of which x is `aspect` times as long as y.
 
-    Otherwise a rotation of an image that is no square would shear it.
+    Otherwise a rotation of an image that is not square would shear it.
     """
     maps[:, 0, 1] /= aspect
     maps[:, 1, 0] *= aspect
@@ -211,7 +211,7 @@ def _sides(
 def policy_operations(
     policy: str, seed: int, epoch: int, count: int, aspect: float = 1.0, start: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what a policy draws: maps [N, 2, 3] from the moved image to the unmoved one, and rows for `recolor`.
+    """Draw the operations of a policy: maps [N, 2, 3] from the moved image to the unmoved one, and rows for `recolor`.
 
     `aspect` is width by height of the images; the samples are those from `start` on.
     """

@@ -110,7 +110,7 @@ def _trained_model(
 
 
 def _heatmaps(model: "nn.Module", recipe: "Recipe", images: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Return what speaks for wrong answers, uint8 [M, H, W]."""
+    """Return heatmaps of the pixels that speak for wrong answers, uint8 [M, H, W]."""
     from flatout.inference.explain import heatmaps_of
 
     is_class = answers.dtype.kind == "i" and answers.ndim == 1

@@ -462,7 +462,7 @@ class OnnxRun(Run):
         raise InputError(f"{self.path}: an ONNX file has no torch module; load the run that it was exported from")
 
     def outputs(self, pixels_NHWC: np.ndarray, *, tta: bool = False) -> Outputs:
-        """Return what the file computes; logarithms of probabilities are logits."""
+        """Return the outputs of the file; logarithms of probabilities are logits."""
         if tta:
             raise InputError(f"{self.path}: an ONNX file has no test-time augmentation of its own; leave --tta out")
         try:

@@ -56,7 +56,7 @@ def draw_all(run: Path) -> None:
     """Draw predictions.png, curves.png, confusion.png and report.html from the other files of the run folder.
 
     Raises:
-        InputError: `run` is no run folder, a value in it has the wrong type, or a file cannot be written.
+        InputError: `run` is not a run folder, a value in it has the wrong type, or a file cannot be written.
     """
     files = read_run(Path(run))
     names, shown = readable_names(files), files.predictions

@@ -46,7 +46,7 @@ def draw_predictions(
     model's output was not finite.
     """
     rows = max(1, math.ceil(len(images_MHWC) / GRID_COLUMNS))
-    # Of images that are no squares, up to twice as high or wide.
+    # Of images that are not square, up to twice as high or wide.
     shape = np.clip(images_MHWC.shape[1] / images_MHWC.shape[2], 0.5, 2)
     height = rows * (CELL_INCHES * shape + 0.27) + 0.36
     right_M = task.is_right(predicted, actual)

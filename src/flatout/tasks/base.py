@@ -72,7 +72,7 @@ class Task(ABC):
 
     @abstractmethod
     def targets(self, labels: np.ndarray) -> np.ndarray:
-        """Return what the loss compares logits with, [N] or [N, K], int64 or float32, for labels of a pack."""
+        """Return the targets of the loss for labels of a pack: [N] or [N, K], int64 or float32."""
 
     @abstractmethod
     def random_labels(self, rng: np.random.Generator, count: int, classes: int) -> np.ndarray:
@@ -105,7 +105,7 @@ class Task(ABC):
 
     @abstractmethod
     def step_metrics(self, logits_BK: "Tensor", targets: "Tensor") -> "Tensor":
-        """Return what training steps add up beside the loss, float32 [B]."""
+        """Return the metric that training steps add up, of each sample, float32 [B]."""
 
     @abstractmethod
     def probabilities(self, logits_BK: "Tensor") -> "Tensor":
@@ -113,11 +113,11 @@ class Task(ABC):
 
     @abstractmethod
     def predicted(self, logits_BK: "Tensor") -> "Tensor":
-        """Return what `metrics` needs of each sample: classes int64 [B], probabilities [B, K] or numbers [B]."""
+        """Return the predictions: classes int64 [B], probabilities [B, K] or numbers [B]."""
 
     @abstractmethod
     def predicted_from(self, probabilities: np.ndarray) -> np.ndarray:
-        """Return what `predicted` does, from `probabilities` [N, classes], such as means over several models."""
+        """Return the predictions from `probabilities` [N, classes], such as means over several models."""
 
     @abstractmethod
     def averaged(self, logits_VBK: "Tensor") -> "Tensor":
@@ -161,7 +161,7 @@ class Task(ABC):
         """Return the main metrics of a split in words, from figures such as `test_accuracy`."""
 
     def remark(self, split: str, figures: Mapping[str, Any]) -> str:
-        """Return what the page of the report says below the first metric of a split."""
+        """Return the remark below the first metric of a split in the report."""
         return ""
 
     def tuned(self, predicted: np.ndarray, labels: np.ndarray) -> "Task":

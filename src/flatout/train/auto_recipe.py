@@ -201,7 +201,7 @@ def _fast_cnn(facts: DatasetStats, model: str, rate: Rate | None) -> Advice:
 
 
 def _training_seconds(seconds: float) -> float:
-    """Return what is left of a budget for training, after imports, measurements, evaluations and the report."""
+    """Return the part of a budget that is left for training after imports, measurements, evaluations and the report."""
     return max(0.95 * seconds - 15, seconds / 2)
 
 

@@ -24,7 +24,7 @@ PHOTO = 64
 ONE_SHAPE, NEARLY_SQUARE = 1.05, 1.2
 # Squashing changes images more than cropping where more than one in ten is longer than this.
 TOO_LONG = 2.0
-# Sides of images that are no squares are multiples of what networks for photos reduce them by; small images of less.
+# Sides of images that are not square are multiples of what networks for photos reduce them by; small images of less.
 STRIDE, STRIDE_FROM, SMALL_STRIDE = 32, 96, 4
 
 
@@ -101,7 +101,7 @@ def look(
     seconds: float | None = None,
     began: float | None = None,
 ) -> DatasetStats:
-    """Return what the data is like; the image size suits the device. `began` is the start of the time budget.
+    """Measure the data; the image size suits the device. `began` is the start of the time budget.
 
     Raises:
         InputError: none of the images sampled can be read.

@@ -34,7 +34,7 @@ class LoopHooks:
     """What happens beside the loop; every method is called on all processes after the same step."""
 
     def flags(self) -> Flag:
-        """Return what to request of all processes with the next step."""
+        """Return the flags to request of all processes with the next step."""
         return Flag.NONE
 
     def step(self) -> None:

@@ -73,7 +73,7 @@ class Monitor(LoopHooks):
         return self.recipe
 
     def flags(self) -> Flag:
-        """Return what this process requests of all with the next step."""
+        """Return the flags that this process requests of all with the next step."""
         flags = Flag.LOSS if self._console.is_loss_due() else Flag.NONE
         if not self._is_requested and self._is_checkpoint_due(CHECKPOINT_SECONDS):
             # Only once: it may be some steps until all know.

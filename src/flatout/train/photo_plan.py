@@ -77,7 +77,7 @@ class _Data:
     classes: int
 
     def fixed_seconds(self, cores: int) -> float:
-        """Return what is needed besides features and training."""
+        """Return the seconds besides features and training."""
         head = max(MIN_HEAD_SECONDS, HEAD_SECONDS_PER_PRODUCT * self.training * self.classes * FEATURES)
         return self.images / (DECODED_PER_CORE * cores) + READY_SECONDS + head + REPORT_SECONDS
 
@@ -130,7 +130,7 @@ def plan_photos(
     rate: FeatureRate | None,
     channels: int = 3,
 ) -> PhotoPlan:
-    """Return what is expected to have the least error within the time.
+    """Return the plan with the least expected error within the time.
 
     Args:
         backbones: to choose from.
@@ -222,7 +222,7 @@ def _reasons(
 
 
 def _sizes(backbone: Backbone, ratio: float) -> list[Size]:
-    """Return the published size and smaller ones, of the shape of the images where that is no square."""
+    """Return the published size and smaller ones, of the shape of the images where that is not square."""
     found = []
     for share in SIZE_SHARES:
         side = share * backbone.image_size

@@ -281,5 +281,5 @@ def callbacks_of(given: Any) -> tuple[Callback, ...]:
 def _tracker(name: str) -> Callback:
     classes = {cls.package: cls for cls in (TensorBoard, WandB, Trackio, MLflow)}
     if name not in classes:
-        raise InputError(f"callbacks: {name!r} is no tracker; {nearest(name, TRACKERS)}")
+        raise InputError(f"callbacks: {name!r} is not a tracker; {nearest(name, TRACKERS)}")
     return classes[name]()

@@ -62,7 +62,7 @@ class Stopped(Exception):
 
     @property
     def how(self) -> str:
-        """Return what happened to the run, in a word."""
+        """How the run ended, in a word."""
         return "interrupted" if self.signal_number == signal.SIGINT else "terminated"
 
 

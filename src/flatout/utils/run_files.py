@@ -110,7 +110,7 @@ def read_run(run: Path, *, predictions: bool = True) -> RunFiles:
     """Read a run folder for its report; without `predictions`, which can be large, `missing` does not name them.
 
     Raises:
-        InputError: `run` is no folder, or has no recipe.toml, or neither summary.json nor metrics.jsonl, or a
+        InputError: `run` is not a folder, or has no recipe.toml, or neither summary.json nor metrics.jsonl, or a
             value in recipe.toml or summary.json has the wrong type.
     """
     if not run.is_dir():

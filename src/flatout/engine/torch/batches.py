@@ -212,7 +212,7 @@ class TorchDataset:
 
     @torch.no_grad()
     def head_features(self, head: Head, *, mirrored: bool) -> np.ndarray:
-        """Return what the head reads of images or of their mirror images, float32 [N, F], through the cached prefix."""
+        """Return the head's input for images or their mirror images, float32 [N, F], through the cached prefix."""
         engine, split = self._engine, self._mirrored if mirrored else self
         assert engine.cut is not None
         source, rows = split._view(NOT_AUGMENTED, {}), _Rows(len(self.samples), engine.world)
@@ -359,7 +359,7 @@ class TorchDataset:
         )
 
     def _evaluated(self, *, tta: bool) -> tuple[list[DeviceImages], Callable[..., torch.Tensor]]:
-        """Return what an evaluation reads, and the function of the network and a batch of it that returns logits."""
+        """Return the images of an evaluation, and the function of the network and a batch that returns logits."""
         engine = self._engine
         if not tta:
             return [self._view(NOT_AUGMENTED, {})], lambda network, images: network(engine.input.of(images))

@@ -63,7 +63,7 @@ def clear(optimizer: torch.optim.Optimizer) -> None:
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: all of it, or its shard."""
+    """Return this rank's part of a tensor: all of it, or its shard."""
     return value.to_local() if _is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
 
 

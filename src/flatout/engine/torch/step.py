@@ -51,7 +51,7 @@ class NetworkInput:
         return augment.apply(images, transforms, *self._normalisation, size)
 
     def of(self, images: torch.Tensor, transforms: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """Return what the network reads, [B, C, ...]: `normalised` images, or the output of the prefix."""
+        """Return the input of the network, [B, C, ...]: `normalised` images, or the output of the prefix."""
         return images.movedim(-1, 1) if self._cut else self.normalised(images, transforms)
 
     def of_batch(self, source: DeviceImages, inputs: DeviceBatch) -> torch.Tensor:

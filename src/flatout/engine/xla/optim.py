@@ -97,7 +97,7 @@ def scale_by_adagrad(eps: float) -> optax.GradientTransformation:
 
 
 def to_torch(state: Any) -> dict[str, np.ndarray]:
-    """Return what torch's optimizer keeps at the same place: arrays by `NAME.KEY`; nothing before the first step."""
+    """Return the optimizer state in torch's layout: arrays by `NAME.KEY`, none before the first step."""
     kept = _kept(state)
     if kept is None or int(kept.count) == 0:
         return {}

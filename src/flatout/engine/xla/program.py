@@ -172,7 +172,7 @@ class Program:
         return _Network(function, head_of(self.task, class_weights, function.output_shapes[0], self._target_shape))
 
     def _input(self, images: Any, transforms: Any, *, is_training: bool) -> jax.Array:
-        """Return what the network reads of stored images, augmented; or of the output of the frozen prefix."""
+        """Return the input of the network: augmented images, or the stored output of the frozen prefix."""
         if self._cut:
             return jnp.moveaxis(images, -1, 1)
         return self._augment(images, transforms, is_training=is_training)
@@ -353,7 +353,7 @@ class _Network:
         self.model, self._head = model, head
 
     def results(self, logits: jax.Array, targets: Array) -> tuple[jax.Array, ...]:
-        """Return what the function of `head_of` returns."""
+        """Return the outputs of the function of `head_of`."""
         return self._head({}, {}, logits.astype(jnp.float32), targets)[0]
 
 

@@ -186,7 +186,7 @@ class Classifier(nn.Module):
         self.eval().requires_grad_(False)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return what `outputs` names."""
+        """Return the outputs in the order of `outputs`."""
         pixels = self.resize(images)
         if self.resize.bits == 16:
             pixels = pixels * FROM_16_BITS
@@ -198,7 +198,7 @@ class Classifier(nn.Module):
 
 
 def metadata_of(run: "Run", precision: str) -> dict[str, str]:
-    """Return what a file says about a run, all as text; docs/export.md has the keys."""
+    """Return the metadata of an exported file, all as text; docs/export.md has the keys."""
     recipe, calibration = run.recipe, run.calibration
     found = {
         "producer": f"flatout {__version__}",
