@@ -230,7 +230,7 @@ def _read_predictions(folder: Path) -> dict[str, np.ndarray]:
 def _summary(
     request: TrainRequest, log: RunLog, pack: "Pack", folds: list[dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
-    """Return the part of `summary.json` that is not about the results on all images; `folds` are the folds' summaries."""
+    """Return the part of `summary.json` that is not about all images together; `folds` are the folds' summaries."""
     from flatout.engine.devices import machine, spec_of
 
     recipe, options = request.recipe, request.options
