@@ -17,7 +17,7 @@ from flatout.data.decode import decode_image, read_header
 from flatout.data.pack import npy_header, open_pack
 from flatout.data.pixels import resize_images
 from flatout.data.splits import splits_of
-from flatout.train.dataset_stats import look
+from flatout.train.dataset_stats import measure_dataset
 from flatout.utils.errors import InputError
 from tests.data.packs import Recorder, settings
 from tests.data.pictures import refusal, saved, smooth_picture
@@ -305,7 +305,7 @@ def test_generated_recipes_choose_the_shape(tmp_path, shapes, size, resize) -> N
     for i, (height, width) in enumerate(shapes):
         (tmp_path / f"c{i % 2}").mkdir(exist_ok=True)
         saved(Image.new("RGB", (width, height)), tmp_path / f"c{i % 2}" / f"{i}.png")
-    facts = look(find(tmp_path), "", accelerated=False)
+    facts = measure_dataset(find(tmp_path), "", accelerated=False)
     assert (facts.size, facts.resize) == (size, resize)
     assert facts.why_resize
 

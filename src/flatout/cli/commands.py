@@ -480,7 +480,7 @@ def do_pack(args: Namespace, console: Console) -> Output:
     """Decode and resize images once, into plain NumPy files."""
     from flatout.data.build import build_pack, find
     from flatout.data.pack import PackSettings
-    from flatout.train.dataset_stats import look
+    from flatout.train.dataset_stats import measure_dataset
 
     size = size_of(args.size)
     if args.channels is not None and not 1 <= args.channels <= MAX_CHANNELS:
@@ -489,7 +489,7 @@ def do_pack(args: Namespace, console: Console) -> Output:
     found = find(args.data, recipe.data, recipe.task, console=console)
     settings = PackSettings(
         size=size,
-        channels=args.channels or look(found, str(args.data), accelerated=False).channels,
+        channels=args.channels or measure_dataset(found, str(args.data), accelerated=False).channels,
         resize=args.resize,
         on_bad_image=args.on_bad_image or "stop",
         max_bad_share=args.max_bad_share,

@@ -18,7 +18,7 @@ from flatout.config.settings import Size, collapse_size, sides
 from flatout.data.source import DataSource, ImageDataset
 from flatout.engine.factory import Rate, Speeds
 from flatout.models.build import default_shape, usable_size
-from flatout.train.dataset_stats import PHOTO, DatasetStats, look, of_shape, side_of
+from flatout.train.dataset_stats import PHOTO, DatasetStats, measure_dataset, of_shape, side_of
 from flatout.utils.console import duration
 from flatout.utils.errors import InputError, WeightsUnavailable
 
@@ -55,7 +55,7 @@ CHOSEN_BY_ADVICE = ("model", "image_size", "task", "weights", "pretrained", "lin
 Advice = tuple[dict[str, Any], dict[str, str]]
 
 
-def advise(
+def generate_recipe(
     found: DataSource | ImageDataset,
     path: str,
     changes: Mapping[str, Any],
@@ -80,7 +80,7 @@ def advise(
     Raises:
         InputError: none of the images can be read, or weights that the user names cannot.
     """
-    facts = look(found, path, accelerated=accelerated, seconds=seconds, began=began)
+    facts = measure_dataset(found, path, accelerated=accelerated, seconds=seconds, began=began)
     if "image_size" in changes:
         facts = _of_size(facts, changes["image_size"])
     if speeds:

@@ -93,7 +93,7 @@ class DatasetStats:
         return next(value for limit, value in table if self.images < limit)
 
 
-def look(
+def measure_dataset(
     found: DataSource | ImageDataset,
     path: str,
     *,

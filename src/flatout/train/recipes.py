@@ -47,7 +47,7 @@ def resolve(
     if "data.path" in changes and (data is not None or not is_complete):
         raise InputError(f"data.path = {changes['data.path']!r}: data is given twice; remove one")
     if not is_complete:
-        from flatout.train.auto_recipe import advise
+        from flatout.train.auto_recipe import generate_recipe
 
         if job is not None and data is not None:
             raise InputError(f"{job} is data, and so is --data {data}: give one of them")
@@ -60,7 +60,7 @@ def resolve(
             console.note(sentence)
             explain(sentence)
 
-        recipe, reasons = advise(
+        recipe, reasons = generate_recipe(
             found,
             _plain(data),
             changes,

@@ -12,7 +12,7 @@ from flatout.config import Recipe
 from flatout.data.source import ImageDataset
 from flatout.engine.factory import Speeds
 from flatout.models import hub
-from flatout.train.auto_recipe import advise
+from flatout.train.auto_recipe import generate_recipe
 from flatout.train.recipes import resolve
 from flatout.utils.errors import InputError, WeightsUnavailable
 
@@ -32,7 +32,7 @@ def make_source(count: int = 600, size: int = 28, channels: int = 1, classes: in
 def advice(
     source: ImageDataset, changes: Mapping[str, Any] | None = None, **options: Any
 ) -> tuple[Recipe, dict[str, str]]:
-    return advise(source, "", changes or {}, **{"accelerated": False, **options})
+    return generate_recipe(source, "", changes or {}, **{"accelerated": False, **options})
 
 
 def speeds(training: Any, features: float = 100.0) -> Speeds:
@@ -234,10 +234,10 @@ def test_weights_without_a_network_need_its_name(tmp_path: Path) -> None:
 
 def test_the_recipe_does_not_depend_on_the_way_it_is_asked_for() -> None:
     """`flatout pack` looks at the data alone, and `train` gets the same size and channels."""
-    from flatout.train.dataset_stats import look
+    from flatout.train.dataset_stats import measure_dataset
 
     source = make_source(size=48, channels=3)
-    recipe, facts = advice(source)[0], look(source, "", accelerated=False)
+    recipe, facts = advice(source)[0], measure_dataset(source, "", accelerated=False)
     assert (recipe.image_size, recipe.channels) == (facts.size, facts.channels) == (48, 3)
 
 
