@@ -1,7 +1,7 @@
-"""Run the tests with each supported version of Python and torch, each pair in an environment of its own.
+"""Run the tests with each supported version of Python and the oldest and newest torch, each pair in an environment of its own.
 
     python tests/versions.py                                          # all quick tests with every pair
-    python tests/versions.py --python python3.12 --torch 2.11 2.15 -- tests/unit
+    python tests/versions.py --python python3.12 --torch 2.11 newest -- tests/unit
 
 An environment takes about 5.5 GB and is removed after its tests. Output goes to DIR/PYTHON-torch-VERSION.log.
 """
@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
+NEWEST = "newest"
 
 
 def supported() -> tuple[list[str], list[str]]:
-    """Return the commands of Python and the versions of torch that pyproject.toml admits; Pythons are those on PATH."""
+    """Return the commands of Python on PATH, and the oldest and the newest torch, that pyproject.toml admits."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (needed,) = (text for text in project["dependencies"] if text.startswith("torch>"))
-    low, high = (int(minor) for minor in re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", needed).groups())  # pyright: ignore
+    torches = [needed.removeprefix("torch>="), NEWEST]
     oldest = int(re.fullmatch(r">=3\.(\d+)", project["requires-python"])[1])  # pyright: ignore
     pythons = [f"python3.{minor}" for minor in range(oldest, oldest + 10)]
-    return [name for name in pythons if _runs(name)], [f"2.{minor}" for minor in range(low, high)]
+    return [name for name in pythons if _runs(name)], torches
 
 
 def _runs(python: str) -> bool:
@@ -65,7 +66,8 @@ def _failed_step(python: str, torch: str, extras: str, tests: list[str], log: Te
     """Return which step failed for a pair; empty if none did."""
     with tempfile.TemporaryDirectory(prefix="flatout-versions-") as folder:
         own = str(Path(folder) / "bin" / "python")
-        install = [own, "-m", "pip", "install", "--quiet", "--editable", f"{ROOT}[{extras}]", f"torch=={torch}.*"]
+        pinned = [] if torch == NEWEST else [f"torch=={torch}.*"]
+        install = [own, "-m", "pip", "install", "--quiet", "--editable", f"{ROOT}[{extras}]", *pinned]
         steps = {
             "environment": [python, "-m", "venv", folder],
             "installation": install,

@@ -83,7 +83,7 @@ def test_the_wheel_runs_in_an_environment_of_its_own(dist: Path, tmp_path: Path)
 
 def test_the_versions_that_are_tested_are_those_that_are_supported() -> None:
     pythons, torches = supported()
-    assert torches == ["2.11", "2.12", "2.13", "2.14", "2.15"]
+    assert torches == ["2.11", "newest"]
     assert all(name.startswith("python3.") for name in pythons)
     done = call(sys.executable, "tests/versions.py", "--help", folder=ROOT)
     assert " ".join(torches) in " ".join(done.stdout.split())
