@@ -1,4 +1,4 @@
-"""Run the tests with each supported version of Python and the oldest and newest torch, each pair in an environment of its own.
+"""Run the tests with each supported Python and the oldest and newest torch, each pair in an environment of its own.
 
     python tests/versions.py                                          # all quick tests with every pair
     python tests/versions.py --python python3.12 --torch 2.11 newest -- tests/unit
