@@ -109,7 +109,7 @@ class Budget:
         return max(0, int((self._ends - time.perf_counter()) / self._each()))
 
     def _with_steps(self, recipe: Recipe, total: int, done: int) -> Recipe:
-        """Return the recipe with a new length from a step on, and the earlier lengths, so that the run is repeatable."""
+        """Return the recipe with a new length from a step on, and the earlier lengths, which repeat the run."""
         earlier = [pair for pair in recipe.schedule.earlier_lengths if pair[0] < done]
         if done:
             earlier.append((done, recipe.length_at(done - 1, self._steps)[1]))
