@@ -136,7 +136,7 @@ AdamW = functools.partial(Optimizer, name="adamw")
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Checked):
-    """The learning rate over time; the formulas are in `numerics/schedule.py`.
+    """The learning rate over time; the formulas are in `engine/schedule.py`.
 
     Attributes:
         corrections: changes of the run's length by `--minutes`: `STEP:STEPS` for the planned steps of the whole run
@@ -171,7 +171,7 @@ class Schedule(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Augment(Checked):
-    """Random changes to training images; the geometry is in `numerics/augment.py`. Zero or false means none.
+    """Random changes to training images; the geometry is in `engine/augment.py`. Zero or false means none.
 
     Attributes:
         flip: mirror left-right with probability 1/2.

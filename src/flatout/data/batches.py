@@ -2,7 +2,7 @@
 
 The order is a function of (seed, epoch, position). In block order (`data.order`), an epoch goes through windows of
 blocks of images, which are read ahead in large pieces, because disks are slow at reading single images in random order;
-see `numerics.random.block_permutation`. Memory does not grow with the number of images.
+see `utils.random.block_permutation`. Memory does not grow with the number of images.
 """
 
 import os
