@@ -49,7 +49,7 @@ def fastest_precision(
     from flatout.engine.torch.accelerator import BF16_WORTH
 
     count = min(len(samples), PRECISION_BATCHES * recipe.batch_size)
-    # The order of the steps.
+    # The images of the first batches of an epoch.
     positions = np.concatenate(
         [batch.samples for batch in islice(epoch_batches(recipe, samples, 0), PRECISION_BATCHES)]
     )

@@ -32,7 +32,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "keras": (".keras", ".weights.h5"),
 }
 PRECISIONS = ("fp32", "fp16", "int8")
-# Training images for the calibration of int8, and images per batch.
+# Training images for the calibration of int8, and images per batch of it.
 CALIBRATION_IMAGES, CALIBRATION_BATCH = 256, 16
 # The minimum share of equal labels of a valid export.
 MIN_EQUAL = 0.9999
