@@ -130,8 +130,8 @@ def bench(recipe: Recipe, data: "DataSource | ImageDataset", options: Options, c
     Returns:
         `input_images_per_second`: batches ordered, read and copied to the devices, without a step.
         `compute_images_per_second`: steps on the same few batches, which need no input. Augmentation is part of a step.
-        `images_per_second`: both, as in a run. All three are medians; `spread` has minimum and maximum. `efficiency`:
-        the last by the lower of the first two. `limit`: which one that is, `input` or `compute`.
+        `images_per_second`: both, as in a run. All three are medians; `spread` has minimum and maximum.
+        `efficiency`: the last by the lower of the first two. `limit`: which one that is, `input` or `compute`.
         `decode_images_per_second`: when the pack was built, once. `verdict`: sentences.
 
     Raises:

@@ -314,10 +314,11 @@ def compile_step(model: "nn.Module", recipe: Recipe, devices: list[Any], classes
 
     Returns:
         The compiler's figures per device; all but `needed_bytes` are 0 if the program does not fit (`fits`).
-        `needed_bytes`: memory at the peak; 0 if the compiler rejects the program without a number. `argument_bytes`:
-        weights, optimizer state and input; `temporary_bytes`: everything else. `flops`, `memory_bytes`: operations, and
-        bytes read from and written to memory. `seconds`: the compiler's own estimate of the running time, without
-        messages; 0 if it gives none. `collectives`: kind, count and bytes of the results of messages between devices.
+        `needed_bytes`: memory at the peak; 0 if the compiler rejects the program without a number.
+        `argument_bytes`: weights, optimizer state and input; `temporary_bytes`: everything else.
+        `flops`, `memory_bytes`: operations, and bytes read from and written to memory.
+        `seconds`: the compiler's own estimate of the running time, without messages; 0 if it gives none.
+        `collectives`: kind, count and bytes of the results of messages between devices.
         `host_transfers`: operations that wait for the host. `state_bytes`: weights, buffers and optimizer state.
 
     Raises:

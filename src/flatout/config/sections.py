@@ -257,9 +257,9 @@ class Data(Checked):
         eval_size: of the images in evaluation and prediction; 0 for `image_size`.
         placement: where the decoded images are during training.
         order: how training images are shuffled: all, or in blocks that a disk reads fast. auto: as the file cache of
-            the host suggests; the run's recipe has the choice. decode: when image files are decoded: before training,
-            or during the first epoch, which then follows in blocks. auto: during it, if they are large together; the
-            run's recipe has the choice.
+            the host suggests; the run's recipe has the choice.
+        decode: when image files are decoded: before training, or during the first epoch, which then follows in blocks.
+            auto: during it, if they are large together; the run's recipe has the choice.
     """
 
     section = "data."

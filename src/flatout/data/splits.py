@@ -211,7 +211,7 @@ def stratified_split(labels_N: np.ndarray, fraction: float, seed: int, *, stream
 
 
 def iterative_split(labels_NK: np.ndarray, fraction: float, seed: int, *, stream: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices (int64, ascending) of multi-label samples kept and taken, about the fraction.
+    """Return the indices (int64, ascending) of multi-label samples kept, and of about `fraction` taken.
 
     Iterative stratification (Sechidis et al., ECML PKDD 2011) for two parts: the class with the fewest samples left is
     divided first, and each of its samples goes to the part that lacks most of the class, then most samples. The seed

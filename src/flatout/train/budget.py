@@ -205,7 +205,7 @@ def seconds_per_step(
     """
 
     def steps(count: int) -> float:
-        """Return the mean seconds of `count` steps; the learning rate is not 0, which some optimizers refuse."""
+        """Return the mean seconds of `count` steps, at a learning rate close to 0."""
         train.begin_epoch(0)
         began, number = time.perf_counter(), 0
         while number < count:
