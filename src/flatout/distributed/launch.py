@@ -236,7 +236,6 @@ class _Launch:
         return self._judge(self._ended_ranks(agent, result))
 
     def _of_rendezvous(self, error: BaseException) -> BaseException:
-        """Return the message for an agent's error: the rendezvous failed."""
         from torch.distributed import DistError
         from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 

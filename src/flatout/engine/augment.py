@@ -1,8 +1,8 @@
 """Random augmentation: drawn on the host as tables for each epoch, applied on the device.
 
 NumPy computes the tables in float64, so that every engine applies the same numbers; row i belongs to sample i. Pixel
-operations shared by both engines are in `pixels.py`, except for the resampling. Shape letters: N samples, B batch, H
-height, W width, C channels.
+operations shared by both engines are in `pixels.py`, except for the resampling.
+Shape letters: N samples, B batch, H height, W width, C channels.
 """
 
 from typing import TYPE_CHECKING

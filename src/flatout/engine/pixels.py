@@ -1,7 +1,8 @@
 """Pixel operations of augmentation except resampling, for torch and JAX: `xp` is either module.
 
 Pixels are floats from 0 to 255, with fractions for 16-bit images. Operations are those of Pillow, without intermediate
-rounding. Shape letters: B batch, H height, W width, C channels.
+rounding.
+Shape letters: B batch, H height, W width, C channels.
 """
 
 from collections.abc import Callable
